@@ -1,0 +1,1 @@
+"""jaxglue: fine-tune Llama, Qwen3 and GPT-OSS in JAX on NVIDIA GPUs."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders and PEFT adapters, in and out."""

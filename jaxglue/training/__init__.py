@@ -1,0 +1,1 @@
+"""The trainer: configuration, optimiser, loop, checkpoints and metrics."""
