@@ -13,8 +13,9 @@ from jaxtyping import Array, Int
 class PackedSegments:
     """Which tokens of a packed row belong together: B rows, T tokens in a row, S segment slots.
 
-    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`. So one scalar load gives a kernel
-    the range of its tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries before `ends[n - 1]`.
+    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`. So one scalar load gives a
+    kernel the range of its tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries
+    before `ends[n - 1]`.
     """
 
     segment_ids: Int[Array, "B T"]
