@@ -1,1 +1,31 @@
-"""Model definitions."""
+"""Model families: a config.json in, a flax.nnx model out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxglue.models import llama, qwen3
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import CausalLM
+
+FAMILIES = {"llama": llama, "qwen3": qwen3}
+"""Hugging Face's `model_type` → the module that reads its config and builds it."""
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder's shape from a parsed config.json.
+
+    Raises:
+        ValueError: the model type, rope type or activation is not supported, or a field is missing.
+    """
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type].config_from_hf(raw)
+
+
+def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:
+    """A model with random weights in `dtype`; under `nnx.eval_shape` only its shapes."""
+    return FAMILIES[config.model_type].build(config, dtype=dtype, rngs=rngs)

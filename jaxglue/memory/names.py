@@ -1,0 +1,24 @@
+"""Names of the values in a decoder layer that a checkpoint policy can keep, offload or recompute."""
+
+LAYER_INPUT = "layer_input"
+QUERY = "query"
+KEY = "key"
+VALUE = "value"
+ATTENTION_OUT = "attention_out"
+ATTENTION_LSE = "attention_lse"
+ATTENTION_RESIDUAL = "attention_residual"
+GATE = "gate"
+UP = "up"
+
+LAYER_VALUES = {
+    LAYER_INPUT: "the residual stream that enters the layer [B, T, D]",
+    QUERY: "the query projection, before its norm and rotation [B, T, N·H]",
+    KEY: "the key projection, before its norm and rotation [B, T, K·H]",
+    VALUE: "the value projection [B, T, K·H]",
+    ATTENTION_OUT: "attention's output, before its projection [B, T, N·H]",
+    ATTENTION_LSE: "attention's log-sum-exp, float32 [B, N, T]",
+    ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]",
+    GATE: "the gate projection of the feed-forward [B, T, F]",
+    UP: "the up projection of the feed-forward [B, T, F]",
+}
+"""Every name with what it is."""

@@ -1,0 +1,54 @@
+"""What a decoder layer is given beside its input: how to rotate and how to attend."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from jaxglue.attention import packed_attention
+from jaxglue.rope import apply_rope
+from jaxglue.segments import PackedSegments
+
+
+class LayerContext(Protocol):
+    """The part of a context that layers use; training packs segments, generation keeps a key/value cache."""
+
+    @property
+    def dropout_key(self) -> PRNGKeyArray | None:
+        """The layer's own key, or None when nothing is dropped."""
+
+    def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Applies the rotary embedding of the tokens' positions."""
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        window: int | None = None,
+        sinks: Float[Array, " N"] | None = None,
+        scale: float | None = None,
+    ) -> Float[Array, "B T N H"]:
+        """Causal attention of rotated queries over the keys that they may see."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PackedContext:
+    """Packed rows: segments and rotary tables, built once per batch and shared by all layers."""
+
+    segments: PackedSegments
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
+    dropout_key: PRNGKeyArray | None = None
+    backend: str = field(default="auto", metadata={"static": True})
+
+    def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Applies the rotary embedding of the tokens' positions."""
+        return apply_rope(x, self.cos, self.sin)
+
+    def attend(self, q, k, v, *, window=None, sinks=None, scale=None) -> Float[Array, "B T N H"]:
+        """Causal attention inside each segment."""
+        return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, scale=scale, backend=self.backend)

@@ -1,0 +1,143 @@
+"""Blocks that the model families share. Parameters carry Hugging Face's names and shapes."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxglue.memory import names
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import LayerContext
+
+
+class Linear(nnx.Module):
+    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in]; computes in x's dtype."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std)
+        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
+        self.lora_A = nnx.data(None)
+        self.lora_B = nnx.data(None)
+        self.lora_scale = 0.0
+        self.lora_dropout = 0.0
+        self.dropout_salt = 0
+
+    def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
+        """Adds a float32 adapter that starts as the identity: A uniform within ±1/√in, B zero (as PEFT does)."""
+        out_features, in_features = self.weight.shape
+        bound = in_features**-0.5
+        self.lora_A = nnx.LoRAParam(jax.random.uniform(rngs.params(), (rank, in_features), minval=-bound, maxval=bound))
+        self.lora_B = nnx.LoRAParam(jnp.zeros((out_features, rank)))
+        self.lora_scale, self.lora_dropout = scale, dropout
+        self.dropout_salt = zlib.crc32(name.encode())
+
+    def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
+        """Applies the projection and its adapter."""
+        y = x @ self.weight[...].astype(x.dtype).T
+        if self.bias is not None:
+            y += self.bias[...].astype(x.dtype)
+        if self.lora_A is None:
+            return y
+        hidden = self._dropout(x, context) @ self.lora_A[...].astype(x.dtype).T
+        return y + hidden @ (self.lora_scale * self.lora_B[...]).astype(x.dtype).T
+
+    def _dropout(self, x, context: LayerContext):
+        if self.lora_dropout == 0.0 or context.dropout_key is None:
+            return x
+        key = jax.random.fold_in(context.dropout_key, self.dropout_salt)
+        keep = jax.random.bernoulli(key, 1.0 - self.lora_dropout, x.shape)
+        return jnp.where(keep, x / (1.0 - self.lora_dropout), 0).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Token embeddings, weight [V, D]."""
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
+
+    def __call__(self, tokens: Int[Array, "B T"], dtype) -> Float[Array, "B T D"]:
+        """Looks the tokens up, in `dtype`."""
+        return jnp.take(self.weight[...], tokens, axis=0).astype(dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float, *, dtype):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Returns x's dtype."""
+        x32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (x32 * scale).astype(x.dtype) * self.weight[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; with norms on queries and keys where the family has them."""
+
+    def __init__(self, config: DecoderConfig, *, qk_norm: bool, window: int | None, dtype, rngs: nnx.Rngs):
+        D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        N, K = config.num_attention_heads, config.num_key_value_heads
+        options = {"bias": config.attention_bias, "std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        self.q_proj = Linear(D, N * H, **options)
+        self.k_proj = Linear(D, K * H, **options)
+        self.v_proj = Linear(D, K * H, **options)
+        self.o_proj = Linear(N * H, D, **options)
+        self.q_norm = RMSNorm(H, eps, dtype=dtype) if qk_norm else None
+        self.k_norm = RMSNorm(H, eps, dtype=dtype) if qk_norm else None
+        self.head_dim, self.window = H, window
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Projects, rotates, attends and projects back."""
+        q = self._heads(checkpoint_name(self.q_proj(x, context), names.QUERY))
+        k = self._heads(checkpoint_name(self.k_proj(x, context), names.KEY))
+        v = self._heads(checkpoint_name(self.v_proj(x, context), names.VALUE))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = context.attend(context.rotate(q), context.rotate(k), v, window=self.window)
+        out = checkpoint_name(out.reshape(*x.shape[:2], -1), names.ATTENTION_OUT)
+        return self.o_proj(out, context)
+
+    def _heads(self, x):
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+
+class GatedMLP(nnx.Module):
+    """The SwiGLU feed-forward: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        D, F = config.hidden_size, config.intermediate_size
+        options = {"bias": config.mlp_bias, "std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        self.gate_proj = Linear(D, F, **options)
+        self.up_proj = Linear(D, F, **options)
+        self.down_proj = Linear(F, D, **options)
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Applies the feed-forward."""
+        gate = checkpoint_name(self.gate_proj(x, context), names.GATE)
+        up = checkpoint_name(self.up_proj(x, context), names.UP)
+        return self.down_proj(jax.nn.silu(gate) * up, context)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, *, qk_norm: bool, window: int | None = None, dtype, rngs: nnx.Rngs):
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps, dtype=dtype)
+        self.self_attn = Attention(config, qk_norm=qk_norm, window=window, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(D, eps, dtype=dtype)
+        self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """One decoder layer."""
+        x = checkpoint_name(x, names.LAYER_INPUT)
+        x = x + self.self_attn(self.input_layernorm(x), context)
+        x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
+        return x + self.mlp(self.post_attention_layernorm(x), context)

@@ -1,0 +1,35 @@
+"""Qwen3 (dense): norms on queries and keys, optional sliding windows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from jaxglue.models.config import DecoderConfig, decoder_fields
+from jaxglue.models.decoder import CausalLM
+from jaxglue.models.layers import DecoderLayer
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Reads a `Qwen3ForCausalLM` config.json."""
+    return DecoderConfig(**decoder_fields({"head_dim": 128, **raw}), layer_windows=_windows(raw))
+
+
+def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The last layers, from `max_window_layers` on, slide when `use_sliding_window` says so."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    first = raw.get("max_window_layers", 28)
+    types = raw.get("layer_types") or [
+        "sliding_attention" if window is not None and index >= first else "full_attention"
+        for index in range(raw["num_hidden_layers"])
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
+    """A Qwen3 with random weights in `dtype`."""
+
+    def make_layer(index: int) -> DecoderLayer:
+        return DecoderLayer(config, qk_norm=True, window=config.layer_windows[index], dtype=dtype, rngs=rngs)
+
+    return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)
