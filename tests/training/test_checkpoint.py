@@ -1,0 +1,159 @@
+import logging
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxglue.training.checkpoint import Checkpoints, check_fingerprint
+
+FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
+
+
+def make_state(seed: int):
+    key = jax.random.key(seed)
+    params = {"a": jax.random.normal(key, (8, 4)), "b": jax.random.normal(key, (5,), jnp.bfloat16)}
+    key_data = jax.random.key_data(key)
+    return {"trainable": params, "optimizer": optax.adamw(1e-3).init(params), "key": key_data, "step": jnp.int32(seed)}
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def save_all(folder, steps, **options):
+    with Checkpoints(folder, fingerprint=FINGERPRINT, **options) as checkpoints:
+        for step, eval_loss in steps.items():
+            checkpoints.save(step, make_state(step), {"epoch": step / 2}, eval_loss=eval_loss)
+
+
+def kept(folder):
+    return sorted(int(path.name) for path in folder.iterdir())
+
+
+def restore(folder, fingerprint=FINGERPRINT):
+    with Checkpoints(folder, fingerprint=fingerprint) as checkpoints:
+        return checkpoints.restore_latest(abstract(make_state(0)))
+
+
+def test_the_newest_comes_back_bit_for_bit(tmp_path):
+    save_all(tmp_path, {1: None, 2: None})
+    state, host, step = restore(tmp_path)
+    assert_same(state, make_state(2))
+    assert (host, step) == ({"epoch": 1.0}, 2)
+
+
+def test_an_empty_folder_has_nothing_to_restore(tmp_path):
+    assert restore(tmp_path / "new") is None
+
+
+def test_the_last_two_and_the_best_are_kept_also_over_a_resume(tmp_path):
+    save_all(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0, 4: None})
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        checkpoints.restore_latest(abstract(make_state(0)))
+        checkpoints.save(5, make_state(5), {}, eval_loss=float("nan"))
+        checkpoints.save(6, make_state(6), {}, eval_loss=1.5)
+    assert kept(tmp_path) == [2, 5, 6]
+
+
+def test_a_donated_buffer_may_be_reused_while_it_is_written(tmp_path):
+    overwrite = jax.jit(lambda x: x * 0, donate_argnums=0)
+    state = {"a": jnp.full((1_000_000,), 7.0)}
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        checkpoints.save(1, state, {})
+        state = jax.block_until_ready({"a": overwrite(state["a"])})
+        checkpoints.wait()
+        restored = checkpoints.restore_latest(abstract(state))
+    assert (restored.state["a"] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax abandons its other reads
+@pytest.mark.parametrize("damage", ["truncate", "delete"])
+def test_whichever_file_is_damaged_what_comes_back_is_a_whole_checkpoint(tmp_path, damage, caplog):
+    save_all(tmp_path / "good", {1: None, 2: None})
+    files = [path.relative_to(tmp_path / "good") for path in (tmp_path / "good" / "2").rglob("*") if path.is_file()]
+    skipped = 0
+    for file in files:
+        folder = tmp_path / "damaged" / file.name
+        _copy_tree(tmp_path / "good", folder)
+        if damage == "truncate":
+            (folder / file).write_bytes((folder / file).read_bytes()[: (folder / file).stat().st_size // 2])
+        else:
+            (folder / file).unlink()
+        state, _, step = restore(folder)
+        assert_same(state, make_state(step))
+        skipped += step == 1
+    assert skipped >= 3, "array data, manifest and host state cannot all be spared"
+    assert "2 is damaged, trying the one before" in caplog.text
+
+
+def _copy_tree(source, target):
+    for path in source.rglob("*"):
+        if path.is_file():
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            (target / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+def test_a_run_that_skipped_a_damaged_checkpoint_writes_its_own(tmp_path, caplog):
+    save_all(tmp_path, {1: None, 2: None})
+    (tmp_path / "2" / "meta" / "metadata").write_text("{")
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints, caplog.at_level(logging.WARNING):
+        assert checkpoints.restore_latest(abstract(make_state(0))).step == 1
+        checkpoints.save(2, make_state(5), {})
+        checkpoints.wait()
+        assert_same(checkpoints.restore_latest(abstract(make_state(0))).state, make_state(5))
+    assert (tmp_path / "2.damaged").is_dir()
+
+
+def test_nothing_readable_is_an_error_and_is_left_as_it_is(tmp_path):
+    save_all(tmp_path, {1: None})
+    (tmp_path / "1" / "meta" / "metadata").write_text("{")
+    with pytest.raises(ValueError, match=r"none of the checkpoints \[1\] in .* can be read"):
+        restore(tmp_path)
+    assert kept(tmp_path) == [1]
+
+
+def test_a_full_disk_is_explained_and_the_checkpoint_before_is_intact(tmp_path):
+    state = {"a": jax.random.normal(jax.random.key(0), (100_000,))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+            checkpoints.save(2, state, {})
+            with pytest.raises(OSError, match=r"step 2 could not be written to .*: File too large.*intact: \[1\]"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert kept(tmp_path) == [1]
+        assert_same(checkpoints.restore_latest(abstract(state)).state, state)
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    save_all(tmp_path, {1: None})
+    (tmp_path / "1").rename(tmp_path / "2.orbax-checkpoint-tmp")
+    save_all(tmp_path, {3: None})
+    assert kept(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(("key", "value"), [("model", "other"), ("data", "ffff"), ("seed", 1)])
+def test_resuming_another_run_names_the_difference(tmp_path, key, value):
+    save_all(tmp_path, {1: None})
+    with pytest.raises(ValueError, match=f"{key}: saved {FINGERPRINT[key]!r}, now {value!r}"):
+        restore(tmp_path, FINGERPRINT | {key: value})
+
+
+def test_fingerprints_compare_as_json():
+    check_fingerprint({"columns": ["a"]}, {"columns": ("a",)})
+    with pytest.raises(ValueError, match="rank: saved None, now 8\nUse the saved values, or start a new run"):
+        check_fingerprint({}, {"rank": 8})
