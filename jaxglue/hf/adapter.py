@@ -1,0 +1,150 @@
+"""LoRA adapters as PEFT stores them: adapter_config.json beside adapter_model.safetensors."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxglue.hf.files import atomic_file, read_json, write_json
+from jaxglue.hf.tensor_files import TensorFiles, write_file
+from jaxglue.lora import LoraConfig
+
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
+
+_KEY = re.compile(r"base_model\.model\.(?P<linear>model\.layers\.\d+\..+)\.(?P<matrix>lora_[AB])\.weight")
+_READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"}
+_HARMLESS = {  # say where the adapter is from, or choose layers that the tensors' names show anyway
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
+}
+_NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) change the base model's weights too
+
+
+def save_adapter(
+    folder: str | Path, tensors: Mapping[str, jax.Array | np.ndarray], config: LoraConfig, base_model: str
+) -> None:
+    """Writes an adapter that `peft.PeftModel.from_pretrained` loads.
+
+    Args:
+        folder: made if needed; an adapter in it is replaced, each file atomically.
+        tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R] and so on.
+        config: what the adapter was trained with.
+        base_model: folder or hub name of the model that the adapter belongs to.
+
+    Raises:
+        OSError: the disk is full, ….
+    """
+    folder = Path(folder)
+    by_key = {_key(name): tensor for name, tensor in tensors.items()}
+    specs = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in by_key.items()}
+    with atomic_file(folder / TENSORS) as temporary:
+        write_file(temporary, specs, lambda key: np.asarray(by_key[key]))
+    write_json(folder / CONFIG, _to_peft(config, _kinds(tensors), base_model))
+
+
+def _key(name: str) -> str:
+    return f"base_model.model.{name}.weight"
+
+
+def _kinds(names: Mapping[str, Any]) -> list[str]:
+    """The adapted layers' own names, such as q_proj."""
+    return sorted({name.split(".")[-2] for name in names})
+
+
+def _to_peft(config: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
+    return {
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
+        "lora_dropout": config.dropout,
+        "peft_type": "LORA",
+        "r": config.rank,
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": config.rslora,
+    }
+
+
+def load_adapter(folder: str | Path) -> tuple[LoraConfig, dict[str, np.ndarray]]:
+    """Reads an adapter folder, ours or PEFT's.
+
+    Returns:
+        its config, with the adapted layers' names as `targets`, and its float32 tensors under the names of
+        `save_adapter`.
+
+    Raises:
+        ValueError: not an adapter folder, a corrupt file, or a PEFT feature that is not supported, by name.
+    """
+    folder = Path(folder)
+    for name in (CONFIG, TENSORS):
+        if not (folder / name).is_file():
+            raise ValueError(_not_an_adapter(folder, name))
+    raw = read_json(folder / CONFIG)
+    _refuse_unsupported(folder / CONFIG, raw)
+    files = TensorFiles([folder / TENSORS])
+    tensors = {_parameter(folder, key): files.read(key).astype(np.float32) for key in files.tensors}
+    config = LoraConfig(
+        rank=raw["r"],
+        alpha=float(raw["lora_alpha"]),
+        dropout=float(raw.get("lora_dropout", 0.0)),
+        rslora=bool(raw.get("use_rslora", False)),
+        targets=tuple(_kinds(tensors)),
+    )
+    _check_shapes(folder / TENSORS, tensors, config.rank)
+    return config, tensors
+
+
+def _not_an_adapter(folder: Path, missing: str) -> str:
+    if missing == TENSORS and (folder / "adapter_model.bin").exists():
+        return (
+            f"{folder} has only adapter_model.bin, which is pickled, and is not loaded: unpickling runs whatever code "
+            "the file holds. Save it again with peft: model.save_pretrained(folder, safe_serialization=True)"
+        )
+    return f"{folder} is not a PEFT adapter folder: {missing} is missing"
+
+
+def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
+    """Everything that is switched on must be known: what a newer PEFT adds is refused, not ignored."""
+    if raw.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type {raw.get('peft_type')!r} is not supported: only 'LORA' is")
+    if missing := [name for name in ("r", "lora_alpha") if name not in raw]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    switched_on = {name: value for name, value in raw.items() if value and value != "none"}
+    unsupported = [f"{name}={switched_on[name]!r}" for name in sorted(set(switched_on) - _READ - _HARMLESS)]
+    if (start := raw.get("init_lora_weights", True)) not in _NEUTRAL_STARTS:
+        unsupported.append(f"init_lora_weights={start!r}")
+    if unsupported:
+        raise ValueError(f"{path}: not supported: {', '.join(unsupported)}")
+
+
+def _parameter(folder: Path, key: str) -> str:
+    match = _KEY.fullmatch(key)
+    if not match:
+        raise ValueError(f"{folder / TENSORS}: {key} is not the LoRA matrix of a linear layer in model.layers")
+    return f"{match['linear']}.{match['matrix']}"
+
+
+def _check_shapes(path: Path, tensors: Mapping[str, np.ndarray], rank: int) -> None:
+    for linear in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        a, b = tensors.get(f"{linear}.lora_A"), tensors.get(f"{linear}.lora_B")
+        if a is None or b is None:
+            raise ValueError(f"{path}: {linear} has only one of lora_A and lora_B")
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+            shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
+            raise ValueError(f"{path}: {linear} has {shapes}, expected [{rank}, in] and [out, {rank}]")

@@ -1,0 +1,160 @@
+"""Model folders in Hugging Face's layout: config.json and safetensors, streamed in and out of parameters."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxglue.hf.files import atomic_folder, read_json
+from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Default size of a shard; transformers' and the hub's convention."""
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SHOWN = 5
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The folder's `config.json`.
+
+    Raises:
+        ValueError: no such folder, no config.json in it, or not a JSON object.
+    """
+    path = model_folder(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder")
+    return read_json(path)
+
+
+def model_folder(folder: str | Path) -> Path:
+    """The folder as a path, or a ValueError when it is not one."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder: expected a local Hugging Face model folder (nothing is downloaded)")
+    return path
+
+
+def open_checkpoint(folder: str | Path) -> TensorFiles:
+    """Opens `model.safetensors`, or every shard of the index, and checks their headers; loads nothing.
+
+    Raises:
+        ValueError: no safetensors (with the remedy when there are pickles), a missing, truncated or corrupt shard, or
+            an index that disagrees with its shards.
+    """
+    folder = model_folder(folder)
+    if (folder / SINGLE).exists():
+        return TensorFiles([folder / SINGLE])
+    if not (folder / INDEX).exists():
+        raise ValueError(_no_safetensors(folder))
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))])
+    if absent := [name for name in weight_map if name not in files.tensors]:
+        raise ValueError(f"{folder / INDEX} lists tensors that are in no shard: {_some(absent)}")
+    return files
+
+
+def _shard(folder: Path, file: str) -> Path:
+    if not (folder / file).is_file() or Path(file).name != file:
+        raise ValueError(f"{folder / INDEX} names {file}, which is not in {folder}: download or copy it again")
+    return folder / file
+
+
+def _no_safetensors(folder: Path) -> str:
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if not pickles:
+        return f"{folder} has neither {SINGLE} nor {INDEX}"
+    return (
+        f"{folder} has only {_some(pickles)}, which is pickled: unpickling runs whatever code the file holds, so it is "
+        "never done here. Convert once with transformers: "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+    )
+
+
+def load_tensors(
+    folder: str | Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    put: Callable[[str, np.ndarray], Any] | None = None,
+) -> dict[str, Any]:
+    """Streams the wanted parameters from a folder, casting each to its wanted dtype.
+
+    One tensor at a time is on the host: each is put on its device, and waited for, before the next one is read.
+
+    Args:
+        folder: a local Hugging Face model folder.
+        wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); a `sharding` in it is where the tensor
+            goes.
+        put: what becomes of a cast host array (quantise it, shard it, …); by default `jax.device_put` to the wanted
+            sharding.
+
+    Raises:
+        ValueError: what `open_checkpoint` raises; missing, extra or mis-shaped tensors, all named before any is loaded.
+    """
+    files = open_checkpoint(folder)
+    _check_tensors(folder, files, wanted)
+    put = put or (lambda name, array: jax.device_put(array, wanted[name].sharding))
+    loaded = {}
+    for name, spec in wanted.items():
+        loaded[name] = jax.block_until_ready(put(name, files.read(name).astype(spec.dtype, copy=False)))
+    return loaded
+
+
+def _check_tensors(folder: str | Path, files: TensorFiles, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    found = files.tensors
+    missing = [name for name in specs if name not in found]
+    extra = [f"{name} in {found[name].file.name}" for name in found if name not in specs and not _ignored(name, specs)]
+    misshaped = [
+        f"{name} in {found[name].file.name} is {list(found[name].shape)}, config.json says {list(spec.shape)}"
+        for name, spec in specs.items()
+        if name in found and found[name].shape != spec.shape
+    ]
+    problems = {"missing": missing, "not part of the model": extra, "of another shape": misshaped}
+    if any(problems.values()):
+        lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
+        raise ValueError("\n".join([f"the tensors in {folder} are not those that its config.json describes:", *lines]))
+    if _HEAD in found and _HEAD not in specs:
+        _check_tied(files)
+
+
+def _ignored(name: str, specs: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
+    """Buffers of old checkpoints, and the second copy of a tied embedding (compared in `_check_tied`)."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == _HEAD and _EMBEDDING in specs)
+
+
+def _check_tied(files: TensorFiles, rows: int = 4096) -> None:
+    head, embedding = files.tensors[_HEAD], files.tensors[_EMBEDDING]
+    same = head.shape == embedding.shape and all(
+        np.array_equal(files.read_rows(_HEAD, i, i + rows), files.read_rows(_EMBEDDING, i, i + rows))
+        for i in range(0, head.shape[0], rows)
+    )
+    if not same:
+        raise ValueError(
+            f"config.json ties the output projection to the embedding, but {_HEAD} in {head.file} differs from "
+            f'{_EMBEDDING}: set "tie_word_embeddings": false in config.json to use both'
+        )
+
+
+def save_tensors(folder: str | Path, tensors: Mapping[str, jax.Array], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes tensors as a safetensors folder, one at a time on the host.
+
+    Args:
+        folder: does not exist yet, or is empty; it appears complete or not at all.
+        tensors: by Hugging Face's full name, each written in its own dtype.
+        max_shard_bytes: a tensor that is larger alone has a shard of its own.
+
+    Raises:
+        ValueError: the folder is not empty, or a dtype that is not supported.
+        OSError: the disk is full, ….
+    """
+    specs = {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    with atomic_folder(Path(folder)) as temporary:
+        write_shards(temporary, specs, lambda name: np.asarray(tensors[name]), max_shard_bytes)
+
+
+def _some(names: list[str]) -> str:
+    more = f", … and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

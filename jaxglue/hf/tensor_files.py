@@ -1,0 +1,159 @@
+"""Safetensors files, read and written one tensor at a time.
+
+The format: 8 bytes with the header's length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, the
+data without gaps; https://github.com/huggingface/safetensors#format. The library reads; it can only write tensors that
+are all in memory at once, so the writer is here.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """What a header says about one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class TensorFiles:
+    """Opened safetensors files: headers checked against file sizes, data read only when asked for.
+
+    Raises:
+        ValueError: a file that is missing, truncated or corrupt, an unsupported dtype, or a tensor in two files.
+    """
+
+    def __init__(self, paths: Iterable[Path]):
+        self._handles = {path: _open(path) for path in paths}
+        self.tensors: dict[str, TensorInfo] = {}
+        for path, handle in self._handles.items():
+            for name in handle.keys():  # noqa: SIM118 - not a dict
+                if name in self.tensors:
+                    raise ValueError(f"tensor {name} is both in {self.tensors[name].file} and in {path}")
+                self.tensors[name] = _info(path, handle, name)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in memory of its own."""
+        return self._handles[self.tensors[name].file].get_tensor(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start:stop` of one tensor, cut at its end as Python's slices are."""
+        info = self.tensors[name]
+        return self._handles[info.file].get_slice(name)[start : min(stop, info.shape[0])]
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist") from error
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error}): download or copy it again") from error
+
+
+def _info(path: Path, handle, name: str) -> TensorInfo:
+    view = handle.get_slice(name)
+    code = view.get_dtype()
+    if code not in _DTYPES:
+        raise ValueError(f"tensor {name} in {path} has dtype {code}; supported are {', '.join(_DTYPES)}")
+    return TensorInfo(file=path, shape=tuple(view.get_shape()), dtype=_DTYPES[code])
+
+
+def write_file(path: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]) -> None:
+    """Writes one file, asking `read` for each tensor in turn, so that one tensor at a time is in memory.
+
+    Raises:
+        ValueError: a dtype that is not supported.
+        OSError: the disk is full, …; the caller removes the unfinished file (`atomic_file`, `atomic_folder`).
+    """
+    # Widest dtype first: then every tensor is aligned for whoever maps the file.
+    names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+    with path.open("wb") as file:
+        file.write(_header(names, specs))
+        for name in names:
+            array = np.asarray(read(name), order="C")
+            assert (array.shape, array.dtype) == (specs[name].shape, specs[name].dtype), name
+            file.write(array.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(names: Iterable[str], specs: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
+    # transformers reads the framework from the metadata.
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        spec, start = specs[name], end
+        end += nbytes(spec)
+        entries[name] = {"dtype": _code(name, spec.dtype), "shape": list(spec.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _code(name: str, dtype: np.dtype) -> str:
+    if np.dtype(dtype) not in _CODES:
+        raise ValueError(f"tensor {name} has dtype {dtype}, which is not written; supported are {', '.join(_DTYPES)}")
+    return _CODES[np.dtype(dtype)]
+
+
+def nbytes(spec: jax.ShapeDtypeStruct) -> int:
+    """Size of a tensor in bytes."""
+    return spec.size * spec.dtype.itemsize
+
+
+def plan_shards(specs: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int) -> list[list[str]]:
+    """Names in order, cut into groups of at most `max_bytes` (or one tensor, where that alone is larger)."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, spec in specs.items():
+        if shards[-1] and size + nbytes(spec) > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes(spec)
+    return shards
+
+
+def write_shards(
+    folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray], max_shard_bytes: int
+) -> None:
+    """Writes `model.safetensors`, or numbered shards with their index, into an existing folder."""
+    shards = plan_shards(specs, max_shard_bytes)
+    if len(shards) == 1:
+        return write_file(folder / SINGLE, specs, read)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, start=1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        write_file(folder / file, {name: specs[name] for name in names}, read)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(map(nbytes, specs.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
