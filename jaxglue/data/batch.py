@@ -1,0 +1,74 @@
+"""A batch, and the data set that batches are cut from."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float32, Int, Int32
+
+from jaxglue.data.packing import PackPlan
+from jaxglue.data.store import TokenStore
+from jaxglue.segments import PackedSegments, pack_segments
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """B packed rows of T tokens."""
+
+    tokens: Int32[Array, "B T"]
+    targets: Int32[Array, "B T"]
+    """The token that each token predicts: the next one of the same document, 0 where there is none."""
+    loss_weights: Float32[Array, "B T"]
+    """1 where the target is trained on, 0 elsewhere; the sum is the number of target tokens."""
+    segments: PackedSegments
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDataset:
+    """A selection of the documents of a store, cut to their lengths."""
+
+    store: TokenStore
+    documents: Int[np.ndarray, "documents"]
+    """Indices into the store."""
+    lengths: Int[np.ndarray, "documents"]
+    """Tokens to take of each document, from its beginning."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the tokens, masks, selection or lengths, and with nothing else."""
+        digest = hashlib.blake2b(self.store.info["digest"].encode(), digest_size=16)
+        digest.update(self.documents.astype(np.int64).data)
+        digest.update(self.lengths.astype(np.int64).data)
+        return digest.hexdigest()
+
+
+def build_batch(
+    dataset: TokenDataset, plan: PackPlan, rows: Int[np.ndarray, "B"], *, seq_len: int, max_segments: int
+) -> Batch:
+    """The batch of these rows of the plan; rows past its end are empty, all padding with weight 0."""
+    members = [plan.documents[slice(*plan.bounds[[r, r + 1]])] if r < plan.rows else plan.documents[:0] for r in rows]
+    lengths = [dataset.lengths[row] for row in members]
+    segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments)
+    tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
+    filled = segments.segment_ids > 0
+    source = _source_positions(dataset, np.concatenate(members), segments.positions[filled])
+    tokens[filled], mask[filled] = dataset.store.tokens[source], dataset.store.mask[source]
+    targets, weights = np.zeros_like(tokens), np.zeros_like(tokens, np.float32)
+    same = (segments.segment_ids[:, 1:] == segments.segment_ids[:, :-1]) & filled[:, 1:]
+    targets[:, :-1] = tokens[:, 1:] * same
+    weights[:, :-1] = mask[:, 1:] & same
+    return Batch(tokens=tokens, targets=targets, loss_weights=weights, segments=segments)
+
+
+def _source_positions(
+    dataset: TokenDataset, members: Int[np.ndarray, "documents"], positions: Int[np.ndarray, "N"]
+) -> Int[np.ndarray, "N"]:
+    """Where in the store the tokens of the member documents are, end to end."""
+    first = dataset.store.offsets[dataset.documents[members]]
+    return np.repeat(first, dataset.lengths[members]) + positions

@@ -1,0 +1,99 @@
+"""Row formats: which there are, telling them apart, and bringing chats to one form."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+"""The keys that a row of each format must have; the first format that fits is taken."""
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's names of roles; others are kept."""
+
+
+def detect_format(row: Mapping[str, Any]) -> str:
+    """The format of a row, told from its keys.
+
+    Raises:
+        ValueError: no format fits; the message lists the keys seen and the formats known.
+    """
+    for name, keys in KEYS.items():
+        if all(key in row for key in keys):
+            return name
+    known = "; ".join(f"{name}: {' and '.join(keys)}" for name, keys in KEYS.items())
+    raise ValueError(f"unknown row format: the keys are {_listed(row)}; known formats and their keys are {known}")
+
+
+def text_fields(row: Mapping[str, Any], format: str) -> list[str]:
+    """The strings of a `text` or `prompt_completion` row.
+
+    Raises:
+        ValueError: a missing key, or a value that is not a string.
+    """
+    _require_keys(row, format)
+    for key in KEYS[format]:
+        if not isinstance(row[key], str):
+            raise ValueError(f"{key!r} must be a string, got {type(row[key]).__name__}; chats go under 'messages'")
+    return [row[key] for key in KEYS[format]]
+
+
+def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages of a `messages` or `conversations` row with `role` and `content` keys, and its tools.
+
+    Raises:
+        ValueError: a missing key, or messages that are not a non-empty list of objects with a role.
+    """
+    _require_keys(row, format)
+    messages = row[KEYS[format][0]]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{KEYS[format][0]!r} must be a non-empty list of messages")
+    tools = row.get("tools")
+    return [_message(message) for message in messages], json.loads(tools) if isinstance(tools, str) else tools or None
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """`role`/`content`, or ShareGPT's `from`/`value`, as `role`/`content`."""
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {_listed(message)}")
+    content = message.get("content", message.get("value"))
+    if role == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": [_tool_call({"function": json.loads(content)})]}
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"a {role!r} message has no content")
+    kept = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
+    kept = {key: value for key, value in kept.items() if value is not None}
+    if "tool_calls" in kept:
+        kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
+    return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **kept}
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as an object: OpenAI's API has them as a JSON string, which templates would quote once more."""
+    function = call.get("function", call)
+    if isinstance(function.get("arguments"), str):
+        function = {**function, "arguments": json.loads(function["arguments"])}
+    return {"type": "function", **{k: v for k, v in call.items() if k in ("id", "type")}, "function": function}
+
+
+def _require_keys(row: Mapping[str, Any], format: str) -> None:
+    if missing := [key for key in KEYS[format] if key not in row]:
+        raise ValueError(f"a row of format {format!r} needs {_listed(missing)}; its keys are {_listed(row)}")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in names) if isinstance(names, (dict, list)) else type(names).__name__

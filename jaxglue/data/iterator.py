@@ -1,0 +1,194 @@
+"""Batches for training and evaluation, read ahead in threads, with a state that goes into checkpoints."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxglue.data.batch import Batch, TokenDataset, build_batch
+from jaxglue.data.packing import PackPlan, plan_packing
+from jaxglue.segments import segment_bucket
+
+_READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Random access to the steps of one epoch: step `i` is a tuple of `accumulation` batches."""
+
+    dataset: TokenDataset
+    plan: PackPlan
+    seq_len: int
+    max_segments: int
+    batch_size: int
+    accumulation: int
+    process_index: int
+    process_count: int
+
+    def __len__(self) -> int:
+        return _steps(self.plan, self.batch_size * self.accumulation)
+
+    def __getitem__(self, step: int) -> tuple[Batch, ...]:
+        rows = np.arange(self.batch_size * self.accumulation) + step * self.batch_size * self.accumulation
+        own = rows.reshape(self.accumulation, self.process_count, -1)[:, self.process_index]
+        shape = {"seq_len": self.seq_len, "max_segments": self.max_segments}
+        return tuple(build_batch(self.dataset, self.plan, micro, **shape) for micro in own)
+
+
+class BatchIterator(Iterator[tuple[Batch, ...]]):
+    """The micro-batches of one optimiser step after another, every document once per epoch.
+
+    Each epoch shuffles and packs anew, as a function of `seed` and the epoch only. An epoch's last step is filled up
+    with empty rows. All batches have the same shapes.
+
+    Args:
+        dataset: the documents; none longer than `seq_len`.
+        seq_len: T.
+        batch_size: B, rows in a micro-batch over all processes.
+        accumulation: micro-batches in a step.
+        seed: of shuffling.
+        epochs: where to stop; None goes on for ever.
+        max_segments: documents in a row at most (rounded up to a power of two); by default what the first epoch needs.
+        process_index, process_count: this process gets its own `B / process_count` rows of every micro-batch.
+
+    Raises:
+        ValueError: sizes below 1, or a batch that does not divide among the processes.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        seq_len: int,
+        batch_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        epochs: int | None = None,
+        max_segments: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        _check_sizes(batch_size=batch_size, accumulation=accumulation, epochs=epochs or 1, process_count=process_count)
+        if batch_size % process_count:
+            raise ValueError(f"batch_size={batch_size} does not divide among {process_count} processes")
+        self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
+        self._sizes = {"batch_size": batch_size, "accumulation": accumulation}
+        self._processes = {"process_index": process_index, "process_count": process_count}
+        self._max_segments = segment_bucket(max_segments) if max_segments else None
+        first = self._plan(0)
+        self._max_segments = self._max_segments or segment_bucket(first.max_segments)
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
+        self.steps_per_epoch = _steps(first, batch_size * accumulation)
+        """Optimiser steps in the first epoch; another epoch's packing may need a few more or less."""
+        self._steps: grain.DatasetIterator | None = None
+        self._open(0, first)
+
+    @property
+    def max_segments(self) -> int:
+        """Segment slots S of every batch."""
+        return self._max_segments
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the next step belongs to (or, right after an epoch's last step, the past one)."""
+        return self._epoch
+
+    @cached_property
+    def total_steps(self) -> int | None:
+        """Optimiser steps in all epochs; None without an end."""
+        if self._epochs is None:
+            return None
+        rows_per_step = self._sizes["batch_size"] * self._sizes["accumulation"]
+        later = (_steps(self._plan(epoch), rows_per_step) for epoch in range(1, self._epochs))
+        return self.steps_per_epoch + sum(later)
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> tuple[Batch, ...]:
+        while True:
+            try:
+                return next(self._steps)
+            except StopIteration:
+                if self._next_plan is None:
+                    raise
+                self._open(self._epoch + 1, self._next_plan.result())
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next step begins, as JSON-able values, with what it depends on."""
+        return {"epoch": self._epoch, "steps": self._steps.get_state(), "run": self._run()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue where `get_state` was called.
+
+        Raises:
+            ValueError: the state is of other data, another seed or other sizes; the message says what differs.
+        """
+        saved, now = state["run"], self._run()
+        if differing := [
+            f"{key}: {saved.get(key)!r} then, {now[key]!r} now" for key in now if saved.get(key) != now[key]
+        ]:
+            raise ValueError(f"cannot resume, the batches would be others: {'; '.join(differing)}")
+        self._open(state["epoch"], self._plan(state["epoch"]))
+        self._steps.set_state(state["steps"])
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._steps.close()
+        self._planner.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self) -> dict[str, Any]:
+        fixed = {"data": self._dataset.fingerprint, "seed": self._seed, "seq_len": self._seq_len}
+        return {**fixed, **self._sizes, "max_segments": self._max_segments}
+
+    def _plan(self, epoch: int) -> PackPlan:
+        rng = np.random.default_rng([self._seed, epoch])
+        return plan_packing(self._dataset.lengths, seq_len=self._seq_len, max_segments=self._max_segments, rng=rng)
+
+    def _open(self, epoch: int, plan: PackPlan) -> None:
+        """Begin an epoch, and plan the next one meanwhile."""
+        if self._steps is not None:
+            self._steps.close()
+        shape = {"seq_len": self._seq_len, "max_segments": self._max_segments}
+        self._epoch = epoch
+        self._steps = _read_ahead(_Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
+        last = self._epochs is not None and epoch + 1 >= self._epochs
+        self._next_plan: Future[PackPlan] | None = None if last else self._planner.submit(self._plan, epoch + 1)
+
+
+class EvalBatches:
+    """The held-out documents, packed in their own order: once through at each `iter()`, last batch filled up."""
+
+    def __init__(
+        self, dataset: TokenDataset, *, seq_len: int, batch_size: int, max_segments: int | None = None, **processes: int
+    ):
+        _check_sizes(batch_size=batch_size)
+        plan = plan_packing(dataset.lengths, seq_len=seq_len, max_segments=max_segments)
+        slots = segment_bucket(max_segments or plan.max_segments)
+        processes = {"process_index": 0, "process_count": 1, **processes}
+        shape = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size, "accumulation": 1}
+        self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for (batch,) in _read_ahead(self._steps))
+
+
+def _read_ahead(steps: _Steps) -> grain.DatasetIterator:
+    return iter(grain.MapDataset.source(steps).to_iter_dataset(_READ_AHEAD))
+
+
+def _steps(plan: PackPlan, rows_per_step: int) -> int:
+    return -(-plan.rows // rows_per_step)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected at least 1")

@@ -1,0 +1,74 @@
+"""Which documents share a row: online best fit over shuffled documents."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackPlan:
+    """Row `r` holds the documents `documents[bounds[r] : bounds[r + 1]]`, in this order."""
+
+    documents: Int[np.ndarray, "documents"]
+    bounds: Int[np.ndarray, "rows+1"]
+
+    @property
+    def rows(self) -> int:
+        """Number of packed rows."""
+        return len(self.bounds) - 1
+
+    @property
+    def max_segments(self) -> int:
+        """Documents in the fullest row."""
+        return int(np.diff(self.bounds).max(initial=0))
+
+
+def plan_packing(
+    lengths: Int[np.ndarray, "documents"],
+    *,
+    seq_len: int,
+    max_segments: int | None = None,
+    rng: np.random.Generator | None = None,
+) -> PackPlan:
+    """Pack every document once into rows of `seq_len` tokens, at most `max_segments` to a row.
+
+    With `rng` documents are shuffled before packing and rows after it; without it both keep their order.
+    """
+    order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    rows, count = best_fit(lengths[order], seq_len=seq_len, max_segments=max_segments)
+    if rng is not None:
+        rows = rng.permutation(count)[rows]
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
+    return PackPlan(documents=order[np.argsort(rows, kind="stable")], bounds=bounds)
+
+
+def best_fit(
+    lengths: Int[np.ndarray, "documents"], *, seq_len: int, max_segments: int | None = None
+) -> tuple[Int[np.ndarray, "documents"], int]:
+    """Give each document, in order, to the fullest row that has room for it, or to a new one.
+
+    Returns:
+        The row of each document, and the number of rows.
+    """
+    capacity = max_segments or len(lengths)
+    shortest = int(lengths.min(initial=seq_len))
+    rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by the room they have left
+    open_rooms = 0  # the bits of non-empty `rooms`: the smallest room that fits is the lowest bit at or above a length
+    rows, sizes = [], []
+    for length in lengths.tolist():
+        if fitting := open_rooms >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rooms[room].pop()
+            if not rooms[room]:
+                open_rooms ^= 1 << room
+        else:
+            room, row = seq_len, len(sizes)
+            sizes.append(0)
+        rows.append(row)
+        sizes[row] += 1
+        left = room - length
+        if left >= shortest and sizes[row] < capacity:
+            open_rooms |= 1 << left
+            rooms[left].append(row)
+    return np.array(rows, np.int64), len(sizes)

@@ -1,0 +1,130 @@
+"""From a `DataConfig` to data sets ready for packing, and a report on them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.config import DataConfig
+from jaxglue.data.packing import plan_packing
+from jaxglue.data.select import Selection, hold_out, select_documents
+from jaxglue.data.store import TokenStore
+from jaxglue.data.tokenise import Progress, tokenise
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReport:
+    """Sizes of the training or the held-out documents."""
+
+    documents: int
+    tokens: int
+    target_tokens: int
+    """Tokens that the loss is taken on."""
+    packed_rows: int
+    """Rows of `seq_len` tokens in an epoch."""
+    efficiency: float
+    """Share of the packed rows that holds tokens, 0 to 1."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens ({self.target_tokens:,} targets) "
+            f"in {self.packed_rows:,} packed rows, {self.efficiency:.1%} full"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """What the data are; `rows`, `truncated` and `dropped` count training and held-out rows together."""
+
+    format: str
+    cached: bool
+    """The tokens are those of an earlier run."""
+    rows: int
+    """Rows read."""
+    truncated: int
+    """Documents cut to `seq_len` tokens."""
+    dropped: int
+    """Documents left out: too long, or with no target token (left)."""
+    train: SplitReport
+    eval: SplitReport | None
+
+    def __str__(self) -> str:
+        read = f"{self.rows:,} rows of format {self.format}" + " (tokens from the cache)" * self.cached
+        lines = [f"{read}, {self.truncated:,} truncated, {self.dropped:,} dropped", f"train: {self.train}"]
+        return "\n".join([*lines, f"eval: {self.eval}"] if self.eval else lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """Training documents, held-out ones where asked for, and the report."""
+
+    train: TokenDataset
+    eval: TokenDataset | None
+    report: DataReport
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the training data: changes with tokens, masks, selection or lengths, and with nothing else."""
+        return self.train.fingerprint
+
+
+def prepare_data(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None = None,
+    progress: Progress | None = None,
+) -> PreparedData:
+    """Read, template, tokenise, mask, fit and split the data; touches no accelerator.
+
+    Args:
+        config: the data and how to read them.
+        tokenizer: of the model; takes over `config.chat_template`, so that generation and export agree with training.
+        vocab_size: rows of the model's embedding, which token ids must stay below.
+        progress: called with the number of rows tokenised so far.
+
+    Raises:
+        ValueError: whatever is wrong with the data; the message names file and line where there is one.
+    """
+    if config.chat_template is not None:
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    tokenised, parts = [], []
+    for sources in filter(None, (config.data, config.eval_data)):
+        tokenised.append(tokenise(sources, config, tokenizer, progress))
+        _check_vocabulary(tokenised[-1].store, vocab_size)
+        parts.append(select_documents(tokenised[-1].store, config, sources))
+    splits = hold_out(parts[0], config) if config.eval_fraction else tuple(parts)
+    sizes = [_split_report(part, config) for part in splits]
+    report = DataReport(
+        format=tokenised[0].format,
+        cached=all(one.cached for one in tokenised),
+        rows=sum(len(one.store.lengths) for one in tokenised),
+        truncated=sum(part.truncated for part in parts),
+        dropped=sum(part.dropped for part in parts),
+        train=sizes[0],
+        eval=sizes[1] if len(sizes) > 1 else None,
+    )
+    return PreparedData(train=splits[0].dataset, eval=splits[1].dataset if len(splits) > 1 else None, report=report)
+
+
+def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:
+    largest = store.info["max_token"]
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(
+            f"the data hold token id {largest}, but the model's vocabulary has {vocab_size} entries: "
+            "use the model's own tokenizer, or enlarge its embedding"
+        )
+
+
+def _split_report(part: Selection, config: DataConfig) -> SplitReport:
+    tokens = int(part.dataset.lengths.sum())
+    rng = np.random.default_rng(config.seed)
+    rows = plan_packing(part.dataset.lengths, seq_len=config.seq_len, rng=rng).rows
+    return SplitReport(
+        documents=len(part.dataset),
+        tokens=tokens,
+        target_tokens=int(part.targets.sum()),
+        packed_rows=rows,
+        efficiency=tokens / (rows * config.seq_len),
+    )

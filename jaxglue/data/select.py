@@ -1,0 +1,94 @@
+"""Which documents of a store are used, how much of each, and which are held out."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.config import DataConfig
+from jaxglue.data.readers import read_rows
+from jaxglue.data.store import TokenStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Documents to use, and what was done to get them."""
+
+    dataset: TokenDataset
+    targets: Int[np.ndarray, "documents"]
+    """Tokens of each document that the loss is taken on."""
+    truncated: int
+    """Documents cut to `seq_len` tokens."""
+    dropped: int
+    """Documents left out: too long, or with no target token (left)."""
+
+
+def select_documents(store: TokenStore, config: DataConfig, sources: tuple[str, ...]) -> Selection:
+    """The documents that fit into a row and have something to train on.
+
+    Raises:
+        ValueError: a document above `seq_len` under `overlong='error'`, or no document left.
+    """
+    overlong = np.flatnonzero(store.lengths > config.seq_len)
+    if len(overlong) and config.overlong == "error":
+        raise _overlong_error(store, config, sources, int(overlong[0]))
+    lengths = np.minimum(store.lengths, config.seq_len)
+    targets = store.targets_within(store.offsets[:-1] + lengths)
+    keep = targets > 0
+    if config.overlong == "drop":
+        keep[overlong] = False
+    if not keep.any():
+        raise _nothing_left(store, config, sources, len(overlong))
+    documents = np.flatnonzero(keep)
+    return Selection(
+        dataset=TokenDataset(store=store, documents=documents, lengths=lengths[documents]),
+        targets=targets[documents],
+        truncated=int(keep[overlong].sum()),
+        dropped=len(keep) - len(documents),
+    )
+
+
+def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selection]:
+    """Split off `eval_fraction` of the documents at random; both parts keep the documents' order.
+
+    Raises:
+        ValueError: one of the parts would be empty.
+    """
+    total = len(selection.dataset)
+    count = round(total * config.eval_fraction)
+    if not 0 < count < total:
+        held = "no document would be held out" if count == 0 else "no document would be left to train on"
+        raise ValueError(
+            f"eval_fraction={config.eval_fraction} of {total} documents: {held}; change it or use eval_data"
+        )
+    is_eval = np.zeros(total, np.bool_)
+    is_eval[np.random.default_rng(config.seed).permutation(total)[:count]] = True
+    return _part(selection, ~is_eval), _part(selection, is_eval)
+
+
+def _part(selection: Selection, chosen: np.ndarray) -> Selection:
+    data = selection.dataset
+    part = TokenDataset(store=data.store, documents=data.documents[chosen], lengths=data.lengths[chosen])
+    return Selection(dataset=part, targets=selection.targets[chosen], truncated=0, dropped=0)
+
+
+def _overlong_error(store: TokenStore, config: DataConfig, sources: tuple[str, ...], document: int) -> ValueError:
+    origin = next(islice(read_rows(sources, split=config.split), document, None)).origin
+    return ValueError(
+        f"{origin}: {store.lengths[document]} tokens, but seq_len={config.seq_len}: raise --seq-len, shorten the row, "
+        "or choose --overlong truncate or drop"
+    )
+
+
+def _nothing_left(store: TokenStore, config: DataConfig, sources: tuple[str, ...], overlong: int) -> ValueError:
+    names = ", ".join(sources)
+    if overlong:
+        return ValueError(
+            f"{names}: no document has a target token within seq_len={config.seq_len} tokens "
+            f"({overlong} of {len(store.lengths)} are longer): raise --seq-len"
+        )
+    return ValueError(
+        f"{names}: the loss mask leaves no token to train on in any row: check the rows, or use --loss-on all"
+    )

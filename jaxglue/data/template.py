@@ -1,0 +1,121 @@
+"""Chat templates: a conversation as text, and which characters of it the assistant wrote."""
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+Span = tuple[int, int]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TODAY = date(2024, 7, 26)
+"""What templates that print today's date get (Llama 3.1's own default): the data must not change overnight."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        if not tokenizer.chat_template:
+            hint = "name one with --chat-template, or use a tokenizer of a chat model"
+            raise ValueError(f"the tokenizer has no chat template, and the data are chats: {hint}")
+        self._tokenizer = tokenizer
+        self._specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._context = {**tokenizer.special_tokens_map, "strftime_now": _TODAY.strftime}
+
+    def render(self, messages: Messages, tools: Tools = None) -> str:
+        """The whole conversation as text."""
+        return self._render(messages, tools)[0]
+
+    def render_with_spans(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
+        """The conversation, and the character ranges that the assistant generates, end of turn included.
+
+        From the template's `{% generation %}` markers where it has them; otherwise a turn begins where the messages
+        before it, rendered with the generation prompt, end.
+
+        Raises:
+            ValueError: no assistant turn, or a template without markers whose prefixes are not stable.
+        """
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("no assistant turn, so nothing to train on: remove the row or use --loss-on all")
+        if _GENERATION.search(self._source(tools)):
+            return self._render(messages, tools, return_assistant_tokens_mask=True)
+        text = self.render(messages, tools)
+        return text, self._derive_spans(messages, tools, text)
+
+    def _source(self, tools: Tools) -> str:
+        return self._tokenizer.get_chat_template(tools=tools)
+
+    def _render(self, messages: Messages, tools: Tools, **options: Any) -> tuple[str, list[Span]]:
+        template = self._source(tools)
+        try:
+            texts, spans = render_jinja_template([messages], tools, chat_template=template, **options, **self._context)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return texts[0], spans[0] if spans else []
+
+    def _derive_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span]:
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        starts = [self._turn_start(messages[:i], tools, text) for i in turns]
+        limits = [*starts[1:], len(text)]
+        ends = [
+            self._turn_end(messages[: i + 1], tools, text[:limit], start)
+            if i + 1 < len(messages)
+            else self._end_of_turn(text, start)
+            for i, start, limit in zip(turns, starts, limits, strict=True)
+        ]
+        return list(zip(starts, ends, strict=True))
+
+    def _turn_start(self, before: Messages, tools: Tools, text: str) -> int:
+        prompt, _ = self._render(before, tools, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise _unstable(len(before))
+        return len(prompt)
+
+    def _turn_end(self, upto: Messages, tools: Tools, text: str, start: int) -> int:
+        """End of the last turn of `upto` in `text`, which goes on to at most the next assistant turn."""
+        alone = self.render(upto, tools)
+        if text.startswith(alone):
+            return self._end_of_turn(alone, start)
+        # Qwen3 renders the last turn with its thinking and earlier ones without: then the end-of-turn token tells.
+        marker = self._closing_token(alone.rstrip())
+        if marker is None or marker in json.dumps(upto[-1]) or (end := text.find(marker, start)) < 0:
+            raise _unstable(len(upto) - 1)
+        return end + len(marker)
+
+    def _end_of_turn(self, text: str, start: int) -> int:
+        """The end of `text` less the white space after an end-of-turn token, which nobody generates."""
+        stripped = text.rstrip()
+        return len(stripped) if len(stripped) > start and self._closing_token(stripped) else len(text)
+
+    def _closing_token(self, text: str) -> str | None:
+        return next((token for token in self._specials if text.endswith(token)), None)
+
+
+def _unstable(turn: int) -> ValueError:
+    return ValueError(
+        f"the chat template is not prefix-stable at message {turn + 1}: the conversation does not begin with the "
+        "rendering of its first messages, so the assistant's tokens cannot be told; use --loss-on all, or "
+        "--chat-template with a template that has {% generation %} markers"
+    )
+
+
+def split_at(text: str, spans: Sequence[Span]) -> list[tuple[str, bool]]:
+    """`text` cut at the ends of the spans: pieces, and whether each is inside a span."""
+    pieces, end = [], 0
+    for start, stop in spans:
+        pieces += [(text[end:start], False), (text[start:stop], True)]
+        end = stop
+    pieces.append((text[end:], False))
+    return [(piece, trained) for piece, trained in pieces if piece]
