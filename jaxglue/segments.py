@@ -46,25 +46,42 @@ def pack_segments(lengths: Sequence[Sequence[int]], *, seq_len: int, max_segment
     Raises:
         ValueError: a length below 1, a row longer than `seq_len`, or a row with more than `max_segments` documents.
     """
-    needed = max((len(row) for row in lengths), default=0)
+    rows = [np.asarray(row, np.int64) for row in lengths]
+    needed = max((len(row) for row in rows), default=0)
     slots = segment_bucket(max_segments or needed)
     if needed > slots:
         raise ValueError(f"max_segments={max_segments}, but a row holds {needed} documents: raise max_segments")
-    shape = (len(lengths), seq_len)
-    segment_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    starts, ends = np.full(shape, seq_len, np.int32), np.zeros(shape, np.int32)
-    cu_seqlens = np.zeros((len(lengths), slots + 1), np.int32)
-    for b, row in enumerate(lengths):
-        sizes = np.asarray(row, np.int32)
-        total = int(sizes.sum())
-        if total > seq_len or (sizes < 1).any():
-            raise ValueError(f"row {b}: document lengths {list(row)} must be positive and add up to at most {seq_len}")
-        bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        segment_ids[b, :total] = np.repeat(np.arange(1, len(sizes) + 1, dtype=np.int32), sizes)
-        starts[b, :total] = np.repeat(bounds[:-1], sizes)
-        ends[b, :total] = np.repeat(bounds[1:], sizes)
-        ends[b, total:] = total
-        positions[b, :total] = np.arange(total, dtype=np.int32) - starts[b, :total]
-        cu_seqlens[b, : len(bounds)] = bounds
-        cu_seqlens[b, len(bounds) :] = total
-    return PackedSegments(segment_ids=segment_ids, positions=positions, starts=starts, ends=ends, cu_seqlens=cu_seqlens)
+    sizes = np.zeros((len(rows), slots + 1), np.int64)  # the last column is the padding
+    for b, row in enumerate(rows):
+        _check_row(b, row, seq_len)
+        sizes[b, : len(row)] = row
+        sizes[b, -1] = seq_len - row.sum()
+    bounds = np.cumsum(sizes, axis=1) - sizes  # first token of each segment; of the padding in the last column
+    starts, ends, ids = bounds.copy(), bounds + sizes, np.tile(np.arange(1, slots + 2), (len(rows), 1))
+    starts[:, -1], ends[:, -1], ids[:, -1] = seq_len, bounds[:, -1], 0
+
+    def per_token(values: np.ndarray) -> np.ndarray:
+        return np.repeat(values.astype(np.int32).ravel(), sizes.ravel()).reshape(len(rows), seq_len)
+
+    starts, ends, ids = per_token(starts), per_token(ends), per_token(ids)
+    positions = np.where(ids > 0, np.arange(seq_len, dtype=np.int32) - starts, 0).astype(np.int32)
+    cu_seqlens = bounds.astype(np.int32)
+    return PackedSegments(segment_ids=ids, positions=positions, starts=starts, ends=ends, cu_seqlens=cu_seqlens)
+
+
+def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:
+    """Metadata in numpy for rows with these segment boundaries, each row's from 0 to its number of real tokens.
+
+    Raises:
+        ValueError: boundaries that do not start at 0 or do not increase, or a segment that ends after `seq_len`.
+    """
+    for b, row in enumerate(cu_seqlens):
+        bounds = np.asarray(row)
+        if not len(bounds) or bounds[0] != 0 or (np.diff(bounds) < 1).any() or bounds[-1] > seq_len:
+            raise ValueError(f"cu_seqlens of row {b} must increase from 0 to at most {seq_len}, got {list(row)}")
+    return pack_segments([np.diff(np.asarray(row)) for row in cu_seqlens], seq_len=seq_len)
+
+
+def _check_row(b: int, row: np.ndarray, seq_len: int) -> None:
+    if (row < 1).any() or row.sum() > seq_len:
+        raise ValueError(f"row {b}: document lengths {row.tolist()} must be positive and add up to at most {seq_len}")

@@ -2,10 +2,21 @@
 
 from jaxtyping import Array, Float
 
+from jaxglue.attention.backends import BACKENDS, AttentionShape, BackendChoice, choose_backend, compute_capability
+from jaxglue.attention.flash import LSE_NAME, OUT_NAME, FlashSpec, FusedBackend, flash_attention
 from jaxglue.attention.reference import reference_attention
 from jaxglue.segments import PackedSegments
 
-BACKENDS = ("auto", "reference")
+__all__ = [
+    "BACKENDS",
+    "LSE_NAME",
+    "OUT_NAME",
+    "AttentionShape",
+    "BackendChoice",
+    "choose_backend",
+    "compute_capability",
+    "packed_attention",
+]
 
 
 def packed_attention(
@@ -19,7 +30,10 @@ def packed_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N H"]:
-    """Causal attention inside each packed segment.
+    """Causal attention inside each packed segment; padding gives zeros and gets no gradient.
+
+    Under `jax.checkpoint`, a policy that saves the names `OUT_NAME` and `LSE_NAME` keeps a fused backend's forward
+    kernel from running twice.
 
     Args:
         q, k, v: N query heads share K key/value heads (N a multiple of K), head dim H.
@@ -27,9 +41,65 @@ def packed_attention(
         window: a query sees this many tokens, itself included; None for all.
         sinks: one learned logit per query head that joins the softmax's denominator (GPT-OSS).
         scale: factor on the scores; 1/√H by default.
-        backend: one of `BACKENDS`.
+        backend: one of `BACKENDS`; `auto` is decided by `choose_backend` from the shapes and the default device.
+
+    Raises:
+        ValueError: shapes, dtypes or numbers that do not fit, or a named backend that cannot serve them.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"attention backend {backend!r} is unknown: use one of {', '.join(BACKENDS)}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return reference_attention(q, k, v, segments, window=window, sinks=sinks, scale=scale)
+    _check(q, k, v, segments, window, sinks, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    capability = compute_capability()
+    choice = choose_backend(_shape(q, k, segments, window), backend=backend, capability=capability)
+    if choice.name == "reference":
+        return reference_attention(q, k, v, segments, window=window, sinks=sinks, scale=scale)
+    assert capability is not None
+    spec = FlashSpec(backend=_fused(choice.name, capability, q.shape[-1]), window=window, scale=scale)
+    return flash_attention(spec, q, k, v, sinks, segments)
+
+
+def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> AttentionShape:
+    return AttentionShape(
+        dtype=q.dtype,
+        head_dim=q.shape[3],
+        query_heads=q.shape[2],
+        kv_heads=k.shape[2],
+        segment_slots=segments.cu_seqlens.shape[1] - 1,
+        window=window,
+    )
+
+
+def _fused(name: str, capability: tuple[int, int], head_dim: int) -> FusedBackend:
+    """The backend's object; imported here, because only GPU installations have what it needs."""
+    if name == "cudnn":
+        from jaxglue.attention.cudnn import CudnnBackend
+
+        return CudnnBackend()
+    from jaxglue.attention.tiles import kernel_tiles
+    from jaxglue.attention.triton import TritonBackend
+
+    return TritonBackend(
+        tiles=kernel_tiles(capability, head_dim), compute_capability=10 * capability[0] + capability[1]
+    )
+
+
+def _check(q, k, v, segments, window, sinks, scale) -> None:
+    """Raises ValueError for arguments that do not fit together."""
+    if q.ndim != 4:
+        raise ValueError(f"q must be [B, T, N, H], got shape {q.shape}")
+    B, T, N, H = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (B, T, H):
+        raise ValueError(f"k must be [B, T, K, H] = [{B}, {T}, K, {H}] to fit q, got shape {k.shape}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {k.shape}, got {v.shape}")
+    if N % k.shape[2]:
+        raise ValueError(f"q's heads must be a multiple of k's, got {N} and {k.shape[2]}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if segments.starts.shape != (B, T):
+        raise ValueError(f"segments must be for [B, T] = [{B}, {T}] tokens, got {segments.starts.shape}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 or None, got {window}")
+    if sinks is not None and sinks.shape != (N,):
+        raise ValueError(f"sinks must have one value for each of the {N} query heads, got shape {sinks.shape}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")

@@ -1,0 +1,112 @@
+"""Which backend serves a call, and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+
+BACKENDS = ("auto", "reference", "cudnn", "triton")
+HEAD_DIMS = (64, 96, 128, 256)
+_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What the choice of a backend depends on; all of it is known when a step is traced."""
+
+    dtype: jnp.dtype
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+    segment_slots: int
+    """S of `PackedSegments`: 1 when every row is one segment."""
+    window: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.query_heads // self.kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendChoice:
+    """A backend's name and the reason for it, to be logged at start-up."""
+
+    name: str
+    reason: str
+
+
+def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU, the default device unless given; None for any other device."""
+    device = device or jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    major, minor = device.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+def why_not_cudnn(shape: AttentionShape, capability: tuple[int, int] | None) -> str | None:
+    """The reason why cuDNN cannot serve this shape, or None."""
+    if capability is None or capability < (9, 0):
+        return f"packed rows need compute capability 9.0 (Hopper) or newer, got {_gpu(capability)}"
+    return _why_not_half(shape)
+
+
+def why_not_triton(shape: AttentionShape, capability: tuple[int, int] | None) -> str | None:
+    """The reason why our kernels cannot serve this shape, or None."""
+    if capability is None or capability < (8, 0):
+        return f"the kernels need compute capability 8.0 (Ampere) or newer, got {_gpu(capability)}"
+    if find_spec("jax_triton") is None:
+        return "jax-triton is not installed: pip install 'jaxglue[cuda13]'"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {shape.head_dim}"
+    if shape.group > 32:
+        return f"at most 32 query heads may share a key/value head, got {shape.group}"
+    return _why_not_half(shape)
+
+
+_OBSTACLES: dict[str, Callable[[AttentionShape, tuple[int, int] | None], str | None]] = {
+    "reference": lambda shape, capability: None,
+    "cudnn": why_not_cudnn,
+    "triton": why_not_triton,
+}
+
+
+def choose_backend(
+    shape: AttentionShape, *, backend: str = "auto", capability: tuple[int, int] | None = None
+) -> BackendChoice:
+    """The backend for a shape on a GPU of this compute capability (None: no NVIDIA GPU).
+
+    Raises:
+        ValueError: `backend` is unknown, or it is named explicitly and cannot serve the shape.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "auto":
+        return _choose(shape, capability)
+    if obstacle := _OBSTACLES[backend](shape, capability):
+        raise ValueError(f"backend={backend!r} cannot serve this attention: {obstacle}")
+    return BackendChoice(name=backend, reason="asked for")
+
+
+def _choose(shape: AttentionShape, capability: tuple[int, int] | None) -> BackendChoice:
+    if capability is None:
+        return BackendChoice(name="reference", reason="no NVIDIA GPU")
+    no_cudnn, no_triton = why_not_cudnn(shape, capability), why_not_triton(shape, capability)
+    if no_cudnn is None and (shape.segment_slots == 1 and shape.window is None):
+        return BackendChoice(name="cudnn", reason="one segment in a row: nothing to skip")
+    if no_triton is None:
+        return BackendChoice(name="triton", reason="skips what is outside a segment or window")
+    if no_cudnn is None:
+        return BackendChoice(name="cudnn", reason=f"not triton: {no_triton}")
+    return BackendChoice(name="reference", reason=f"not triton: {no_triton}; not cudnn: {no_cudnn}")
+
+
+def _why_not_half(shape: AttentionShape) -> str | None:
+    return None if jnp.dtype(shape.dtype) in _HALF else f"dtype must be bfloat16 or float16, got {shape.dtype}"
+
+
+def _gpu(capability: tuple[int, int] | None) -> str:
+    return "no NVIDIA GPU" if capability is None else f"{capability[0]}.{capability[1]}"
