@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.layers import Embedding, Linear, RMSNorm
+from jaxglue.models.layers import Embedding, Linear, RMSNorm, project
 from jaxglue.rope import rope_tables
 from jaxglue.segments import PackedSegments
 
@@ -22,10 +21,9 @@ class CausalLM(nnx.Module):
         self.embed_tokens = Embedding(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            D, V = config.hidden_size, config.vocab_size
-            self.lm_head = Linear(D, V, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, tokens: Int[Array, "B T"], segments: PackedSegments, *, dtype=jnp.float32, backend: str = "auto"
@@ -35,7 +33,7 @@ class CausalLM(nnx.Module):
         x = self.embed_tokens(tokens, dtype)
         for layer in self.layers:
             x = layer(x, context)
-        return project_to_vocabulary(self.norm(x), self.output_weight)
+        return project(self.norm(x), self.output_weight, jnp.float32)
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:
@@ -47,9 +45,3 @@ def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: 
     """Everything that all layers of a batch share, computed once."""
     cos, sin = rope_tables(segments.positions, config.rope, config.head_dim)
     return PackedContext(segments=segments, cos=cos, sin=sin, backend=backend)
-
-
-def project_to_vocabulary(x: Float[Array, "*B D"], weight: Float[Array, "V D"]) -> Float[Array, "*B V"]:
-    """Logits in float32 from hidden states in any dtype."""
-    contract_last = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=jnp.float32)

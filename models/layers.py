@@ -13,6 +13,12 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 
 
+def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
+    """x·Wᵀ without a transposed copy of the weight among the residuals; in x's dtype unless `dtype` is given."""
+    contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=dtype or x.dtype)
+
+
 class Linear(nnx.Module):
     """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in]; computes in x's dtype."""
 
@@ -36,13 +42,13 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Applies the projection and its adapter."""
-        y = x @ self.weight[...].astype(x.dtype).T
+        y = project(x, self.weight[...])
         if self.bias is not None:
             y += self.bias[...].astype(x.dtype)
         if self.lora_A is None:
             return y
-        hidden = self._dropout(x, context) @ self.lora_A[...].astype(x.dtype).T
-        return y + hidden @ (self.lora_scale * self.lora_B[...]).astype(x.dtype).T
+        hidden = project(self._dropout(x, context), self.lora_A[...])
+        return y + project(hidden, self.lora_scale * self.lora_B[...])
 
     def _dropout(self, x, context: LayerContext):
         if self.lora_dropout == 0.0 or context.dropout_key is None:

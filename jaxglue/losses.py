@@ -1,0 +1,91 @@
+"""Cross-entropy fused with the output projection: the logits of one chunk of tokens exist at a time."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+LOGITS_BYTES = 512 * 2**20
+"""Memory that the float32 logits of a chunk may take."""
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Tokens in a chunk: the largest power of two whose logits fit `LOGITS_BYTES`."""
+    return 1 << max(LOGITS_BYTES // (4 * vocab_size), 1).bit_length() - 1
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def linear_cross_entropy(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    loss_weights: Float[Array, " M"],
+    chunk: int | None = None,
+) -> Float[Array, ""]:
+    """Σ loss_weights · cross-entropy(x·Wᵀ, targets), accumulated in float32.
+
+    The gradients to `x` and `weight` are formed chunk by chunk while the logits are there, so the backward pass
+    computes no logits again; the gradient to `weight` only where it is asked for.
+
+    Args:
+        x: hidden states of M tokens, after the final norm.
+        weight: the output projection.
+        targets: the token that each token predicts.
+        loss_weights: weight of each prediction; 0 leaves it out. Not differentiated.
+        chunk: tokens whose logits exist at a time; by default as many as `LOGITS_BYTES` allows.
+    """
+    return _scan_chunks(x, weight, targets, loss_weights, chunk, wants_x=False, wants_weight=False)[0]
+
+
+def _scan_chunks(x, weight, targets, loss_weights, chunk, *, wants_x: bool, wants_weight: bool):
+    """(loss, dx, dweight); a gradient is None where it is not wanted."""
+    M, D = x.shape
+    chunk = min(chunk or chunk_size(weight.shape[0]), M)
+    padding = -M % chunk
+    chunks = [
+        jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1)).reshape(-1, chunk, *array.shape[1:])
+        for array in (x, targets, loss_weights)
+    ]
+    w = weight.astype(x.dtype)
+
+    def step(carry, inputs):
+        loss, dweight = carry
+        x_chunk, target, token_weight = inputs
+        logits = lax.dot_general(x_chunk, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        loss += jnp.sum(token_weight * (lse - picked))
+        if not (wants_x or wants_weight):
+            return (loss, dweight), None
+        is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == target[:, None]
+        dlogits = (jnp.exp(logits - lse[:, None]) - is_target) * token_weight[:, None]
+        dlogits = dlogits.astype(x.dtype)
+        if wants_weight:
+            dweight += lax.dot_general(dlogits, x_chunk, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return (loss, dweight), dlogits @ w if wants_x else None
+
+    dweight = jnp.zeros(weight.shape, jnp.float32) if wants_weight else None
+    (loss, dweight), dx = lax.scan(step, (jnp.float32(0), dweight), chunks)
+    dx = dx.reshape(-1, D)[:M] if wants_x else None
+    return loss, dx, dweight
+
+
+def _forward(x, weight, targets, loss_weights, chunk):
+    wants = {"wants_x": x.perturbed, "wants_weight": weight.perturbed}
+    arguments = (x.value, weight.value, targets.value, loss_weights.value)
+    loss, dx, dweight = _scan_chunks(*arguments, chunk, **wants)
+    dweight = None if dweight is None else dweight.astype(weight.value.dtype)
+    return loss, (dx, dweight)
+
+
+def _backward(chunk, residuals, dloss):
+    if isinstance(dloss, SymbolicZero):
+        return None, None, None, None
+    dx, dweight = (None if g is None else (g * dloss).astype(g.dtype) for g in residuals)
+    return dx, dweight, None, None
+
+
+linear_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,97 @@
+"""A model's parameters as plain trees: trainable and frozen apart, named as Hugging Face names them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxglue.models.decoder import CausalLM
+
+Tree = dict[str, Any]
+"""Nested dicts of arrays with the modules' names; `layers` is a list of such dicts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStructure:
+    """The modules without their parameters; equal layers have equal (and hashable) structures."""
+
+    embed_tokens: nnx.GraphDef
+    layers: tuple[nnx.GraphDef, ...]
+    norm: nnx.GraphDef
+    lm_head: nnx.GraphDef | None
+    """None when the output projection is tied to the embedding."""
+
+    @property
+    def output(self) -> nnx.GraphDef:
+        """The module that holds the output projection."""
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
+
+def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelStructure, Tree, Tree]:
+    """(structure, trainable, frozen): both trees have the keys embed_tokens, layers, norm and, if untied, lm_head.
+
+    Args:
+        model: the modules with their parameters.
+        trainable: which variables train: `nnx.LoRAParam` for adapters, `nnx.Param` for everything.
+    """
+    modules: dict[str, Any] = {"embed_tokens": model.embed_tokens, "norm": model.norm}
+    if model.lm_head is not None:
+        modules["lm_head"] = model.lm_head
+    graphs, trees = {}, ({}, {})
+    for name, module in modules.items():
+        graphs[name], trees[0][name], trees[1][name] = _split(module, trainable)
+    layers = [_split(layer, trainable) for layer in model.layers]
+    trees[0]["layers"] = [layer[1] for layer in layers]
+    trees[1]["layers"] = [layer[2] for layer in layers]
+    structure = ModelStructure(
+        layers=tuple(layer[0] for layer in layers), lm_head=graphs.pop("lm_head", None), **graphs
+    )
+    return structure, *trees
+
+
+def _split(module: nnx.Module, trainable) -> tuple[nnx.GraphDef, Tree, Tree]:
+    graph, train, frozen = nnx.split(module, trainable, ...)
+    return graph, nnx.to_pure_dict(train), nnx.to_pure_dict(frozen)
+
+
+def merge_module(graph: nnx.GraphDef, *trees: Tree) -> Any:
+    """The module with the parameters of its plain trees; for use inside jit."""
+    return nnx.merge(graph, *map(nnx.State, trees))
+
+
+def flatten_names(tree: Tree) -> dict[str, jax.Array]:
+    """Hugging Face's full name → parameter, in the tree's order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        hf_name(".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)): leaf
+        for path, leaf in flat
+    }
+
+
+def hf_name(name: str) -> str:
+    """The name in a Hugging Face checkpoint of a parameter at this path of ours."""
+    return name if name.startswith("lm_head") else f"model.{name}"
+
+
+def map_names(function: Callable[[str, Any], Any], tree: Tree) -> Tree:
+    """The tree with every leaf replaced by `function(its Hugging Face name, leaf)`."""
+    leaves = [function(name, leaf) for name, leaf in flatten_names(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array]) -> CausalLM:
+    """The model with its variables replaced by the arrays of these Hugging Face names, all of which it must have."""
+    graph, state = nnx.split(model)
+    flat = [
+        (path, variable.replace(parameters[hf_name(".".join(map(str, path)))]))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
+    """Hugging Face's name → shape and dtype of every parameter of a model, which may be abstract itself."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {hf_name(".".join(map(str, path))): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
