@@ -1,0 +1,61 @@
+"""What a run is going to do, and what it did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from jaxglue.training.progress import format_duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """The results of a run; None where there is none."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    """Train losses, nats per target token."""
+    best_eval_loss: float | None
+    best_eval_step: int | None
+    tokens_per_second: float
+    mfu: float | None
+    peak_memory_gb: float
+    seconds: float
+    adapter: Path | None
+    """The adapter, or with full fine-tuning the model, that was written."""
+    checkpoints: Path | None
+    metrics: Path
+    curve: Path
+
+
+def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> None:
+    """A titled table of names and values, for the plan at the start and the summary at the end; None is left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, Text(str(value)))
+    console.print(Panel(table, title=title, title_align="left", expand=False))
+
+
+def summary_rows(summary: RunSummary) -> dict[str, object]:
+    """The rows of the closing panel."""
+    best = summary.best_eval_loss
+    return {
+        "train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} in {summary.steps:,} steps",
+        "best eval loss": best if best is None else f"{best:.4f} at step {summary.best_eval_step:,}",
+        "tokens/s": f"{summary.tokens_per_second:,.0f}",
+        "MFU": summary.mfu if summary.mfu is None else f"{summary.mfu:.1%}",
+        "peak memory": f"{summary.peak_memory_gb:.1f} GB",
+        "time": format_duration(summary.seconds),
+        "adapter": summary.adapter,
+        "checkpoints": summary.checkpoints,
+        "metrics": summary.metrics,
+        "loss curve": summary.curve,
+    }

@@ -1,0 +1,56 @@
+import io
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxglue.training.summary import RunSummary, print_panel, summary_rows
+
+SUMMARY = RunSummary(
+    steps=1200,
+    first_loss=3.5,
+    last_loss=1.25,
+    best_eval_loss=1.5,
+    best_eval_step=1000,
+    tokens_per_second=11234.5,
+    mfu=0.5,
+    peak_memory_gb=18.84,
+    seconds=61,
+    adapter=Path("run/[adapter]"),
+    checkpoints=None,
+    metrics=Path("run/metrics.jsonl"),
+    curve=Path("run/loss.png"),
+)
+
+
+def printed(rows) -> str:
+    console = Console(file=io.StringIO(), width=60)
+    print_panel(console, "done", rows)
+    return console.file.getvalue()
+
+
+def test_the_summary_says_what_came_out_and_where_it_is():
+    text = printed(summary_rows(SUMMARY))
+    for part in (
+        "3.5000 → 1.2500 in 1,200 steps",
+        "1.5000 at step 1,000",
+        "11,234",
+        "50.0%",
+        "18.8 GB",
+        "1:01",
+        "run/[adapter]",
+        "run/metrics.jsonl",
+        "run/loss.png",
+    ):
+        assert part in text
+    assert "checkpoints" not in text
+
+
+def test_what_was_not_measured_is_left_out():
+    text = printed(summary_rows(replace(SUMMARY, mfu=None, best_eval_loss=None, best_eval_step=None)))
+    assert "MFU" not in text
+    assert "eval" not in text
+
+
+def test_a_long_value_is_folded_not_cut():
+    assert printed({"path": "x" * 100}).count("x") == 100

@@ -1,0 +1,83 @@
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxglue.training.throughput import Meter, memory_use, peak_flops
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_meter(kind: str, count: int = 1):
+    clock = Clock()
+    devices = [SimpleNamespace(device_kind=kind)] * count
+    return Meter(model_flops_per_token=1e9, devices=devices, clock=clock), clock
+
+
+@pytest.mark.parametrize(
+    ("kind", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+    ],
+)
+def test_peaks_of_known_gpus(kind, tflops):
+    assert peak_flops(kind) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "kind", ["cpu", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H200 MIG 1g.18gb"]
+)
+def test_other_devices_have_no_known_peak(kind):
+    assert peak_flops(kind) is None
+
+
+def test_speed_of_a_stretch_and_of_the_whole():
+    meter, clock = make_meter("NVIDIA H200", count=2)
+    clock.now = 50.0
+    meter.restart()
+    for tokens, seconds in ((1000, 1.0), (1000, 3.0)):
+        with meter.waiting():
+            clock.now += seconds / 4
+        meter.add(tokens)
+        clock.now += seconds * 3 / 4
+        with meter.paused():
+            clock.now += 100
+        reading = meter.read()
+        assert reading.tokens_per_second == pytest.approx(tokens / seconds)
+        assert reading.data_wait == pytest.approx(0.25)
+    assert meter.total().tokens_per_second == pytest.approx(500)
+    assert meter.total().mfu == pytest.approx(500 * 1e9 / (2 * 989e12))
+
+
+def test_mfu_is_unknown_on_an_unknown_device():
+    meter, clock = make_meter("cpu")
+    clock.now = 1.0
+    assert meter.read().mfu is None
+
+
+def test_memory_of_the_fullest_device():
+    devices = [
+        SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 3, "peak_bytes_in_use": 4}),
+        SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 2, "peak_bytes_in_use": 9}),
+    ]
+    assert memory_use(devices) == (3, 9, "device")
+
+
+def test_memory_of_the_process_on_cpus():
+    memory = memory_use(jax.devices("cpu"))
+    assert memory.place == "host"
+    assert memory.peak >= 1e7
