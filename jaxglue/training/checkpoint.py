@@ -1,9 +1,11 @@
 """Checkpoints of a run: written in the background, last N and best kept, a damaged one passed over on resume."""
 
 import contextlib
+import gc
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -136,14 +138,15 @@ class Checkpoints:
 
         Orbax raises a plain `Exception` for array data that is cut short. Running out of memory is no damage.
         """
-        try:
-            with _quiet_orbax():
+        with _quiet_orbax():
+            try:
                 return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-        except (RuntimeError, MemoryError):
-            raise
-        except Exception as error:
-            folder = self._folder / str(step)
-            _log.warning("checkpoint %s is damaged, trying the one before: %s", folder, _reason(error))
+            except (RuntimeError, MemoryError):
+                raise
+            except Exception as error:
+                folder = self._folder / str(step)
+                _log.warning("checkpoint %s is damaged, trying the one before: %s", folder, _reason(error))
+            gc.collect()  # the reads that Orbax abandoned log their own errors when they are collected
             return None
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -186,17 +189,19 @@ def _reason(error: Exception) -> str:
     """What went wrong, without the layers of paths that the storage library wraps around it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    message = str(error).partition("\n")[0].partition(" [os_error_code")[0]
+    message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)", str(error), maxsplit=1)[0]
     return message.rpartition(": ")[2][:200] or type(error).__name__
 
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging the traceback of an error in each thread it passes, as it is raised anyway."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Keeps Orbax from logging the traceback of an error in each thread and task it passes, as it is raised anyway."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

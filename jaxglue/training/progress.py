@@ -88,15 +88,15 @@ class TrainingProgress:
 
 
 def format_report(report: StepReport, seconds_left: float | None) -> str:
-    """The values of a step on one line."""
+    """The values of a step on one line, those first that a narrow terminal must not cut off."""
     parts = [
         f"loss {report.loss:.4f}",
-        f"lr {report.learning_rate:.2e}",
+        f"{format_duration(seconds_left)} left" if seconds_left is not None else "",
         f"{report.tokens_per_second:,.0f} tokens/s",
         f"MFU {report.mfu:.1%}" if report.mfu is not None else "",
         f"{report.memory_gb:.1f} GB",
         f"waiting for data {report.data_wait:.0%}" if report.data_wait > _NOTABLE_WAIT else "",
-        f"{format_duration(seconds_left)} left" if seconds_left is not None else "",
+        f"lr {report.learning_rate:.2e}",
     ]
     return "  ".join(filter(None, parts))
 

@@ -76,9 +76,7 @@ def test_a_donated_buffer_may_be_reused_while_it_is_written(tmp_path):
     assert (restored.state["a"] == 7).all()
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine"
-)  # Orbax's other reads
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
 @pytest.mark.parametrize("damage", ["truncate", "delete"])
 def test_whichever_file_is_damaged_what_comes_back_is_a_whole_checkpoint(tmp_path, damage, caplog):
     save_all(tmp_path / "good", {1: None, 2: None})

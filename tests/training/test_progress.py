@@ -18,7 +18,7 @@ REPORT = StepReport(
 
 
 def test_a_report_is_one_line():
-    line = "loss 1.2346  lr 2.00e-04  12,346 tokens/s  MFU 41.2%  18.8 GB  1:01 left"
+    line = "loss 1.2346  1:01 left  12,346 tokens/s  MFU 41.2%  18.8 GB  lr 2.00e-04"
     assert format_report(REPORT, 61) == line
 
 
@@ -40,7 +40,7 @@ def test_a_pipe_gets_a_line_for_each_report_and_nothing_else():
     first, second = out.getvalue().splitlines()
     assert first.startswith("step 20/40  loss 1.2346")
     assert "left" not in first
-    assert second.endswith("0:20 left")
+    assert second.startswith("step 30/40  loss 1.2346  0:20 left")
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it():
