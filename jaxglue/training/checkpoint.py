@@ -59,8 +59,9 @@ class Checkpoints:
         self._saving: int | None = None
         self._preserved = _LastAndBest(keep)
         options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, preservation_policy=self._preserved)
-        with _quiet_orbax():
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_quiet_orbax())
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, step: int, state: PyTree, host: Mapping[str, Any], *, eval_loss: float | None = None) -> None:
         """Copies `state` off the device, then writes it in the background; waits first for the save before.
@@ -124,8 +125,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            with _quiet_orbax():
-                self._manager.close()
+            self._manager.close()
+            self._quiet.close()
 
     def __enter__(self) -> Self:
         return self
@@ -138,16 +139,15 @@ class Checkpoints:
 
         Orbax raises a plain `Exception` for array data that is cut short. Running out of memory is no damage.
         """
-        with _quiet_orbax():
-            try:
-                return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-            except (RuntimeError, MemoryError):
-                raise
-            except Exception as error:
-                folder = self._folder / str(step)
-                _log.warning("checkpoint %s is damaged, trying the one before: %s", folder, _reason(error))
-            gc.collect()  # the reads that Orbax abandoned log their own errors when they are collected
-            return None
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+        except (RuntimeError, MemoryError):
+            raise
+        except Exception as error:
+            folder = self._folder / str(step)
+            _log.warning("checkpoint %s is damaged, trying the one before: %s", folder, _reason(error))
+        gc.collect()  # the reads that Orbax abandoned log their own errors when they are collected
+        return None
 
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps:
@@ -159,8 +159,7 @@ class Checkpoints:
     def _explained(self) -> Iterator[None]:
         """Tells the user, rather than Orbax's threads, what became of the save under way."""
         try:
-            with _quiet_orbax():
-                yield
+            yield
         except (OSError, ValueError) as error:
             for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -195,7 +194,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging the traceback of an error in each thread and task it passes, as it is raised anyway."""
+    """Keeps Orbax's background threads and tasks from logging tracebacks of errors that it raises anyway."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
