@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,13 +58,14 @@ def build_batch(
     segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments)
     tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
     filled = segments.segment_ids > 0
-    source = _source_positions(dataset, np.concatenate(members), segments.positions[filled])
+    source = _source_positions(dataset, np.concatenate(members), np.asarray(segments.positions)[filled])
     tokens[filled], mask[filled] = dataset.store.tokens[source], dataset.store.mask[source]
     targets, weights = np.zeros_like(tokens), np.zeros_like(tokens, np.float32)
     same = (segments.segment_ids[:, 1:] == segments.segment_ids[:, :-1]) & filled[:, 1:]
     targets[:, :-1] = tokens[:, 1:] * same
     weights[:, :-1] = mask[:, 1:] & same
-    return Batch(tokens=tokens, targets=targets, loss_weights=weights, segments=segments)
+    arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
+    return Batch(**arrays, segments=segments)
 
 
 def _source_positions(

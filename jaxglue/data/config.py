@@ -29,7 +29,7 @@ class DataConfig:
     format: Format = "auto"
     """What a row holds; `auto` tells from the keys of the first row and reports it."""
     loss_on: LossOn = "assistant"
-    """`assistant`: assistant turns, or completions; text rows have neither and are trained on whole. `all`: everything."""
+    """`assistant`: assistant turns, or completions; text rows, which have neither, as a whole. `all`: everything."""
     seq_len: int = 4096
     """T: tokens in a packed row."""
     overlong: Overlong = "truncate"
@@ -44,9 +44,7 @@ class DataConfig:
     """Tokenising processes; by default as many as the CPUs where the data are many enough to pay for starting them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", _as_tuple(self.data))
-        object.__setattr__(self, "eval_data", _as_tuple(self.eval_data))
-        if not self.data:
+        if not self.sources:
             raise ValueError("data is empty: name at least one file, folder or hf:owner/name")
         _check_choices(self)
         if self.seq_len < 2:
@@ -59,6 +57,16 @@ class DataConfig:
             raise ValueError(f"workers={self.workers}: expected at least 1")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ValueError(f"chat_template: no such file: {self.chat_template}")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """`data`, also where it is a single one."""
+        return _as_tuple(self.data)
+
+    @property
+    def eval_sources(self) -> tuple[str, ...]:
+        """`eval_data`; empty without."""
+        return _as_tuple(self.eval_data)
 
 
 def _as_tuple(sources: str | tuple[str, ...] | None) -> tuple[str, ...]:

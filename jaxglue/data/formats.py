@@ -51,7 +51,7 @@ def text_fields(row: Mapping[str, Any], format: str) -> list[str]:
     return [row[key] for key in KEYS[format]]
 
 
-def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """The messages of a `messages` or `conversations` row with `role` and `content` keys, and its tools.
 
     Raises:

@@ -78,19 +78,13 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
         self._sizes = {"batch_size": batch_size, "accumulation": accumulation}
         self._processes = {"process_index": process_index, "process_count": process_count}
-        self._max_segments = segment_bucket(max_segments) if max_segments else None
-        first = self._plan(0)
-        self._max_segments = self._max_segments or segment_bucket(first.max_segments)
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
+        first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
+        self.max_segments = segment_bucket(max_segments or first.max_segments)
+        """Segment slots S of every batch."""
         self.steps_per_epoch = _steps(first, batch_size * accumulation)
         """Optimiser steps in the first epoch; another epoch's packing may need a few more or less."""
-        self._steps: grain.DatasetIterator | None = None
-        self._open(0, first)
-
-    @property
-    def max_segments(self) -> int:
-        """Segment slots S of every batch."""
-        return self._max_segments
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
+        self._start(0, first)
 
     @property
     def epoch(self) -> int:
@@ -103,7 +97,7 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
         if self._epochs is None:
             return None
         rows_per_step = self._sizes["batch_size"] * self._sizes["accumulation"]
-        later = (_steps(self._plan(epoch), rows_per_step) for epoch in range(1, self._epochs))
+        later = (_steps(self._plan(epoch, self.max_segments), rows_per_step) for epoch in range(1, self._epochs))
         return self.steps_per_epoch + sum(later)
 
     def __iter__(self) -> "BatchIterator":
@@ -116,7 +110,8 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
             except StopIteration:
                 if self._next_plan is None:
                     raise
-                self._open(self._epoch + 1, self._next_plan.result())
+                self._steps.close()
+                self._start(self._epoch + 1, self._next_plan.result())
 
     def get_state(self) -> dict[str, Any]:
         """Where the next step begins, as JSON-able values, with what it depends on."""
@@ -133,7 +128,8 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
             f"{key}: {saved.get(key)!r} then, {now[key]!r} now" for key in now if saved.get(key) != now[key]
         ]:
             raise ValueError(f"cannot resume, the batches would be others: {'; '.join(differing)}")
-        self._open(state["epoch"], self._plan(state["epoch"]))
+        self._steps.close()
+        self._start(state["epoch"], self._plan(state["epoch"], self.max_segments))
         self._steps.set_state(state["steps"])
 
     def close(self) -> None:
@@ -143,21 +139,20 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
 
     def _run(self) -> dict[str, Any]:
         fixed = {"data": self._dataset.fingerprint, "seed": self._seed, "seq_len": self._seq_len}
-        return {**fixed, **self._sizes, "max_segments": self._max_segments}
+        return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
-    def _plan(self, epoch: int) -> PackPlan:
+    def _plan(self, epoch: int, max_segments: int | None) -> PackPlan:
         rng = np.random.default_rng([self._seed, epoch])
-        return plan_packing(self._dataset.lengths, seq_len=self._seq_len, max_segments=self._max_segments, rng=rng)
+        return plan_packing(self._dataset.lengths, seq_len=self._seq_len, max_segments=max_segments, rng=rng)
 
-    def _open(self, epoch: int, plan: PackPlan) -> None:
+    def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch, and plan the next one meanwhile."""
-        if self._steps is not None:
-            self._steps.close()
-        shape = {"seq_len": self._seq_len, "max_segments": self._max_segments}
+        shape = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
         self._steps = _read_ahead(_Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
-        last = self._epochs is not None and epoch + 1 >= self._epochs
-        self._next_plan: Future[PackPlan] | None = None if last else self._planner.submit(self._plan, epoch + 1)
+        self._next_plan: Future[PackPlan] | None = None
+        if self._epochs is None or epoch + 1 < self._epochs:
+            self._next_plan = self._planner.submit(self._plan, epoch + 1, self.max_segments)
 
 
 class EvalBatches:

@@ -55,7 +55,8 @@ def best_fit(
     shortest = int(lengths.min(initial=seq_len))
     rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by the room they have left
     open_rooms = 0  # the bits of non-empty `rooms`: the smallest room that fits is the lowest bit at or above a length
-    rows, sizes = [], []
+    rows: list[int] = []
+    sizes: list[int] = []
     for length in lengths.tolist():
         if fitting := open_rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
 from jaxglue.data.packing import plan_packing
-from jaxglue.data.select import Selection, hold_out, select_documents
+from jaxglue.data.selection import Selection, hold_out, select_documents
 from jaxglue.data.store import TokenStore
 from jaxglue.data.tokenise import Progress, tokenise
 
@@ -90,7 +90,7 @@ def prepare_data(
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     tokenised, parts = [], []
-    for sources in filter(None, (config.data, config.eval_data)):
+    for sources in filter(None, (config.sources, config.eval_sources)):
         tokenised.append(tokenise(sources, config, tokenizer, progress))
         _check_vocabulary(tokenised[-1].store, vocab_size)
         parts.append(select_documents(tokenised[-1].store, config, sources))

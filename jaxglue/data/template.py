@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
+Tools = list[Any] | None
 Span = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -32,7 +32,7 @@ class ChatTemplate:
             raise ValueError(f"the tokenizer has no chat template, and the data are chats: {hint}")
         self._tokenizer = tokenizer
         self._specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self._context = {**tokenizer.special_tokens_map, "strftime_now": _TODAY.strftime}
+        self._context: dict[str, Any] = {**tokenizer.special_tokens_map, "strftime_now": _TODAY.strftime}
 
     def render(self, messages: Messages, tools: Tools = None) -> str:
         """The whole conversation as text."""
@@ -58,12 +58,13 @@ class ChatTemplate:
         return self._tokenizer.get_chat_template(tools=tools)
 
     def _render(self, messages: Messages, tools: Tools, **options: Any) -> tuple[str, list[Span]]:
-        template = self._source(tools)
         try:
-            texts, spans = render_jinja_template([messages], tools, chat_template=template, **options, **self._context)
+            options = {"chat_template": self._source(tools), **options, **self._context}
+            rendered: Any = render_jinja_template([messages], tools, **options)
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        return texts[0], spans[0] if spans else []
+        (text,), spans = rendered
+        return text, spans[0] if spans else []
 
     def _derive_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

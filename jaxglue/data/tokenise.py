@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 _VERSION = 1
 """Raise it when the same rows become other tokens or masks: old caches are then not found."""
 _CHUNK = 512
-_WORTH_PROCESSES = 40 * _CHUNK
+_WORTH_PROCESSES = 64 * _CHUNK
 """Rows that take longer to tokenise than processes take to start."""
 
 
@@ -54,7 +54,7 @@ def tokenise(
         head = list(islice(rows, _WORTH_PROCESSES + 1))
         format = _find_format(head, config.format, sources)
         encoder = Encoder(tokenizer, format=format, loss_on=config.loss_on)
-        workers = config.workers or ((os.process_cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
+        workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
         encoded = _encode(encoder, chain(head, rows), workers)
         write_store(folder, _counted(encoded, progress), format=format)
     store = open_store(folder)

@@ -78,10 +78,12 @@ def write_jsonl(tmp_path):
 def chat_rows():
     """`count` chats of uneven length, one to three exchanges each."""
 
+    def exchange(text):
+        return [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]
+
     def rows(count, seed=0):
         rng = np.random.default_rng(seed)
-        exchange = lambda text: [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]
-        texts = lambda: rng.choice(TEXTS, rng.integers(1, 4))
-        return [{"messages": [m for text in texts() for m in exchange(str(text))]} for _ in range(count)]
+        chats = [rng.choice(TEXTS, rng.integers(1, 4)) for _ in range(count)]
+        return [{"messages": [message for text in chat for message in exchange(str(text))]} for chat in chats]
 
     return rows

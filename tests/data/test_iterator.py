@@ -1,0 +1,124 @@
+"""Epochs, fixed shapes, and states that continue to the bit."""
+
+import json
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.encode import Encoded
+from jaxglue.data.iterator import BatchIterator, EvalBatches
+from jaxglue.data.store import open_store, write_store
+
+SIZES = {"seq_len": 32, "batch_size": 2, "accumulation": 3, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Document d holds its own number d + 1 only, so that batches tell which documents they have."""
+    lengths = np.random.default_rng(0).integers(2, 30, 60).astype(np.int32)
+    tokens = np.repeat(np.arange(1, 61, dtype=np.int32), lengths)
+    folder = tmp_path_factory.mktemp("data") / "store"
+    write_store(folder, [Encoded(tokens, np.ones_like(tokens, np.uint8), lengths)])
+    return TokenDataset(store=open_store(folder), documents=np.arange(60), lengths=lengths)
+
+
+@pytest.fixture
+def iterate(dataset):
+    """Makes iterators and closes them at the end."""
+    made = []
+
+    def make(data=dataset, **options):
+        made.append(BatchIterator(data, **{**SIZES, **options}))
+        return made[-1]
+
+    yield make
+    for iterator in made:
+        iterator.close()
+
+
+def token_counts(batches):
+    return Counter(np.concatenate([b.tokens[b.segments.segment_ids > 0] for b in batches]).tolist())
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_every_document_once_per_epoch_in_another_order(dataset, iterate):
+    iterator = iterate(epochs=2)
+    steps = list(iterator)
+    assert len(steps) == iterator.total_steps
+    first, second = steps[: iterator.steps_per_epoch], steps[iterator.steps_per_epoch :]
+    expected = Counter(dataset.store.tokens.tolist())
+    for epoch in (first, second):
+        assert token_counts([batch for step in epoch for batch in step]) == expected
+    assert first[0][0].tokens.tolist() != second[0][0].tokens.tolist()
+
+
+def test_all_batches_have_the_same_shapes(iterate):
+    iterator = iterate(epochs=4)
+    shapes = {str(jax.tree.map(np.shape, batch)) for step in iterator for batch in step}
+    assert len(shapes) == 1
+    assert iterator.max_segments & (iterator.max_segments - 1) == 0
+
+
+@pytest.mark.parametrize("steps", [0, 2, "epoch", "epoch and 1"])
+def test_a_state_continues_to_the_bit(iterate, steps):
+    iterator = iterate()
+    count = {"epoch": iterator.steps_per_epoch, "epoch and 1": iterator.steps_per_epoch + 1}.get(steps, steps)
+    for _ in range(count):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    resumed = iterate()
+    resumed.set_state(state)
+    for _ in range(iterator.steps_per_epoch + 2):
+        assert_same(next(iterator), next(resumed))
+
+
+def test_other_seeds_give_other_batches(iterate):
+    assert next(iterate())[0].tokens.tolist() != next(iterate(seed=6))[0].tokens.tolist()
+
+
+def test_a_state_of_other_data_or_sizes_is_refused(dataset, iterate):
+    state = iterate().get_state()
+    with pytest.raises(ValueError, match=r"cannot resume.*seed: 5 then, 6 now; batch_size: 2 then, 4 now"):
+        iterate(seed=6, batch_size=4).set_state(state)
+    fewer = TokenDataset(store=dataset.store, documents=dataset.documents[1:], lengths=dataset.lengths[1:])
+    with pytest.raises(ValueError, match="cannot resume.*data: "):
+        iterate(fewer).set_state(state)
+
+
+def test_processes_share_the_rows_of_a_batch(iterate):
+    whole = next(iterate())
+    parts = [next(iterate(process_index=p, process_count=2)) for p in range(2)]
+    for micro, *own in zip(whole, *parts, strict=True):
+        assert_same(micro, jax.tree.map(lambda *arrays: np.concatenate(arrays), *own))
+
+
+def test_max_segments_holds(iterate):
+    iterator = iterate(epochs=1, max_segments=2)
+    assert all(batch.segments.segment_ids.max() <= 2 for step in iterator for batch in step)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0: expected at least 1"),
+        ({"process_count": 4}, "batch_size=2 does not divide among 4 processes"),
+    ],
+)
+def test_wrong_sizes(iterate, options, message):
+    with pytest.raises(ValueError, match=message):
+        iterate(**options)
+
+
+def test_evaluation_goes_through_everything_in_the_same_order(dataset):
+    batches = EvalBatches(dataset, seq_len=32, batch_size=4, max_segments=8)
+    first, second = list(batches), list(batches)
+    assert len(first) == len(batches)
+    assert token_counts(first) == Counter(dataset.store.tokens.tolist())
+    assert_same(first, second)
+    assert first[-1].segments.cu_seqlens.shape == (4, 9)

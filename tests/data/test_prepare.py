@@ -1,0 +1,162 @@
+"""The whole way from files to data sets, its report, its cache and its error messages."""
+
+import json
+
+import pytest
+
+from jaxglue.data import BatchIterator, DataConfig, load_tokenizer, prepare_data
+
+
+@pytest.fixture
+def prepare(tmp_path, make_tokenizer):
+    """`prepare_data` with the plain ChatML tokenizer and a cache that the test has for itself."""
+
+    def run(data, *, tokenizer=None, vocab_size=None, progress=None, **options):
+        config = DataConfig(data=data, cache_dir=str(tmp_path / "cache"), **{"seq_len": 128, **options})
+        return prepare_data(config, tokenizer or make_tokenizer(), vocab_size, progress)
+
+    return run
+
+
+def test_the_report_counts(prepare, write_jsonl, chat_rows):
+    seen = []
+    prepared = prepare(write_jsonl(chat_rows(50)), eval_fraction=0.1, progress=seen.append)
+    report = prepared.report
+    assert (report.format, report.rows, report.train.documents, report.eval.documents) == ("messages", 50, 45, 5)
+    assert report.train.tokens == prepared.train.lengths.sum()
+    assert report.train.efficiency == report.train.tokens / (128 * report.train.packed_rows)
+    assert seen == [50]
+    assert "50 rows of format messages" in str(report)
+    with_loss = sum(batch.loss_weights.sum() for step in epoch(prepared) for batch in step)
+    assert with_loss == report.train.target_tokens < report.train.tokens
+
+
+def epoch(prepared):
+    return BatchIterator(prepared.train, seq_len=128, batch_size=2, epochs=1)
+
+
+def test_held_out_documents_are_others_and_drawn_with_the_seed(prepare, write_jsonl, chat_rows):
+    path = write_jsonl(chat_rows(50))
+    one, same, other = (prepare(path, eval_fraction=0.2, seed=seed) for seed in (0, 0, 1))
+    assert not set(one.train.documents) & set(one.eval.documents)
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_held_out_data_of_their_own(prepare, write_jsonl, chat_rows):
+    prepared = prepare(write_jsonl(chat_rows(9)), eval_data=write_jsonl(chat_rows(4, seed=1), "eval.jsonl"))
+    assert (prepared.report.rows, len(prepared.train), len(prepared.eval)) == (13, 9, 4)
+
+
+def test_the_cache_is_found_again_until_something_changes(prepare, write_jsonl, chat_rows, make_tokenizer):
+    path = write_jsonl(chat_rows(5))
+    first, again = prepare(path), prepare(path, seq_len=64)
+    assert (first.report.cached, again.report.cached) == (False, True)
+    assert not prepare(path, loss_on="all").report.cached
+    assert not prepare(path, tokenizer=make_tokenizer("marked")).report.cached
+    write_jsonl(chat_rows(6))
+    assert not prepare(path).report.cached
+
+
+def test_processes_give_the_same_tokens(tmp_path, prepare, write_jsonl, chat_rows):
+    path = write_jsonl(chat_rows(600))
+    alone = prepare(path, workers=1)
+    together = prepare(path, workers=2, split="unused")  # another cache key
+    assert not together.report.cached
+    assert alone.fingerprint == together.fingerprint
+
+
+def test_overlong_documents(prepare, write_jsonl):
+    path = write_jsonl([{"text": "What is 1?"}, {"text": "Good question. " * 50}])
+    cut = prepare(path, seq_len=32)
+    assert (cut.report.truncated, cut.report.dropped, cut.train.lengths.max()) == (1, 0, 32)
+    dropped = prepare(path, seq_len=32, overlong="drop")
+    assert (dropped.report.truncated, dropped.report.dropped, len(dropped.train)) == (0, 1, 1)
+    with pytest.raises(ValueError, match=r"data.jsonl:2: \d+ tokens, but seq_len=32: raise --seq-len"):
+        prepare(path, seq_len=32, overlong="error")
+
+
+def test_documents_without_a_target_left_are_dropped(prepare, write_jsonl):
+    late = {"prompt": "Good question. " * 50, "completion": "What"}
+    path = write_jsonl([late, {"prompt": "a", "completion": "b"}])
+    report = prepare(path, seq_len=32).report
+    assert (report.truncated, report.dropped, report.train.documents) == (0, 1, 1)
+    with pytest.raises(ValueError, match="no document has a target token within seq_len=32 tokens"):
+        prepare(write_jsonl([late], "late.jsonl"), seq_len=32)
+
+
+def test_a_named_format_wins(prepare, write_jsonl, chat_rows):
+    rows = [{**row, "text": "What is 1?"} for row in chat_rows(3)]
+    assert prepare(write_jsonl(rows), format="text").report.format == "text"
+
+
+def test_a_chat_template_from_a_file(tmp_path, prepare, write_jsonl, chat_rows, make_tokenizer):
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = make_tokenizer(None)
+    prepared = prepare(
+        write_jsonl(chat_rows(3)), tokenizer=tokenizer, loss_on="all", chat_template=str(tmp_path / "chat.jinja")
+    )
+    assert "<|im_end|>" not in tokenizer.decode(prepared.train.store.tokens)
+
+
+USER = {"role": "user", "content": "What is 1?"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], {}, "the data set is empty: no rows in .*data.jsonl"),
+        (
+            [{"q": 1, "a": 2}],
+            {},
+            r"data.jsonl:1: unknown row format: the keys are 'q', 'a'; known .* messages: messages;",
+        ),
+        ([{"text": "a"}, {"q": 1}], {}, r"data.jsonl:2: a row of format 'text' needs 'text'; its keys are 'q'"),
+        ([{"text": 1}], {}, r"data.jsonl:1: 'text' must be a string, got int"),
+        ([{"messages": []}], {}, r"data.jsonl:1: 'messages' must be a non-empty list"),
+        ([{"messages": [{"content": "a"}]}], {}, r"data.jsonl:1: a message needs 'role' and 'content'"),
+        ([{"messages": [{"role": "user"}]}], {}, r"data.jsonl:1: a 'user' message has no content"),
+        ([{"messages": [USER]}], {}, r"data.jsonl:1: no assistant turn"),
+        ([{"text": ""}], {}, "the loss mask leaves no token to train on in any row"),
+        ([{"text": "What"}], {"vocab_size": 5}, r"token id \d+, but the model's vocabulary has 5 entries"),
+        ([{"text": "What"}], {"eval_fraction": 0.1}, "eval_fraction=0.1 of 1 documents: no document would be held out"),
+        ([{"text": "a b"}] * 2, {"eval_fraction": 0.9}, "of 2 documents: no document would be left to train on"),
+    ],
+)
+def test_bad_data(prepare, write_jsonl, rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(write_jsonl(rows), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": ()}, "data is empty: name at least one"),
+        ({"format": "csv"}, "format='csv': expected one of auto, messages, conversations"),
+        ({"overlong": "wrap"}, "overlong='wrap': expected one of truncate, drop, error"),
+        ({"loss_on": "user"}, "loss_on='user': expected one of assistant, all"),
+        ({"seq_len": 1}, "seq_len=1: a row needs at least 2 tokens"),
+        ({"eval_fraction": 1.0}, "eval_fraction=1.0: expected 0 <= eval_fraction < 1"),
+        ({"eval_fraction": 0.1, "eval_data": "b"}, "eval_data and eval_fraction are both given"),
+        ({"workers": 0}, "workers=0: expected at least 1"),
+        ({"chat_template": "missing.jinja"}, "chat_template: no such file: missing.jinja"),
+    ],
+)
+def test_wrong_configs(options, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**{"data": "a.jsonl", **options})
+
+
+def test_a_tokenizer_is_loaded_from_its_folder(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded("What is 1?")["input_ids"] == tokenizer("What is 1?")["input_ids"]
+    assert loaded.chat_template == tokenizer.chat_template
+
+
+def test_a_missing_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with pytest.raises(ValueError, match=r"no tokenizer in .*: expected one of tokenizer.json.*copy it from the base"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer: no such folder: .*missing"):
+        load_tokenizer(tmp_path / "missing")

@@ -1,0 +1,88 @@
+"""Rows from every kind of file, and what is said about broken ones."""
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxglue.data.readers import read_rows
+
+ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
+
+
+def values(*sources, **options):
+    return [row.value for row in read_rows([str(source) for source in sources], **options)]
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS))
+
+
+def write_json_lines(path):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n\n")
+
+
+def write_parquet(path):
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a.jsonl", write_json_lines), ("a.json", write_json), ("a.json", write_json_lines), ("a.parquet", write_parquet)],
+    ids=["jsonl", "json", "lines named json", "parquet"],
+)
+def test_files(tmp_path, name, write):
+    write(tmp_path / name)
+    assert values(tmp_path / name) == ROWS
+    assert values(tmp_path) == ROWS
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (tmp_path / "README.md").write_text("not data")
+    assert values(tmp_path) == [{"text": "a"}, {"text": "b"}]
+
+
+def test_saved_datasets(tmp_path):
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "dict")
+    assert values(tmp_path / "one") == values(tmp_path / "dict") == ROWS
+    with pytest.raises(ValueError, match="no split 'test': choose --split from train"):
+        values(tmp_path / "dict", split="test")
+
+
+def test_fields_that_arrow_fills_with_nulls_are_left_out(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert values(tmp_path / "a.parquet") == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3: malformed JSON at .*column.*"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl:2: not UTF-8 at byte 11"),
+        ("a.jsonl", b"[1]\n", r"a.jsonl:1: a row must be a JSON object, got list"),
+        ("a.json", b'[{"text": "a"},\n {"text"]', r"a.json: malformed JSON at line 2, column 9"),
+        ("a.json", b"[3]", r"a.json, row 1: a row must be a JSON object, got int"),
+        ("a.parquet", b"not parquet", r"a.parquet: not a readable Parquet file"),
+        ("a.csv", b"a,b", r"a.csv is of an unknown kind: expected .jsonl"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        values(tmp_path / name)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"no such file or folder: .*missing.jsonl \(a data set of the .* hub is named hf:"
+    ):
+        values(tmp_path / "missing.jsonl")
+    with pytest.raises(ValueError, match="no data file in"):
+        values(tmp_path)

@@ -1,0 +1,150 @@
+"""Loss masks, exact to the token."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxglue.data.encode import Encoder
+from jaxglue.data.readers import Row
+
+HELLO = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}]
+TWICE = [*HELLO, {"role": "user", "content": "Good"}, {"role": "assistant", "content": "\n\nquestion"}]
+
+
+def encode(tokenizer, value, format="messages", loss_on="assistant"):
+    return Encoder(tokenizer, format=format, loss_on=loss_on).encode([Row("data.jsonl:7", value)])
+
+
+def trained_parts(tokenizer, encoded):
+    """The decoded runs of tokens that are trained on."""
+    edges = np.flatnonzero(np.diff(encoded.mask, prepend=0, append=0))
+    return [tokenizer.decode(encoded.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("template", ["plain", "marked"])
+def test_only_assistant_turns_and_their_end_are_trained_on(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    encoded = encode(tokenizer, {"messages": TWICE})
+    assert trained_parts(tokenizer, encoded) == ["It is 2.<|im_end|>", "\n\nquestion<|im_end|>"]
+    assert tokenizer.decode(encoded.tokens) == tokenizer.apply_chat_template(TWICE, tokenize=False)
+
+
+def test_derived_masks_equal_those_of_generation_markers(make_tokenizer, chat_rows):
+    rows = [Row("", row) for row in chat_rows(40)]
+    derived, marked = (
+        Encoder(make_tokenizer(template), format="messages", loss_on="assistant").encode(rows)
+        for template in ("plain", "marked")
+    )
+    for a, b in zip(derived, marked, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert 0 < derived.mask.mean() < 1
+
+
+def test_a_prompt_has_the_tokens_that_generation_sees(make_tokenizer):
+    tokenizer = make_tokenizer()
+    encoded = encode(tokenizer, {"messages": TWICE})
+    prompt = tokenizer.apply_chat_template(TWICE[:1], add_generation_prompt=True, return_dict=False)
+    assert encoded.tokens[: len(prompt)].tolist() == prompt
+    assert encoded.mask[: len(prompt) + 1].tolist() == [0] * len(prompt) + [1]
+
+
+def test_thinking_shown_in_the_last_turn_only(make_tokenizer):
+    tokenizer = make_tokenizer("thinking")
+    parts = trained_parts(tokenizer, encode(tokenizer, {"messages": TWICE}))
+    assert parts == ["It is 2.<|im_end|>", "<think></think>\n\nquestion<|im_end|>"]
+
+
+def test_consecutive_assistant_turns_are_told_apart(make_tokenizer):
+    tokenizer = make_tokenizer()
+    messages = [*HELLO, {"role": "assistant", "content": "Good."}, {"role": "user", "content": "question"}]
+    parts = trained_parts(tokenizer, encode(tokenizer, {"messages": messages}))
+    assert parts == ["It is 2.<|im_end|>", "Good.<|im_end|>"]
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["object", "string"])
+def test_tool_calls_and_tools(make_tokenizer, as_text):
+    arguments = {"a": 1}
+    call = {
+        "type": "function",
+        "function": {"name": "add", "arguments": json.dumps(arguments) if as_text else arguments},
+    }
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    messages = [
+        HELLO[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        HELLO[1],
+    ]
+    tokenizer = make_tokenizer()
+    encoded = encode(tokenizer, {"messages": messages, "tools": json.dumps(tools) if as_text else tools})
+    called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    assert trained_parts(tokenizer, encoded) == [called, "It is 2.<|im_end|>"]
+    assert json.dumps(tools[0]) in tokenizer.decode(encoded.tokens)
+
+
+def test_sharegpt_rows_equal_messages(make_tokenizer):
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in TWICE]
+    tokenizer = make_tokenizer()
+    shared, plain = (
+        encode(tokenizer, {"conversations": turns}, "conversations"),
+        encode(tokenizer, {"messages": TWICE}),
+    )
+    for a, b in zip(shared, plain, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_completion_and_its_end_are_trained_on(make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    row = {"prompt": "What is 1", "completion": " plus 2?"}
+    assert trained_parts(tokenizer, encode(tokenizer, row, "prompt_completion")) == [" plus 2?<|im_end|>"]
+
+
+def test_text_is_trained_on_whole(make_tokenizer):
+    tokenizer = make_tokenizer(None, bos_token="<|endoftext|>")
+    encoded = encode(tokenizer, {"text": "What is 1"}, "text")
+    assert trained_parts(tokenizer, encoded) == ["What is 1<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("format", "row"), [("messages", {"messages": TWICE}), ("prompt_completion", {"prompt": "a", "completion": "b"})]
+)
+def test_loss_on_everything(make_tokenizer, format, row):
+    assert encode(make_tokenizer("unstable"), row, format, loss_on="all").mask.all()
+
+
+def test_a_template_that_is_not_prefix_stable_is_refused(make_tokenizer):
+    message = r"data.jsonl:7: the chat template is not prefix-stable at message 2.*--loss-on all.*generation"
+    with pytest.raises(ValueError, match=message):
+        encode(make_tokenizer("unstable"), {"messages": TWICE})
+
+
+def test_no_assistant_turn(make_tokenizer):
+    with pytest.raises(ValueError, match=r"data.jsonl:7: no assistant turn.*--loss-on all"):
+        encode(make_tokenizer(), {"messages": HELLO[:1]})
+
+
+def test_a_missing_chat_template(make_tokenizer):
+    with pytest.raises(ValueError, match="no chat template.*--chat-template"):
+        encode(make_tokenizer(None), {"messages": HELLO})
+
+
+def test_a_template_that_refuses_a_conversation(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        ValueError, match="data.jsonl:7: the chat template refuses the conversation: roles must alternate"
+    ):
+        encode(tokenizer, {"messages": HELLO})
+
+
+def test_dates_in_templates_are_fixed(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
+    assert tokenizer.decode(encode(tokenizer, {"messages": HELLO}).tokens).startswith("2024")
+
+
+def test_a_text_without_an_end_token(make_tokenizer):
+    with pytest.raises(ValueError, match="no eos token"):
+        encode(make_tokenizer(None, eos_token=None), {"text": "a"}, "text")
