@@ -1,0 +1,90 @@
+"""Our models against transformers' goldens (see tests/goldens/make_models.py), every document in one packed row."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.parameters import abstract_parameters, flatten_names, set_parameters, split_model
+from jaxglue.segments import pack_segments
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MODELS = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
+PADDING = 3
+
+
+def load_model(folder):
+    config = config_from_hf(read_config(folder))
+    model = nnx.eval_shape(lambda: build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return set_parameters(model, load_tensors(folder, abstract_parameters(model)))
+
+
+def packed_row(golden):
+    tokens = np.pad(golden["tokens"], (0, PADDING))[None]
+    return tokens, pack_segments([golden["lengths"].tolist()], seq_len=tokens.shape[1])
+
+
+@nnx.jit
+def forward(model, tokens, segments):
+    return model(tokens, segments)
+
+
+@nnx.jit
+def loss_and_gradients(model, tokens, segments):
+    """((mean cross-entropy, logits), gradients); a token is predicted by the one before it in its document."""
+
+    def mean_loss(model):
+        logits = model(tokens, segments)
+        predicted = (segments.ends - 1 > jnp.arange(tokens.shape[1])) & (segments.segment_ids > 0)
+        taken = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.roll(tokens, -1)[..., None], axis=-1)[..., 0]
+        return -jnp.where(predicted, taken, 0).sum() / predicted.sum(), logits
+
+    return nnx.value_and_grad(mean_loss, has_aux=True)(model)
+
+
+def assert_parity(folder):
+    model, golden = load_model(folder), load_file(folder / "golden.safetensors")
+    (loss, logits), state = loss_and_gradients(model, *packed_row(golden))
+    np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
+    gradients = flatten_names(split_model(nnx.merge(nnx.graphdef(model), state), nnx.Param)[1])
+    expected = {name.removeprefix("grad."): array for name, array in golden.items() if name.startswith("grad.")}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        error = np.linalg.norm(gradient - expected[name]) / np.linalg.norm(expected[name])
+        assert error <= 1e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_are_those_of_transformers(name):
+    assert_parity(GOLDENS / name)
+
+
+@pytest.mark.parametrize("name", ["qwen3_window_bias", "llama_tied_llama3"])
+def test_packed_row_equals_its_documents_one_by_one(name):
+    model, golden = load_model(GOLDENS / name), load_file(GOLDENS / name / "golden.safetensors")
+    lengths = golden["lengths"].tolist()
+    alone = np.zeros((len(lengths), max(lengths)), np.int32)
+    for row, document in zip(alone, np.split(golden["tokens"], np.cumsum(lengths)[:-1]), strict=True):
+        row[: len(document)] = document
+    one_by_one = forward(model, alone, pack_segments([[length] for length in lengths], seq_len=max(lengths)))
+    expected = np.concatenate([logits[:length] for logits, length in zip(one_by_one, lengths, strict=True)])
+    packed = forward(model, *packed_row(golden))[0, :-PADDING]
+    np.testing.assert_allclose(packed, expected, rtol=0, atol=1e-5)
+
+
+def test_live_parity(tmp_path):
+    pytest.importorskip("torch")
+    spec = importlib.util.spec_from_file_location("make_models", GOLDENS / "make_models.py")
+    goldens = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(goldens)
+    for seed, (name, config) in enumerate(goldens.MODELS.items(), start=100):
+        goldens.make(tmp_path / name, config, seed)
+        assert_parity(tmp_path / name)
