@@ -1,0 +1,61 @@
+"""Models from Hugging Face folders, or with random weights of their shapes."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import CausalLM
+from jaxglue.parameters import abstract_parameters, set_parameters
+
+
+def load_model(folder: str | Path, *, dtype=jnp.bfloat16) -> CausalLM:
+    """The model in a local Hugging Face folder, its weights streamed to the default device in `dtype`.
+
+    Raises:
+        ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes.
+    """
+    config = config_from_hf(read_config(folder))
+    return _with_parameters(config, dtype, partial(load_tensors, folder))
+
+
+def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0) -> CausalLM:
+    """A model as Hugging Face initialises it: normal matrices, zero biases, norms that are the identity.
+
+    Compiles one program per shape of a parameter, so a deep model starts as fast as a shallow one.
+    """
+    std = config.initializer_range
+    return _with_parameters(config, dtype, lambda specs: _draw(specs, std, jax.random.key(seed)))
+
+
+Fill = Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
+"""Arrays for the parameters of these names, shapes and dtypes."""
+
+
+def _with_parameters(config: DecoderConfig, dtype, fill: Fill) -> CausalLM:
+    model = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return set_parameters(model, fill(abstract_parameters(model)))
+
+
+def _draw(specs: dict[str, jax.ShapeDtypeStruct], std: float, key: jax.Array) -> dict[str, jax.Array]:
+    keys = jax.random.split(key, len(specs))
+    return {name: _initial(name, spec, std, key) for (name, spec), key in zip(specs.items(), keys, strict=True)}
+
+
+def _initial(name: str, spec: jax.ShapeDtypeStruct, std: float, key: jax.Array) -> jax.Array:
+    if name.endswith(".bias"):
+        return jnp.zeros(spec.shape, spec.dtype)
+    if len(spec.shape) == 1:
+        return jnp.ones(spec.shape, spec.dtype)
+    return _normal(key, spec.shape, spec.dtype, std)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Array:
+    return (jax.random.normal(key, shape) * std).astype(dtype)

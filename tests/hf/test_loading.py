@@ -1,0 +1,52 @@
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.models import config_from_hf
+from jaxglue.parameters import abstract_parameters, flatten_names, split_model
+
+RAW = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+
+
+def parameters(model):
+    return flatten_names(split_model(model, lambda path, value: True)[1])
+
+
+def test_a_saved_model_loads_in_the_wanted_dtype(tmp_path):
+    model = random_model(config_from_hf(RAW), dtype=jnp.float32, seed=3)
+    save_tensors(tmp_path / "model", parameters(model))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(RAW))
+    loaded = parameters(load_model(tmp_path / "model", dtype=jnp.bfloat16))
+    assert loaded.keys() == abstract_parameters(model).keys()
+    for name, value in parameters(model).items():
+        np.testing.assert_array_equal(loaded[name], value.astype(jnp.bfloat16), err_msg=name)
+
+
+def test_random_weights_follow_the_config_and_the_seed():
+    config = config_from_hf({**RAW, "initializer_range": 0.5})
+    first, second, other = (parameters(random_model(config, dtype=jnp.float32, seed=seed)) for seed in (0, 0, 1))
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
+        if name.endswith("norm.weight"):
+            assert (value == 1).all()
+        elif name.endswith(".bias"):
+            assert (value == 0).all()
+        else:
+            assert float(value.std()) == pytest.approx(0.5, rel=0.1)
+            assert not np.allclose(value, other[name])
+    keys = [f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
+    assert not np.allclose(first[keys[0]], first[keys[1]])
