@@ -1,0 +1,75 @@
+import pytest
+
+from jaxglue.models import config_from_hf
+
+RAW = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_act": "silu",
+}
+FAMILIES = ["llama", "qwen3"]
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral", None])
+def test_unsupported_model_type_is_refused_by_name(model_type):
+    with pytest.raises(ValueError, match=f"model_type {model_type!r} is not supported: known are .*llama.*qwen3"):
+        config_from_hf({**RAW, "model_type": model_type})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_unsupported_activation_is_refused_by_name(model_type):
+    with pytest.raises(ValueError, match=f"hidden_act 'gelu' is not supported for {model_type}"):
+        config_from_hf({**RAW, "model_type": model_type, "hidden_act": "gelu"})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_unsupported_rope_type_is_refused_by_name(model_type, field):
+    with pytest.raises(ValueError, match="rope type 'dynamic' is not supported"):
+        config_from_hf({**RAW, "model_type": model_type, field: {"rope_type": "dynamic", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_missing_fields_are_named(model_type):
+    raw = {name: value for name, value in RAW.items() if name not in ("vocab_size", "num_hidden_layers")}
+    with pytest.raises(ValueError, match=r"config\.json lacks vocab_size, num_hidden_layers"):
+        config_from_hf({**raw, "model_type": model_type})
+
+
+def test_heads_must_be_grouped_evenly():
+    with pytest.raises(ValueError, match="num_attention_heads=4 must be a multiple of num_key_value_heads=3"):
+        config_from_hf({**RAW, "model_type": "llama", "num_key_value_heads": 3})
+
+
+@pytest.mark.parametrize(("model_type", "head_dim"), [("llama", 4), ("qwen3", 128)])
+def test_head_dim_defaults_to_the_familys(model_type, head_dim):
+    config = config_from_hf({**RAW, "model_type": model_type})
+    assert (config.head_dim, config.num_key_value_heads) == (head_dim, 4)
+
+
+def test_null_means_the_default():
+    config = config_from_hf({**RAW, "model_type": "llama", "head_dim": None, "num_key_value_heads": None})
+    assert config == config_from_hf({**RAW, "model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, (None, None, None)),
+        ({"sliding_window": 8}, (None, None, None)),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
+        (
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+    ],
+)
+def test_qwen3_windows(fields, windows):
+    assert config_from_hf({**RAW, "model_type": "qwen3", **fields}).layer_windows == windows
