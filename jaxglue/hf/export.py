@@ -103,6 +103,33 @@ def export_parameters(
     _export(files, base, output, replace, max_shard_bytes)
 
 
+def save_model(
+    folder: str | Path, tensors: Mapping[str, jax.Array], base: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes a complete model folder from parameters in memory, each in its own dtype.
+
+    Args:
+        folder: must not exist, or be empty; it appears complete or not at all.
+        tensors: all parameters, by Hugging Face's full name.
+        base: the folder whose config.json and tokenizer belong to them.
+        max_shard_bytes: size at which a new file is begun.
+
+    Raises:
+        ValueError: an output folder that is not empty.
+        OSError: the disk is full, ….
+    """
+    specs = {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    with atomic_folder(Path(folder)) as temporary:
+        _copy_files(base, temporary)
+        write_shards(temporary, specs, lambda name: np.asarray(tensors[name]), max_shard_bytes)
+
+
+def _copy_files(base: str | Path, output: Path) -> None:
+    for pattern in _COPIED:
+        for path in filter(Path.is_file, Path(base).glob(pattern)):
+            shutil.copyfile(path, output / path.name)
+
+
 def _require(files: TensorFiles, name: str, shape: tuple[int, ...], trained: str | Path, base: str | Path) -> None:
     info = files.tensors.get(name)
     if info is None:
@@ -122,9 +149,7 @@ def _export(files: TensorFiles, base: str | Path, output: str | Path, change: Ch
         if not _stale_head(name, read_config(base))
     }
     with atomic_folder(Path(output)) as temporary:
-        for pattern in _COPIED:
-            for path in filter(Path.is_file, Path(base).glob(pattern)):
-                shutil.copyfile(path, temporary / path.name)
+        _copy_files(base, temporary)
         write_shards(
             temporary,
             specs,
