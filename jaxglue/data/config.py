@@ -37,7 +37,7 @@ class DataConfig:
     chat_template: str | None = None
     """A Jinja file to use in place of the tokenizer's own chat template."""
     seed: int = 0
-    """Draws the held-out split."""
+    """Draws the held-out split; the report packs with it."""
     cache_dir: str = "runs/cache"
     """Where tokenised data are kept for the next run."""
     workers: int | None = None

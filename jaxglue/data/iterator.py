@@ -10,10 +10,10 @@ import grain
 import numpy as np
 
 from jaxglue.data.batch import Batch, TokenDataset, build_batch
-from jaxglue.data.packing import PackPlan, plan_packing
+from jaxglue.data.packing import PackPlan, plan_epoch, plan_packing
 from jaxglue.segments import segment_bucket
 
-_READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+_READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, epoch: int, max_segments: int | None) -> PackPlan:
-        rng = np.random.default_rng([self._seed, epoch])
-        return plan_packing(self._dataset.lengths, seq_len=self._seq_len, max_segments=max_segments, rng=rng)
+        run = {"seq_len": self._seq_len, "seed": self._seed}
+        return plan_epoch(self._dataset.lengths, epoch=epoch, max_segments=max_segments, **run)
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch, and plan the next one meanwhile."""

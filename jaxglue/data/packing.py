@@ -43,6 +43,14 @@ def plan_packing(
     return PackPlan(documents=order[np.argsort(rows, kind="stable")], bounds=bounds)
 
 
+def plan_epoch(
+    lengths: Int[np.ndarray, "documents"], *, seq_len: int, seed: int, epoch: int, max_segments: int | None = None
+) -> PackPlan:
+    """The packing of one epoch of a run: a function of these arguments alone."""
+    rng = np.random.default_rng([seed, epoch])
+    return plan_packing(lengths, seq_len=seq_len, max_segments=max_segments, rng=rng)
+
+
 def best_fit(
     lengths: Int[np.ndarray, "documents"], *, seq_len: int, max_segments: int | None = None
 ) -> tuple[Int[np.ndarray, "documents"], int]:

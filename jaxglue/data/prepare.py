@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
-from jaxglue.data.packing import plan_packing
+from jaxglue.data.packing import plan_epoch
 from jaxglue.data.selection import Selection, hold_out, select_documents
 from jaxglue.data.store import TokenStore
 from jaxglue.data.tokenise import Progress, tokenise
@@ -23,7 +22,7 @@ class SplitReport:
     target_tokens: int
     """Tokens that the loss is taken on."""
     packed_rows: int
-    """Rows of `seq_len` tokens in an epoch."""
+    """Rows of `seq_len` tokens in the first epoch; others may differ by a few."""
     efficiency: float
     """Share of the packed rows that holds tokens, 0 to 1."""
 
@@ -119,8 +118,7 @@ def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:
 
 def _split_report(part: Selection, config: DataConfig) -> SplitReport:
     tokens = int(part.dataset.lengths.sum())
-    rng = np.random.default_rng(config.seed)
-    rows = plan_packing(part.dataset.lengths, seq_len=config.seq_len, rng=rng).rows
+    rows = plan_epoch(part.dataset.lengths, seq_len=config.seq_len, seed=config.seed, epoch=0).rows
     return SplitReport(
         documents=len(part.dataset),
         tokens=tokens,

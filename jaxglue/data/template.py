@@ -68,7 +68,7 @@ class ChatTemplate:
 
     def _derive_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._turn_start(messages[:i], tools, text) for i in turns]
+        starts = [self._turn_start(messages, i, tools, text) for i in turns]
         limits = [*starts[1:], len(text)]
         ends = [
             self._turn_end(messages[: i + 1], tools, text[:limit], start)
@@ -78,11 +78,19 @@ class ChatTemplate:
         ]
         return list(zip(starts, ends, strict=True))
 
-    def _turn_start(self, before: Messages, tools: Tools, text: str) -> int:
-        prompt, _ = self._render(before, tools, add_generation_prompt=True)
+    def _turn_start(self, messages: Messages, turn: int, tools: Tools, text: str) -> int:
+        prompt = self._prompt(messages, turn, tools)
         if not text.startswith(prompt):
-            raise _unstable(len(before))
+            raise _unstable(turn)
         return len(prompt)
+
+    def _prompt(self, messages: Messages, turn: int, tools: Tools) -> str:
+        """What the model is given to generate this message."""
+        if turn:
+            return self._render(messages[:turn], tools, add_generation_prompt=True)[0]
+        # Templates look at the first message, so there has to be one: keep what they add after it.
+        with_prompt, _ = self._render(messages[:1], tools, add_generation_prompt=True)
+        return with_prompt.removeprefix(self.render(messages[:1], tools))
 
     def _turn_end(self, upto: Messages, tools: Tools, text: str, start: int) -> int:
         """End of the last turn of `upto` in `text`, which goes on to at most the next assistant turn."""

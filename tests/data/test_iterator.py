@@ -87,7 +87,7 @@ def test_a_state_of_other_data_or_sizes_is_refused(dataset, iterate):
     with pytest.raises(ValueError, match=r"cannot resume.*seed: 5 then, 6 now; batch_size: 2 then, 4 now"):
         iterate(seed=6, batch_size=4).set_state(state)
     fewer = TokenDataset(store=dataset.store, documents=dataset.documents[1:], lengths=dataset.lengths[1:])
-    with pytest.raises(ValueError, match="cannot resume.*data: "):
+    with pytest.raises(ValueError, match=r"cannot resume.*data: "):
         iterate(fewer).set_state(state)
 
 

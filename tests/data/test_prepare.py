@@ -27,6 +27,7 @@ def test_the_report_counts(prepare, write_jsonl, chat_rows):
     assert report.train.efficiency == report.train.tokens / (128 * report.train.packed_rows)
     assert seen == [50]
     assert "50 rows of format messages" in str(report)
+    assert len(list(epoch(prepared))) == -(-report.train.packed_rows // 2)
     with_loss = sum(batch.loss_weights.sum() for step in epoch(prepared) for batch in step)
     assert with_loss == report.train.target_tokens < report.train.tokens
 
@@ -158,5 +159,5 @@ def test_a_missing_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(ValueError, match=r"no tokenizer in .*: expected one of tokenizer.json.*copy it from the base"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="tokenizer: no such folder: .*missing"):
+    with pytest.raises(ValueError, match=r"tokenizer: no such folder: .*missing"):
         load_tokenizer(tmp_path / "missing")

@@ -62,6 +62,14 @@ def test_consecutive_assistant_turns_are_told_apart(make_tokenizer):
     assert parts == ["It is 2.<|im_end|>", "Good.<|im_end|>"]
 
 
+def test_a_conversation_may_begin_with_the_assistant(make_tokenizer):
+    tokenizer = make_tokenizer()
+    parts = trained_parts(
+        tokenizer, encode(tokenizer, {"messages": [{"role": "assistant", "content": "Good."}, *HELLO]})
+    )
+    assert parts == ["Good.<|im_end|>", "It is 2.<|im_end|>"]
+
+
 @pytest.mark.parametrize("as_text", [False, True], ids=["object", "string"])
 def test_tool_calls_and_tools(make_tokenizer, as_text):
     arguments = {"a": 1}
@@ -126,7 +134,7 @@ def test_no_assistant_turn(make_tokenizer):
 
 
 def test_a_missing_chat_template(make_tokenizer):
-    with pytest.raises(ValueError, match="no chat template.*--chat-template"):
+    with pytest.raises(ValueError, match=r"no chat template.*--chat-template"):
         encode(make_tokenizer(None), {"messages": HELLO})
 
 
@@ -134,7 +142,7 @@ def test_a_template_that_refuses_a_conversation(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
-        ValueError, match="data.jsonl:7: the chat template refuses the conversation: roles must alternate"
+        ValueError, match=r"data.jsonl:7: the chat template refuses the conversation: roles must alternate"
     ):
         encode(tokenizer, {"messages": HELLO})
 
