@@ -17,10 +17,10 @@ class DataConfig:
         ValueError: a value out of range, or both `eval_data` and `eval_fraction`.
     """
 
-    data: str | tuple[str, ...]
+    data: tuple[str, ...]
     """Files or folders (JSONL, JSON, Parquet, a saved `datasets` folder), or `hf:owner/name` of the Hugging Face hub,
     which is the only thing that uses the network."""
-    eval_data: str | tuple[str, ...] | None = None
+    eval_data: tuple[str, ...] = ()
     """Held-out data, in the same forms."""
     eval_fraction: float = 0.0
     """Share of the documents of `data` to hold out instead, drawn with `seed`."""

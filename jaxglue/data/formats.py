@@ -62,7 +62,7 @@ def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, A
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{KEYS[format][0]!r} must be a non-empty list of messages")
     tools = row.get("tools")
-    return [_message(message) for message in messages], json.loads(tools) if isinstance(tools, str) else tools or None
+    return [_message(message) for message in messages], _from_json(tools, "tools") or None
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {_listed(message)}")
     content = message.get("content", message.get("value"))
     if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": [_tool_call({"function": json.loads(content)})]}
+        return {"role": "assistant", "content": "", "tool_calls": [_tool_call(_from_json(content, "function_call"))]}
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"a {role!r} message has no content")
     kept = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
@@ -82,12 +82,21 @@ def _message(message: Any) -> dict[str, Any]:
     return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **kept}
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(call: Any) -> dict[str, Any]:
     """Arguments as an object: OpenAI's API has them as a JSON string, which templates would quote once more."""
-    function = call.get("function", call)
-    if isinstance(function.get("arguments"), str):
-        function = {**function, "arguments": json.loads(function["arguments"])}
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise ValueError(f"a tool call needs a function with 'name' and 'arguments', got {_listed(call)}")
+    function = {**function, "arguments": _from_json(function.get("arguments"), "arguments of a tool call")}
     return {"type": "function", **{k: v for k, v in call.items() if k in ("id", "type")}, "function": function}
+
+
+def _from_json(value: Any, name: str) -> Any:
+    """What a string says in JSON; other values as they are."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}: malformed JSON: {error}") from error
 
 
 def _require_keys(row: Mapping[str, Any], format: str) -> None:

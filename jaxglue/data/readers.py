@@ -131,7 +131,7 @@ def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _checked(origin: str, value: Any) -> Row:

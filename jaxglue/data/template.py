@@ -97,11 +97,21 @@ class ChatTemplate:
         alone = self.render(upto, tools)
         if text.startswith(alone):
             return self._end_of_turn(alone, start)
-        # Qwen3 renders the last turn with its thinking and earlier ones without: then the end-of-turn token tells.
-        marker = self._closing_token(alone.rstrip())
-        if marker is None or marker in json.dumps(upto[-1]) or (end := text.find(marker, start)) < 0:
+        if (end := self._end_of_changed_turn(alone.rstrip(), upto[-1], text, start)) is None:
             raise _unstable(len(upto) - 1)
-        return end + len(marker)
+        return end
+
+    def _end_of_changed_turn(self, alone: str, message: dict[str, Any], text: str, start: int) -> int | None:
+        """The end in `text` of a turn that reads otherwise when it is the last, as in `alone`; None if unclear."""
+        marker = self._closing_token(alone)
+        if marker is None:
+            return None
+        body = alone.removesuffix(marker)
+        if text.startswith(body):  # GPT-OSS ends the last turn with another token
+            return next((len(body) + len(token) for token in self._specials if text.startswith(token, len(body))), None)
+        # Qwen3 shows the thinking of the last turn only; the end-of-turn token is the same
+        end = text.find(marker, start)
+        return None if end < 0 or marker in json.dumps(message, ensure_ascii=False) else end + len(marker)
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """The end of `text` less the white space after an end-of-turn token, which nobody generates."""

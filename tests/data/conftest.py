@@ -26,6 +26,10 @@ TEMPLATES = {
     "marked": CHATML.replace("GENERATION", "{% generation %}").replace("END", "{% endgeneration %}"),
     # like Qwen3: only the last turn shows its (empty) thinking
     "thinking": CHATML.replace("GENERATION", "{% if loop.last %}<think></think>{% endif %}").replace("END", ""),
+    # like GPT-OSS: the last turn ends with another token
+    "closing": CHATML.replace("GENERATION", "").replace(
+        "{{- '<|im_end|>' }}END", "{{- '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    ),
     # the number of messages comes first, so that no prefix is stable
     "unstable": "{{ messages | length }}" + CHATML.replace("GENERATION", "").replace("END", ""),
 }

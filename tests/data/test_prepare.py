@@ -116,6 +116,18 @@ USER = {"role": "user", "content": "What is 1?"}
         ([{"messages": []}], {}, r"data.jsonl:1: 'messages' must be a non-empty list"),
         ([{"messages": [{"content": "a"}]}], {}, r"data.jsonl:1: a message needs 'role' and 'content'"),
         ([{"messages": [{"role": "user"}]}], {}, r"data.jsonl:1: a 'user' message has no content"),
+        (
+            [
+                {
+                    "messages": [
+                        USER,
+                        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                    ]
+                }
+            ],
+            {},
+            r"data.jsonl:1: arguments of a tool call: malformed JSON",
+        ),
         ([{"messages": [USER]}], {}, r"data.jsonl:1: no assistant turn"),
         ([{"text": ""}], {}, "the loss mask leaves no token to train on in any row"),
         ([{"text": "What"}], {"vocab_size": 5}, r"token id \d+, but the model's vocabulary has 5 entries"),

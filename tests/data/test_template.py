@@ -55,6 +55,18 @@ def test_thinking_shown_in_the_last_turn_only(make_tokenizer):
     assert parts == ["It is 2.<|im_end|>", "<think></think>\n\nquestion<|im_end|>"]
 
 
+def test_another_token_at_the_end_of_the_last_turn(make_tokenizer):
+    tokenizer = make_tokenizer("closing")
+    parts = trained_parts(tokenizer, encode(tokenizer, {"messages": TWICE}))
+    assert parts == ["It is 2.<|im_end|>", "\n\nquestion<|endoftext|>"]
+
+
+def test_an_end_of_turn_token_in_a_changed_turn_is_ambiguous(make_tokenizer):
+    messages = [HELLO[0], {"role": "assistant", "content": "a<|im_end|>b"}, *HELLO]
+    with pytest.raises(ValueError, match="not prefix-stable at message 2"):
+        encode(make_tokenizer("thinking"), {"messages": messages})
+
+
 def test_consecutive_assistant_turns_are_told_apart(make_tokenizer):
     tokenizer = make_tokenizer()
     messages = [*HELLO, {"role": "assistant", "content": "Good."}, {"role": "user", "content": "question"}]
@@ -101,6 +113,21 @@ def test_sharegpt_rows_equal_messages(make_tokenizer):
     )
     for a, b in zip(shared, plain, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_sharegpt_function_calls(make_tokenizer):
+    turns = [
+        {"from": "human", "value": "What is 1?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "It is 2."},
+    ]
+    tokenizer = make_tokenizer()
+    called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    assert trained_parts(tokenizer, encode(tokenizer, {"conversations": turns}, "conversations")) == [
+        called,
+        "It is 2.<|im_end|>",
+    ]
 
 
 def test_completion_and_its_end_are_trained_on(make_tokenizer):
