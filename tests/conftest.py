@@ -1,11 +1,17 @@
-"""Shared tiny models and batches."""
+"""Fixtures that several folders share: tiny models, packed batches, a byte-level BPE tokenizer and chats."""
+
+import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from jaxglue.data import Batch
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.segments import pack_segments
 
 TINY = {
     "vocab_size": 97,
@@ -34,8 +40,6 @@ def tiny_model():
 @pytest.fixture
 def random_batch():
     """Builds a packed batch of random tokens: random_batch([[5, 3], [9]], seq_len=12)."""
-    from jaxglue.data.batch import Batch
-    from jaxglue.segments import pack_segments
 
     def make(lengths, seq_len: int, vocab_size: int = TINY["vocab_size"], seed: int = 0):
         rng = np.random.default_rng(seed)
@@ -46,3 +50,89 @@ def random_batch():
         return Batch(tokens=tokens, targets=targets, loss_weights=trained.astype(np.float32), segments=segments)
 
     return make
+
+
+CHATML = """
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' %}GENERATION{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{{- '<|im_end|>' }}END{{ '\n' }}
+{%- else %}{{ message.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+TEMPLATES = {
+    "plain": CHATML.replace("GENERATION", "").replace("END", ""),
+    "marked": CHATML.replace("GENERATION", "{% generation %}").replace("END", "{% endgeneration %}"),
+    # like Qwen3: only the last turn shows its (empty) thinking
+    "thinking": CHATML.replace("GENERATION", "{% if loop.last %}<think></think>{% endif %}").replace("END", ""),
+    # like GPT-OSS: the last turn ends with another token
+    "closing": CHATML.replace("GENERATION", "").replace(
+        "{{- '<|im_end|>' }}END", "{{- '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
+    ),
+    # the number of messages comes first, so that no prefix is stable
+    "unstable": "{{ messages | length }}" + CHATML.replace("GENERATION", "").replace("END", ""),
+}
+
+TEXTS = [
+    f"What is {a} plus {b}? It is {a + b}. Good question, the answer is {a}." for a in range(20) for b in range(20)
+]
+
+
+@pytest.fixture(scope="session")
+def backend():
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([*TEXTS, "user\n assistant\n system\n tool\n\n"] * 2, trainer)
+    return bpe
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer(backend):
+    """A tokenizer with the named chat template, or without one."""
+
+    def make(template="plain", **special):
+        tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **special}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+        tokenizer.chat_template = TEMPLATES.get(template)
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture
+def write_jsonl(tmp_path):
+    """Writes rows to a JSONL file and returns its path as a string."""
+
+    def write(rows, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def chat_rows():
+    """`count` chats of uneven length, one to three exchanges each."""
+
+    def exchange(text):
+        return [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]
+
+    def rows(count, seed=0):
+        rng = np.random.default_rng(seed)
+        chats = [rng.choice(TEXTS, rng.integers(1, 4)) for _ in range(count)]
+        return [{"messages": [message for text in chat for message in exchange(str(text))]} for chat in chats]
+
+    return rows
