@@ -122,7 +122,11 @@ def _saved_rows(path: Path, split: str) -> Iterator[Row]:
 def _hub_rows(source: str, split: str) -> Iterator[Row]:
     import datasets
 
-    yield from _arrow_rows(datasets.load_dataset(source.removeprefix(HUB_PREFIX), split=split), source)
+    try:
+        loaded = datasets.load_dataset(source.removeprefix(HUB_PREFIX), split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data: cannot load {source}, split {split!r}, from the hub: {error}") from error
+    yield from _arrow_rows(loaded, source)
 
 
 def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:

@@ -55,6 +55,18 @@ def test_saved_datasets(tmp_path):
         values(tmp_path / "dict", split="test")
 
 
+def test_data_sets_of_the_hub(monkeypatch):
+    def load_dataset(name, split):
+        if (name, split) != ("owner/name", "train"):
+            raise ConnectionError("no network")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert values("hf:owner/name") == ROWS
+    with pytest.raises(ValueError, match="cannot load hf:owner/other, split 'train', from the hub: no network"):
+        values("hf:owner/other")
+
+
 def test_fields_that_arrow_fills_with_nulls_are_left_out(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
