@@ -72,7 +72,8 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
         process_index: int = 0,
         process_count: int = 1,
     ):
-        _check_sizes(batch_size=batch_size, accumulation=accumulation, epochs=epochs or 1, process_count=process_count)
+        _check_sizes(batch_size=batch_size, accumulation=accumulation, process_count=process_count)
+        _check_sizes(epochs=1 if epochs is None else epochs)
         if batch_size % process_count:
             raise ValueError(f"batch_size={batch_size} does not divide among {process_count} processes")
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs

@@ -34,7 +34,12 @@ def plan_packing(
     """Pack every document once into rows of `seq_len` tokens, at most `max_segments` to a row.
 
     With `rng` documents are shuffled before packing and rows after it; without it both keep their order.
+
+    Raises:
+        ValueError: a document is longer than a row.
     """
+    if (longest := int(lengths.max(initial=0))) > seq_len:
+        raise ValueError(f"a document has {longest} tokens, but seq_len={seq_len}: prepare the data with this seq_len")
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     rows, count = best_fit(lengths[order], seq_len=seq_len, max_segments=max_segments)
     if rng is not None:

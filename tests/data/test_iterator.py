@@ -107,6 +107,8 @@ def test_max_segments_holds(iterate):
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size=0: expected at least 1"),
+        ({"epochs": 0}, "epochs=0: expected at least 1"),
+        ({"seq_len": 16}, r"a document has \d+ tokens, but seq_len=16: prepare the data with this seq_len"),
         ({"process_count": 4}, "batch_size=2 does not divide among 4 processes"),
     ],
 )
