@@ -1,0 +1,33 @@
+"""Floating-point operations that a model needs, for MFU and for estimates."""
+
+from jaxtyping import Int
+from numpy import ndarray
+
+from jaxglue.models.config import DecoderConfig
+
+
+def matmul_parameters(config: DecoderConfig) -> int:
+    """Weights that a token is multiplied with: all linear layers and the output projection, not the embedding."""
+    D, H = config.hidden_size, config.head_dim
+    attention = D * H * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    layer = attention + 3 * D * config.intermediate_size
+    return config.num_hidden_layers * layer + D * config.vocab_size
+
+
+def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weight_gradients: bool) -> float:
+    """FLOPs of forward and backward, without recomputation.
+
+    Args:
+        config: the model's shape.
+        visible_keys: mean number of keys that a query attends to (see `mean_visible_keys`).
+        weight_gradients: whether all weights train; frozen ones need no gradient, two thirds of the work.
+    """
+    weights = (6 if weight_gradients else 4) * matmul_parameters(config)
+    scores = config.num_attention_heads * config.head_dim * visible_keys
+    return weights + 12 * config.num_hidden_layers * scores
+
+
+def mean_visible_keys(lengths: Int[ndarray, " documents"]) -> float:
+    """Mean over tokens of the keys that causal attention inside documents of these lengths shows them."""
+    lengths = lengths.astype(float)
+    return float((lengths * (lengths + 1) / 2).sum() / lengths.sum())

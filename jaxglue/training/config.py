@@ -1,0 +1,100 @@
+"""What a training run is told: every field is a flag and a key of a recipe."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxglue.attention import BACKENDS
+from jaxglue.data import DataConfig
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.policy import parse_policy
+from jaxglue.training.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to start from, and how it is run."""
+
+    model: str
+    """A Hugging Face model folder: config.json, tokenizer and safetensors."""
+    random_weights: bool = False
+    """Start from random weights, so that the folder needs no safetensors."""
+    method: Literal["lora", "full"] = "lora"
+    """Train adapters on frozen weights, or all weights."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of activations, matmuls and frozen weights; auto is bfloat16 on GPUs, float32 on CPUs. What trains is float32."""
+    attention: Literal[BACKENDS] = "auto"  # type: ignore[valid-type]
+    """Attention backend; auto picks by GPU and shape, and says what it picked."""
+    remat: str = "dots"
+    """What each layer keeps for its backward pass: none (of it is recomputed), dots, full (recomputation)."""
+
+    def __post_init__(self):
+        parse_policy(self.remat)
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype that `dtype` stands for on this machine."""
+        if self.dtype == "auto":
+            return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        return jnp.dtype(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long to train, what to watch, and where the results go."""
+
+    output: Path = Path("runs/latest")
+    """Folder for the adapter, checkpoints, metrics and curve."""
+    batch_size: int = 1
+    """B: packed rows in a micro-batch."""
+    accumulation: int = 1
+    """Micro-batches in an optimiser step."""
+    epochs: int = 1
+    """Passes over the data, unless steps says otherwise."""
+    steps: int | None = None
+    """Optimiser steps; by default those of all epochs."""
+    log_every: int = 10
+    """Optimiser steps between lines of metrics."""
+    eval_every: int | None = None
+    """Optimiser steps between evaluations; by default once an epoch."""
+    save_every: int | None = None
+    """Optimiser steps between checkpoints; by default as often as evaluations."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept beside the best one."""
+    resume: bool = False
+    """Continue the run in the output folder."""
+    overwrite: bool = False
+    """Delete the run that the output folder holds."""
+    dry_run: bool = False
+    """Check everything, print the plan and train nothing."""
+    profile: int = 0
+    """Steps to trace with the JAX profiler, after the first three."""
+    sample_prompt: tuple[str, ...] = ()
+    """Prompts to answer before and after training."""
+    sample_tokens: int = 48
+    """Tokens in such an answer at most."""
+    compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")
+    """Where compiled programs are kept for the next run (a local disk); none keeps none."""
+
+    def __post_init__(self):
+        at_least_one = ("batch_size", "accumulation", "epochs", "steps", "log_every", "eval_every", "save_every")
+        for name in (*at_least_one, "keep_checkpoints", "sample_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.profile < 0:
+            raise ValueError(f"profile={self.profile} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Fine-tunes a Llama or Qwen3 on packed rows."""
+
+    model: ModelConfig
+    data: DataConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)

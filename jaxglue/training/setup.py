@@ -1,0 +1,160 @@
+"""Everything that is known, checked and decided before the accelerator has work to do."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.attention import AttentionShape, choose_backend, compute_capability
+from jaxglue.cli import as_dict
+from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenizer, prepare_data
+from jaxglue.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.lora import add_lora
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.training.config import TrainConfig
+
+_OPTIMIZER_BYTES = 16
+"""Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run that could start: shapes, tokenizer, data and steps."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
+    batches: BatchIterator
+    eval_batches: EvalBatches | None
+    total_steps: int
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of forward and backward over the training documents."""
+        visible = mean_visible_keys(self.data.train.lengths)
+        full = self.config.model.method == "full"
+        return training_flops_per_token(self.model, visible_keys=visible, weight_gradients=full)
+
+    @cached_property
+    def parameter_counts(self) -> tuple[int, int]:
+        """(parameters of the model with its adapters, those that train)."""
+
+        def build():
+            model = build_model(self.model, rngs=nnx.Rngs(0))
+            if self.config.model.method == "lora":
+                add_lora(model, self.config.lora, rngs=nnx.Rngs(0))
+            return model
+
+        model = nnx.eval_shape(build)
+        return _count(nnx.state(model)), _count(nnx.state(model, trainable_filter(self.config)))
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must share with the one that it continues."""
+        config = as_dict(self.config)
+        return {
+            "model": hashlib.sha256(repr(self.model).encode()).hexdigest()[:16],
+            "weights": _weights_digest(self.config),
+            "data": self.data.fingerprint,
+            "seed": self.config.data.seed,
+            "method": self.config.model.method,
+            "dtype": str(self.config.model.compute_dtype),
+            "lora": config["lora"] if self.config.model.method == "lora" else None,
+            "optimizer": config["optimizer"],
+            "steps": self.total_steps,
+            "batch": [self.config.run.accumulation, self.config.run.batch_size, self.config.data.seq_len],
+        }
+
+    def plan(self) -> dict[str, object]:
+        """The rows of the panel that is shown before training."""
+        run, data = self.config.run, self.config.data
+        total, trained = self.parameter_counts
+        epochs = self.total_steps / self.batches.steps_per_epoch
+        attention = self._attention()
+        return {
+            "model": f"{self.config.model.model} ({self.model.model_type}, {total:,} parameters)",
+            "method": f"{self.config.model.method}, {trained:,} parameters train ({trained / total:.2%})",
+            "data": self.data.report,
+            "batch": f"{run.accumulation} × {run.batch_size} rows of {data.seq_len:,} tokens",
+            "steps": f"{self.total_steps:,} ({self.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
+            "dtype": self.config.model.compute_dtype,
+            "remat": self.config.model.remat,
+            "attention": f"{attention.name}: {attention.reason}",
+            "devices": ", ".join(sorted({device.device_kind for device in jax.devices()})),
+            "memory": f"about {self._weight_bytes() / 2**30:.2f} GiB of weights and optimiser, without activations",
+            "output": run.output,
+        }
+
+    def _attention(self):
+        shape = AttentionShape(
+            dtype=self.config.model.compute_dtype,
+            head_dim=self.model.head_dim,
+            query_heads=self.model.num_attention_heads,
+            kv_heads=self.model.num_key_value_heads,
+            segment_slots=self.batches.max_segments,
+            window=next((window for window in self.model.layer_windows if window), None),
+        )
+        return choose_backend(shape, backend=self.config.model.attention, capability=compute_capability())
+
+    def _weight_bytes(self) -> int:
+        total, trained = self.parameter_counts
+        return (total - trained) * self.config.model.compute_dtype.itemsize + trained * _OPTIMIZER_BYTES
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Reads and checks model folder, tokenizer and data; loads no weights.
+
+    Raises:
+        ValueError: whatever is wrong with them, naming the file and the remedy.
+    """
+    model = config_from_hf(read_config(config.model.model))
+    if config.data.seq_len > model.max_position_embeddings:
+        raise ValueError(
+            f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
+            f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"
+        )
+    if not config.model.random_weights:
+        open_checkpoint(config.model.model)
+    tokenizer = load_tokenizer(config.model.model)
+    data = prepare_data(config.data, tokenizer, model.vocab_size)
+    run, shared = config.run, {"seq_len": config.data.seq_len, "batch_size": config.run.batch_size}
+    epochs = None if run.steps else run.epochs
+    batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)
+    total_steps = run.steps or batches.total_steps
+    assert total_steps is not None
+    eval_batches = EvalBatches(data.eval, **shared) if data.eval is not None else None
+    return Setup(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        data=data,
+        batches=batches,
+        eval_batches=eval_batches,
+        total_steps=total_steps,
+    )
+
+
+def trainable_filter(config: TrainConfig) -> type[nnx.Param]:
+    """Which variables of the model train."""
+    return nnx.LoRAParam if config.model.method == "lora" else nnx.Param
+
+
+def _count(state: nnx.State) -> int:
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))
+
+
+def _weights_digest(config: TrainConfig) -> str:
+    """Tells one checkpoint from another by its final norm and the head of its embedding, without reading it all."""
+    if config.model.random_weights:
+        return "random"
+    files = open_checkpoint(config.model.model)
+    norm, embedding = files.read("model.norm.weight"), files.read_rows("model.embed_tokens.weight", 0, 64)
+    return hashlib.sha256(norm.tobytes() + embedding.tobytes()).hexdigest()[:16]

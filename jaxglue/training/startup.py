@@ -1,0 +1,22 @@
+"""What the time before the first step went into."""
+
+import time
+from collections.abc import Callable
+
+
+class StartupTimer:
+    """Seconds of each stage since the one before."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._mark = clock()
+        self._stages: dict[str, float] = {}
+
+    def stage(self, name: str) -> None:
+        """Ends a stage."""
+        now = self._clock()
+        self._stages[name], self._mark = now - self._mark, now
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._stages.items())
+        return f"{sum(self._stages.values()):.1f} s ({stages})"

@@ -1,0 +1,279 @@
+"""The training run from its configuration to the exported result."""
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from jaxglue.cli import to_toml
+from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.export import save_model
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.lora import add_lora
+from jaxglue.memory.executor import Executor
+from jaxglue.memory.policy import parse_policy
+from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
+from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.curve import save_loss_curve
+from jaxglue.training.interrupt import Interrupt
+from jaxglue.training.metrics import MetricsWriter
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.output import output_folder
+from jaxglue.training.profile import StepProfiler
+from jaxglue.training.progress import StepReport, TrainingProgress
+from jaxglue.training.setup import Setup, prepare, trainable_filter
+from jaxglue.training.startup import StartupTimer
+from jaxglue.training.summary import RunSummary, print_panel, summary_rows
+from jaxglue.training.throughput import Meter, memory_use
+
+_log = logging.getLogger(__name__)
+_STEPS_IN_FLIGHT = 2
+"""Steps that the host may be ahead of the device: enough to keep it busy, few enough to stop soon."""
+
+
+def train(config: TrainConfig, console: Console | None = None) -> RunSummary | None:
+    """Trains as configured, and writes adapter (or model), checkpoints, metrics and curve to the output folder.
+
+    Returns:
+        what the closing panel shows; None after a dry run or an interruption.
+
+    Raises:
+        ValueError: bad input, before the accelerator is used.
+        OSError: the disk is full, ….
+    """
+    console = console or Console()
+    if config.run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
+    if config.run.dry_run:
+        print_panel(console, "plan (dry run: nothing is trained)", prepare(config).plan())
+        return None
+    with output_folder(config.run.output, resume=config.run.resume, overwrite=config.run.overwrite) as folder:
+        timer = StartupTimer()
+        setup = prepare(config)
+        timer.stage("data")
+        print_panel(console, "plan", setup.plan())
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        return Trainer(setup, folder, console, timer).run()
+
+
+class _StepResult(NamedTuple):
+    """A step that has been dispatched; the arrays may still be computed."""
+
+    step: int
+    values: dict[str, jax.Array]
+    """loss, learning_rate and grad_norm."""
+    tokens: int
+
+
+class Trainer:
+    """One run: the model, its optimiser and where they stand."""
+
+    def __init__(self, setup: Setup, folder: Path, console: Console, timer: StartupTimer):
+        self._setup, self._config, self._run = setup, setup.config, setup.config.run
+        self._folder, self._console, self._timer = folder, console, timer
+        self._structure, self._trainable, self._frozen = _build_parameters(setup)
+        timer.stage("weights")
+        model = self._config.model
+        self._executor = Executor(
+            self._structure,
+            setup.model,
+            policy=parse_policy(model.remat),
+            dtype=model.compute_dtype,
+            attention=model.attention,
+        )
+        self._optimizer = Optimizer(self._config.optimizer, setup.total_steps)
+        self._optimizer_state = self._optimizer.init(self._trainable)
+        self._step = 0
+        self._warm = False
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._best_eval: tuple[float, int] | None = None
+        self._meter = Meter(model_flops_per_token=setup.flops_per_token, devices=jax.devices())
+
+    def run(self) -> RunSummary | None:
+        """Trains to the end, or until an interruption, after which the run can be resumed."""
+        begun = time.monotonic()
+        checkpoints = Checkpoints(
+            self._folder / "checkpoints", fingerprint=self._setup.fingerprint, keep=self._run.keep_checkpoints
+        )
+        with checkpoints:
+            self._resume(checkpoints)
+            with MetricsWriter(self._folder, resume_step=self._step) as metrics, Interrupt() as interrupt:
+                self._sample("before")
+                self._train(checkpoints, metrics, interrupt)
+        if self._step < self._setup.total_steps:
+            self._console.print(f"saved at step {self._step}: continue with --resume", highlight=False)
+            return None
+        self._sample("after")
+        save_loss_curve(metrics.path, self._folder / "loss.png")
+        summary = self._summarise(self._export(), metrics.path, time.monotonic() - begun)
+        print_panel(self._console, "done", summary_rows(summary))
+        return summary
+
+    def _train(self, checkpoints: Checkpoints, metrics: MetricsWriter, interrupt: Interrupt) -> None:
+        """Dispatches step after step, reading a step's loss while later ones run."""
+        in_flight: deque[_StepResult] = deque()
+        total, stop = self._setup.total_steps, False
+        save_every = self._run.save_every or self._eval_every
+        profiler = StepProfiler(self._folder / "profile", first=self._step + 4, count=self._run.profile)
+        with TrainingProgress(total, first_step=self._step, console=self._console) as progress, profiler:
+            while self._step < total and not stop:
+                profiler.before(self._step + 1)
+                in_flight.append(self._dispatch_step())
+                stop = interrupt.requested
+                evaluate = self._setup.eval_batches is not None and self._is_due(self._eval_every)
+                save = stop or self._is_due(save_every)
+                while len(in_flight) > (0 if evaluate or save else _STEPS_IN_FLIGHT):
+                    self._record(in_flight.popleft(), metrics, progress)
+                with self._meter.paused():
+                    eval_loss = self._evaluate(metrics, progress) if evaluate else None
+                    if save:
+                        self._save(checkpoints, eval_loss)
+
+    def _dispatch_step(self) -> _StepResult:
+        with self._meter.waiting():
+            micro_batches = next(self._setup.batches)
+        targets = float(sum(batch.loss_weights.sum() for batch in micro_batches))
+        tokens = sum(int((batch.segments.segment_ids > 0).sum()) for batch in micro_batches)
+        key = self._dropout_key()
+        compiled = self._executor.compilations()
+        loss, gradients = self._executor.loss_and_gradients(
+            self._trainable, self._frozen, jax.device_put(micro_batches), targets, key
+        )
+        if self._warm and self._executor.compilations() > compiled:
+            _log.warning("step %d compiled programs again: its batch has other shapes", self._step + 1)
+        self._trainable, self._optimizer_state, values = self._optimizer.update(
+            self._trainable, self._optimizer_state, gradients, self._step
+        )
+        self._step += 1
+        return _StepResult(self._step, {"loss": loss, **values}, tokens)
+
+    def _dropout_key(self) -> jax.Array | None:
+        if self._config.model.method == "full" or not self._config.lora.dropout:
+            return None
+        return jax.random.fold_in(jax.random.key(self._config.data.seed), self._step)
+
+    def _record(self, result: _StepResult, metrics: MetricsWriter, progress: TrainingProgress) -> None:
+        """Waits for a step's values, writes them down, and shows them when a line is due."""
+        values = {name: float(value) for name, value in result.values.items()}
+        if not self._warm:
+            self._warm = True
+            self._first_loss = values["loss"] if self._first_loss is None else self._first_loss
+            self._meter.restart()
+            self._timer.stage("first step")
+            progress.say(f"step {result.step}: loss {values['loss']:.4f}; start-up took {self._timer}")
+        self._last_loss = values["loss"]
+        self._meter.add(result.tokens)
+        progress.advance(result.step)
+        if result.step % self._run.log_every == 0 or result.step == self._setup.total_steps:
+            memory_gb = memory_use(jax.local_devices()).used / 1e9
+            report = StepReport(**values, **self._meter.read()._asdict(), memory_gb=memory_gb)
+            progress.report(result.step, report)
+            values = dataclasses.asdict(report)
+        metrics.write(result.step, values)
+
+    @property
+    def _eval_every(self) -> int:
+        return self._run.eval_every or self._setup.batches.steps_per_epoch
+
+    def _is_due(self, every: int) -> bool:
+        return self._step % every == 0 or self._step == self._setup.total_steps
+
+    def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float:
+        """Mean loss per held-out target token."""
+        assert self._setup.eval_batches is not None
+        losses, targets = [], 0.0
+        for batch in self._setup.eval_batches:
+            losses.append(self._executor.loss(self._trainable, self._frozen, jax.device_put(batch)))
+            targets += float(batch.loss_weights.sum())
+        eval_loss = float(np.sum(jax.device_get(losses))) / targets
+        metrics.write(self._step, {"eval_loss": eval_loss})
+        progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")
+        if self._best_eval is None or eval_loss < self._best_eval[0]:
+            self._best_eval = (eval_loss, self._step)
+        return eval_loss
+
+    def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
+        host = {
+            "batches": self._setup.batches.get_state(),
+            "best_eval": self._best_eval,
+            "first_loss": self._first_loss,
+        }
+        checkpoints.save(self._step, self._state(), host, eval_loss=eval_loss)
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        if not self._run.resume:
+            return
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state())
+        restored = checkpoints.restore_latest(abstract)
+        if restored is None:
+            self._console.print("no checkpoint yet: starting from step 0", highlight=False)
+            return
+        self._trainable, self._optimizer_state = restored.state["trainable"], restored.state["optimizer"]
+        self._step = restored.step
+        self._setup.batches.set_state(restored.host["batches"])
+        self._best_eval = restored.host["best_eval"] and tuple(restored.host["best_eval"])
+        self._first_loss = restored.host["first_loss"]
+        self._console.print(f"resumed from step {self._step}", highlight=False)
+
+    def _state(self) -> dict[str, Any]:
+        return {"trainable": self._trainable, "optimizer": self._optimizer_state}
+
+    def _sample(self, when: str) -> None:
+        """Answers the sample prompts, for a look at what training changed."""
+
+    def _export(self) -> Path:
+        """Writes the adapter, or the whole model, for other programs."""
+        names = flatten_names(self._trainable)
+        base = self._config.model.model
+        if self._config.model.method == "lora":
+            folder = self._folder / "adapter"
+            save_adapter(folder, names, self._config.lora, base)
+            self._setup.tokenizer.save_pretrained(folder)
+        else:
+            folder = self._folder / "model"
+            dtype = jnp.float32 if self._config.model.dtype == "float32" else jnp.bfloat16
+            save_model(folder, {name: weight.astype(dtype) for name, weight in names.items()}, base)
+        return folder
+
+    def _summarise(self, result: Path, metrics: Path, seconds: float) -> RunSummary:
+        speed = self._meter.total()
+        best = self._best_eval or (None, None)
+        assert self._first_loss is not None and self._last_loss is not None
+        return RunSummary(
+            steps=self._step,
+            first_loss=self._first_loss,
+            last_loss=self._last_loss,
+            best_eval_loss=best[0],
+            best_eval_step=best[1],
+            tokens_per_second=speed.tokens_per_second,
+            mfu=speed.mfu,
+            peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
+            seconds=seconds,
+            adapter=result,
+            checkpoints=self._folder / "checkpoints",
+            metrics=metrics,
+            curve=self._folder / "loss.png",
+        )
+
+
+def _build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
+    """Loads or draws the weights: frozen ones in the compute dtype, those that train in float32."""
+    config, seed = setup.config, setup.config.data.seed
+    dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
+    if config.model.random_weights:
+        model = random_model(setup.model, dtype=dtype, seed=seed)
+    else:
+        model = load_model(config.model.model, dtype=dtype)
+    if config.model.method == "lora":
+        add_lora(model, config.lora, rngs=nnx.Rngs(seed))
+    return split_model(model, trainable_filter(config))

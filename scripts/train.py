@@ -1,0 +1,23 @@
+"""Fine-tunes a model: `python scripts/train.py --model FOLDER --data chats.jsonl`, or `--config RECIPE.toml`."""
+
+import logging
+import sys
+
+from jaxglue.cli import parse_config
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.trainer import train
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    config = parse_config(TrainConfig)
+    try:
+        train(config)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""A model folder, chats and a configuration small enough to train in a second."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxglue.data import DataConfig
+from jaxglue.lora import LoraConfig
+from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
+from jaxglue.training.optimizer import OptimizerConfig
+
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def model_folder(tmp_path, make_tokenizer):
+    """A Hugging Face folder without weights."""
+    folder = tmp_path / "model"
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.fixture
+def make_config(tmp_path, model_folder, write_jsonl, chat_rows):
+    """Builds a TrainConfig; any field of any group can be given by its name."""
+    data = write_jsonl(chat_rows(24))
+
+    def make(**changes):
+        groups = {
+            "model": (ModelConfig, {"model": str(model_folder), "random_weights": True}),
+            "data": (DataConfig, {"data": (data,), "seq_len": 96, "cache_dir": str(tmp_path / "cache"), "workers": 1}),
+            "lora": (LoraConfig, {"rank": 4}),
+            "optimizer": (OptimizerConfig, {"learning_rate": 1e-2}),
+            "run": (RunConfig, {"output": tmp_path / "run", "compilation_cache": None, "log_every": 1}),
+        }
+        configs = {}
+        for name, (cls, defaults) in groups.items():
+            own = {field.name for field in dataclasses.fields(cls)}
+            given = {key: changes.pop(key) for key in own & changes.keys()}
+            configs[name] = cls(**{**defaults, **given})
+        assert not changes, f"no such fields: {changes}"
+        return TrainConfig(**configs)
+
+    return make

@@ -1,0 +1,113 @@
+"""Whole runs: what they write, how they resume, and what they refuse."""
+
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.loading import load_model
+from jaxglue.parameters import flatten_names, split_model
+from jaxglue.training.metrics import read_metrics
+from jaxglue.training.trainer import Trainer, train
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
+
+
+def test_a_run_learns_and_writes_adapter_metrics_curve_and_checkpoints(make_config, tmp_path):
+    summary = train(make_config(epochs=4, batch_size=2, eval_fraction=0.2))
+    run = tmp_path / "run"
+    curve = losses(run)
+    assert list(curve) == list(range(1, summary.steps + 1))
+    assert curve[summary.steps] == summary.last_loss < summary.first_loss - 0.3
+    evals = [line["eval_loss"] for line in read_metrics(run / "metrics.jsonl") if "eval_loss" in line]
+    assert len(evals) == 4 and summary.best_eval_loss == min(evals)
+    config, tensors = load_adapter(run / "adapter")
+    assert config.rank == 4 and len(tensors) == 2 * 7 * 2
+    assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
+    assert (run / "loss.png").stat().st_size > 0 and (run / "adapter" / "tokenizer.json").exists()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("dropout", "accumulation"), [(0.0, 2), (0.2, 1)])
+def test_a_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, dropout, accumulation):
+    options = {"epochs": 3, "dropout": dropout, "accumulation": accumulation}
+    whole = train(make_config(**options, output=tmp_path / "whole"))
+    stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
+    dispatch = Trainer._dispatch_step
+
+    def interrupted(self):
+        result = dispatch(self)
+        if result.step == stop_at:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_dispatch_step", interrupted)
+        assert train(make_config(**options)) is None
+    assert max(losses(tmp_path / "run")) == stop_at < whole.steps
+    resumed = train(make_config(**options, resume=True))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert (resumed.first_loss, resumed.last_loss) == (whole.first_loss, whole.last_loss)
+    expected, got = (load_adapter(tmp_path / name / "adapter")[1] for name in ("whole", "run"))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tmp_path, model_folder, tiny_model):
+    shape = json.loads((model_folder / "config.json").read_text())
+    model = tiny_model(**shape)
+    before = flatten_names(split_model(model, nnx.Param)[1])
+    save_tensors(tmp_path / "weights", before)
+    (tmp_path / "weights" / "model.safetensors").rename(model_folder / "model.safetensors")
+    options = {"random_weights": False, "method": "full", "learning_rate": 1e-3, "dtype": "float32", "steps": 3}
+    summary = train(make_config(**options))
+    after = flatten_names(split_model(load_model(summary.adapter, dtype=jnp.float32), nnx.Param)[1])
+    moved = [float(jnp.abs(after[name] - before[name]).max()) for name in before]
+    assert after.keys() == before.keys() and min(moved) > 1e-5
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsys):
+    assert train(make_config(dry_run=True, epochs=2)) is None
+    printed = capsys.readouterr().out
+    assert "parameters train" in printed and "packed" in printed and "2.00 epochs" in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 512}, "--seq-len 512 is above the model's limit of 256 positions"),
+        ({"targets": ("q_proj", "qproj")}, "LoRA targets qproj are not in this model: use down_proj, gate_proj"),
+        ({"random_weights": False}, "has neither model.safetensors nor model.safetensors.index.json"),
+    ],
+)
+def test_bad_input_is_refused_before_training(make_config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(make_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "entry"),
+    [({"seed": 1}, "seed"), ({"rank": 8}, "lora"), ({"learning_rate": 1e-3}, "optimizer"), ({"seq_len": 64}, "batch")],
+)
+def test_a_run_is_not_resumed_with_another_configuration(make_config, changes, entry):
+    train(make_config(steps=2, save_every=1))
+    with pytest.raises(ValueError, match=rf"cannot resume, this run differs[\s\S]*{entry}: saved"):
+        train(make_config(**{"steps": 2, **changes}, resume=True))
+
+
+def test_a_run_is_not_resumed_with_another_model_or_data(make_config, model_folder, write_jsonl, chat_rows):
+    train(make_config(steps=2))
+    with pytest.raises(ValueError, match=r"cannot resume[\s\S]*data: saved"):
+        train(make_config(steps=2, data=(write_jsonl(chat_rows(20, seed=5), "other.jsonl"),), resume=True))
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    with pytest.raises(ValueError, match=r"cannot resume[\s\S]*model: saved"):
+        train(make_config(steps=2, resume=True))
