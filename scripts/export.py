@@ -1,19 +1,35 @@
-"""Writes a trained model as a Hugging Face folder that transformers, vLLM and others load.
+"""Merges an adapter into its base: a Hugging Face folder that transformers, vLLM and others load.
 
 python scripts/export.py --adapter runs/first/adapter --base models/Qwen3-0.6B --output merged
-python scripts/export.py --parameters runs/first/parameters --base models/Qwen3-0.6B --output merged
 """
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 from jaxglue.cli import parse_config
-from jaxglue.hf.export import ExportConfig, export
+from jaxglue.hf.checkpoint import MAX_SHARD_BYTES
+from jaxglue.hf.export import export_adapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Merge an adapter into its base model, as a new Hugging Face folder."""
+
+    adapter: Path
+    """PEFT adapter folder."""
+    base: Path
+    """Folder of the model that the adapter was trained on."""
+    output: Path
+    """The new folder; must not exist, or be empty."""
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    """Size at which a new file is begun, in bytes."""
 
 
 def main() -> None:
     config = parse_config(ExportConfig)
     try:
-        export(config)
+        export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"wrote {config.output}")

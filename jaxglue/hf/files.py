@@ -29,20 +29,28 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary folder beside `path`; renamed to `path` on success, removed on any error.
 
+    Args:
+        path: absent or an empty folder, unless `replace`.
+        replace: whether a folder that is there is deleted once the new one is complete.
+
     Raises:
-        ValueError: `path` exists and is not an empty folder.
+        ValueError: `path` exists, is not an empty folder, and may not be replaced.
         OSError: from the writer (a full disk, …), naming `path`.
     """
-    require_empty(path)
+    if not replace:
+        require_empty(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp's 0o700 would lock colleagues out
+        if replace and path.exists():
+            os.replace(path, temporary.with_suffix(".old"))
         os.replace(temporary, path)
+        shutil.rmtree(temporary.with_suffix(".old"), ignore_errors=True)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}: {path} was not written") from error
     finally:

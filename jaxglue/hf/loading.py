@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
-from jaxglue.parameters import abstract_parameters, set_parameters
+from jaxglue.parameters import abstract_parameters, hf_name, set_parameters
 
 
 def load_model(folder: str | Path, *, dtype=jnp.bfloat16) -> CausalLM:
@@ -59,3 +61,23 @@ def _initial(name: str, spec: jax.ShapeDtypeStruct, std: float, key: jax.Array) 
 @partial(jax.jit, static_argnums=(1, 2))
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Array:
     return (jax.random.normal(key, shape) * std).astype(dtype)
+
+
+def add_adapter(model: CausalLM, folder: str | Path) -> LoraConfig:
+    """Adds the PEFT adapter in this folder to the model, in place, and returns its config.
+
+    Raises:
+        ValueError: not an adapter folder, or one of another model, naming a matrix that does not fit.
+    """
+    config, tensors = load_adapter(folder)
+    add_lora(model, config, rngs=nnx.Rngs(0))
+    variables = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+    adapter = {hf_name(".".join(map(str, path))): (path, variable) for path, variable in variables}
+    for name in sorted(adapter.keys() | tensors.keys()):
+        ours = adapter[name][1].shape if name in adapter else "missing"
+        theirs = tensors[name].shape if name in tensors else "missing"
+        if ours != theirs:
+            raise ValueError(f"{folder} does not fit the model: {name} is {theirs} in it, {ours} in the model")
+    flat = [(path, variable.replace(jnp.asarray(tensors[name]))) for name, (path, variable) in adapter.items()]
+    nnx.update(model, nnx.from_flat_state(flat))
+    return config

@@ -71,7 +71,7 @@ class TensorFiles:
 
 def _open(path: Path):
     try:
-        return safe_open(path, framework="numpy")
+        return safe_open(path, framework="numpy", backend="pread")
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist") from error
     except SafetensorError as error:

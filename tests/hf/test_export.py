@@ -10,8 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.checkpoint import save_tensors
-from jaxglue.hf.export import ExportConfig, export, export_adapter, export_parameters
+from jaxglue.hf.export import export_adapter, save_model
 from jaxglue.lora import LoraConfig
 
 ROOT = Path(__file__).parents[2]
@@ -82,22 +81,22 @@ def test_one_shard_per_tensor_holds_the_same(tmp_path, base, adapter):
         np.testing.assert_array_equal(many[name], array)
 
 
-def test_parameters_replace_the_bases_and_take_its_dtype(tmp_path, base):
-    trained = jnp.arange(96, dtype=jnp.float32).reshape(12, 8) / 7
-    save_tensors(tmp_path / "parameters", {"model.layers.0.self_attn.q_proj.weight": trained})
-    export_parameters(tmp_path / "parameters", base, tmp_path / "merged")
-    after = load_file(tmp_path / "merged/model.safetensors")
-    np.testing.assert_array_equal(after[LINEAR], np.asarray(trained).astype(ml_dtypes.bfloat16))
-    np.testing.assert_array_equal(after[EMBEDDING], load_file(base / "model.safetensors")[EMBEDDING])
+def test_saved_model_is_complete_and_may_be_saved_again(tmp_path, base):
+    for factor in (1.0, 2.0):
+        trained = {LINEAR: jnp.arange(96.0).reshape(12, 8) / 7 * factor, EMBEDDING: jnp.ones((16, 8), jnp.bfloat16)}
+        save_model(tmp_path / "model", trained, base)
+        saved = load_file(tmp_path / "model/model.safetensors")
+        assert {name: array.dtype for name, array in saved.items()} == {n: a.dtype for n, a in trained.items()}
+        np.testing.assert_array_equal(saved[LINEAR], trained[LINEAR])
+        assert (tmp_path / "model/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "model"}
 
 
-def test_second_copy_of_a_tied_embedding_is_dropped(tmp_path, base):
-    path = base / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"lm_head.weight": tensors[EMBEDDING]}, path)
-    save_tensors(tmp_path / "parameters", {"model.embed_tokens.weight": jnp.zeros((16, 8))})
-    export_parameters(tmp_path / "parameters", base, tmp_path / "merged")
-    assert "lm_head.weight" not in load_file(tmp_path / "merged/model.safetensors")
+def test_saved_model_takes_the_wanted_dtype(tmp_path, base):
+    trained = {LINEAR: jnp.arange(96.0).reshape(12, 8) / 7}
+    save_model(tmp_path / "model", trained, base, dtype=jnp.bfloat16)
+    saved = load_file(tmp_path / "model/model.safetensors")
+    np.testing.assert_array_equal(saved[LINEAR], np.asarray(trained[LINEAR]).astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,9 @@ def test_second_copy_of_a_tied_embedding_is_dropped(tmp_path, base):
         (
             "model.layers.7.self_attn.q_proj",
             (2, 8),
-            "it has a model.layers.7.self_attn.q_proj.weight, the base has none",
+            "it adapts model.layers.7.self_attn.q_proj.weight, which",
         ),
-        ("model.layers.0.self_attn.q_proj", (2, 9), r"q_proj.weight is \[12, 9\], the base's \[12, 8\]"),
+        ("model.layers.0.self_attn.q_proj", (2, 9), r"q_proj.weight it is \[12, 9\], the base \[12, 8\]"),
     ],
 )
 def test_adapter_of_another_model_is_refused(tmp_path, base, name, shape, message):
@@ -131,18 +130,6 @@ def test_output_folder_in_use_is_refused(tmp_path, base, adapter):
     (tmp_path / "merged/mine.txt").touch()
     with pytest.raises(ValueError, match="merged is not empty"):
         export_adapter(adapter, base, tmp_path / "merged")
-
-
-def test_config_wants_one_of_adapter_and_parameters(base, tmp_path):
-    with pytest.raises(ValueError, match="either an adapter folder or a parameters folder"):
-        ExportConfig(base=base, output=tmp_path / "merged")
-
-
-def test_export_follows_its_config(tmp_path, base, adapter):
-    export(ExportConfig(base=base, adapter=adapter, output=tmp_path / "by_config"))
-    export_adapter(adapter, base, tmp_path / "direct")
-    one, other = (tmp_path / name / "model.safetensors" for name in ("by_config", "direct"))
-    assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.slow
