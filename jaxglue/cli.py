@@ -147,7 +147,7 @@ def _add_fields(parser: argparse._ArgumentGroup, cls: type) -> None:
         if kind.scalar is bool and not kind.many:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            nargs: Any = {"nargs": "*"} if kind.many else {}
+            nargs: Any = {"nargs": "*", "action": "extend"} if kind.many else {}
             metavar = str(dataclasses.replace(kind, many=False)).replace(" | ", "|")
             parser.add_argument(flag, type=_flag_type(kind), metavar=metavar, help=text, **nargs)
 

@@ -38,6 +38,10 @@ class ChatTemplate:
         """The whole conversation as text."""
         return self._render(messages, tools)[0]
 
+    def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
+        """The conversation up to where the assistant's answer begins."""
+        return self._render(messages, tools, add_generation_prompt=True)[0]
+
     def render_with_spans(self, messages: Messages, tools: Tools = None) -> tuple[str, list[Span]]:
         """The conversation, and the character ranges that the assistant generates, end of turn included.
 
@@ -87,10 +91,9 @@ class ChatTemplate:
     def _prompt(self, messages: Messages, turn: int, tools: Tools) -> str:
         """What the model is given to generate this message."""
         if turn:
-            return self._render(messages[:turn], tools, add_generation_prompt=True)[0]
+            return self.render_prompt(messages[:turn], tools)
         # Templates look at the first message, so there has to be one: keep what they add after it.
-        with_prompt, _ = self._render(messages[:1], tools, add_generation_prompt=True)
-        return with_prompt.removeprefix(self.render(messages[:1], tools))
+        return self.render_prompt(messages[:1], tools).removeprefix(self.render(messages[:1], tools))
 
     def _turn_end(self, upto: Messages, tools: Tools, text: str, start: int) -> int:
         """End of the last turn of `upto` in `text`, which goes on to at most the next assistant turn."""
