@@ -77,8 +77,10 @@ def error_of(capsys):
 
 
 def test_flags_fill_fields_of_every_type():
-    argv = "--data x --seq-len 64 --columns a --columns b --eval-share none "
+    argv = (
+        "--data x --seq-len 64 --columns a --columns b --eval-share none "
         "--learning-rate 3e-4 --schedule linear --full --seed 3"
+    )
     config = parse_config(Config, argv.split())
     assert config.data == DataGroup(data=Path("x"), seq_len=64, columns=("a", "b"), eval_share=None)
     assert config.optimizer == OptimizerGroup(learning_rate=3e-4, schedule="linear", full=True)
