@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,51 +10,20 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
-from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import export_adapter
-from jaxglue.lora import add_lora
-from jaxglue.models import build_model, config_from_hf
-from jaxglue.parameters import abstract_parameters, set_parameters
+from jaxglue.hf.loading import load_model
 from jaxglue.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BASE, ADAPTER, MERGED = GOLDENS / "qwen3_tied", GOLDENS / "adapter", GOLDENS / "merged"
 
 
-def load_model(folder, adapter=None):
-    raw = config_from_hf(read_config(folder))
-    model = nnx.eval_shape(lambda: build_model(raw, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    parameters = load_tensors(folder, abstract_parameters(model))
-    if adapter is not None:
-        config, tensors = load_adapter(adapter)
-        model = nnx.eval_shape(lambda: _adapted(raw, config))
-        parameters |= jax.tree.map(jnp.asarray, tensors)
-    return set_parameters(model, parameters)
-
-
-def _adapted(raw, config):
-    model = build_model(raw, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    add_lora(model, config, rngs=nnx.Rngs(0))
-    return model
-
-
-@nnx.jit
-def forward(model, tokens, segments):
-    return model(tokens, segments)[0]
-
-
-def assert_same_logits(model, golden):
-    segments = pack_segments([golden["lengths"].tolist()], seq_len=len(golden["tokens"]))
-    logits = forward(model, golden["tokens"][None], segments)
-    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
-
-
-def test_adapter_gives_pefts_logits():
-    assert_same_logits(load_model(BASE, ADAPTER), load_file(GOLDENS / "adapter.safetensors"))
-
-
 def test_merged_folder_gives_transformers_logits():
-    assert_same_logits(load_model(MERGED), load_file(GOLDENS / "merged.safetensors"))
+    model, golden = load_model(MERGED, dtype=jnp.float32), load_file(GOLDENS / "merged.safetensors")
+    segments = pack_segments([golden["lengths"].tolist()], seq_len=len(golden["tokens"]))
+    logits = nnx.jit(lambda model, *row: model(*row))(model, golden["tokens"][None], segments)[0]
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
 
 
 def test_adapter_and_merged_folder_agree_and_change_the_base():

@@ -1,4 +1,4 @@
-"""Our models against transformers' goldens (see tests/goldens/make_models.py), every document in one packed row."""
+"""Our models against transformers and PEFT (see tests/goldens), all documents of a golden in one packed row."""
 
 import importlib.util
 from pathlib import Path
@@ -10,20 +10,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxglue.hf.checkpoint import load_tensors, read_config
-from jaxglue.models import build_model, config_from_hf
-from jaxglue.parameters import abstract_parameters, flatten_names, set_parameters, split_model
+from jaxglue.hf.loading import add_adapter, load_model
+from jaxglue.parameters import hf_name
 from jaxglue.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODELS = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
 PADDING = 3
-
-
-def load_model(folder):
-    config = config_from_hf(read_config(folder))
-    model = nnx.eval_shape(lambda: build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    return set_parameters(model, load_tensors(folder, abstract_parameters(model)))
 
 
 def packed_row(golden):
@@ -36,8 +29,8 @@ def forward(model, tokens, segments):
     return model(tokens, segments)
 
 
-@nnx.jit
-def loss_and_gradients(model, tokens, segments):
+@nnx.jit(static_argnums=3)
+def loss_and_gradients(model, tokens, segments, trainable):
     """((mean cross-entropy, logits), gradients); a token is predicted by the one before it in its document."""
 
     def mean_loss(model):
@@ -46,30 +39,48 @@ def loss_and_gradients(model, tokens, segments):
         taken = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.roll(tokens, -1)[..., None], axis=-1)[..., 0]
         return -jnp.where(predicted, taken, 0).sum() / predicted.sum(), logits
 
-    return nnx.value_and_grad(mean_loss, has_aux=True)(model)
+    return nnx.value_and_grad(mean_loss, argnums=nnx.DiffState(0, trainable), has_aux=True)(model)
 
 
-def assert_parity(folder):
-    model, golden = load_model(folder), load_file(folder / "golden.safetensors")
-    (loss, logits), state = loss_and_gradients(model, *packed_row(golden))
+def golden_gradients(golden):
+    """By Hugging Face's name, without what PEFT adds to it."""
+    gradients = {name.removeprefix("grad."): array for name, array in golden.items() if name.startswith("grad.")}
+    return {
+        name.removeprefix("base_model.model.").removesuffix(".default.weight"): array
+        for name, array in gradients.items()
+    }
+
+
+def assert_parity(model, golden, trainable=nnx.Param):
+    (loss, logits), state = loss_and_gradients(model, *packed_row(golden), trainable)
     np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
-    gradients = flatten_names(split_model(nnx.merge(nnx.graphdef(model), state), nnx.Param)[1])
-    expected = {name.removeprefix("grad."): array for name, array in golden.items() if name.startswith("grad.")}
+    gradients = {hf_name(".".join(map(str, path))): gradient[...] for path, gradient in nnx.to_flat_state(state)}
+    expected = golden_gradients(golden)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         error = np.linalg.norm(gradient - expected[name]) / np.linalg.norm(expected[name])
         assert error <= 1e-3, f"{name}: {error:.1e}"
 
 
+def assert_folder_parity(folder):
+    assert_parity(load_model(folder, dtype=jnp.float32), load_file(folder / "golden.safetensors"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_gradients_are_those_of_transformers(name):
-    assert_parity(GOLDENS / name)
+    assert_folder_parity(GOLDENS / name)
+
+
+def test_adapters_logits_loss_and_gradients_are_those_of_peft():
+    model = load_model(GOLDENS / "qwen3_tied", dtype=jnp.float32)
+    add_adapter(model, GOLDENS / "adapter")
+    assert_parity(model, load_file(GOLDENS / "adapter.safetensors"), nnx.LoRAParam)
 
 
 @pytest.mark.parametrize("name", ["qwen3_window_bias", "llama_tied_llama3"])
 def test_packed_row_equals_its_documents_one_by_one(name):
-    model, golden = load_model(GOLDENS / name), load_file(GOLDENS / name / "golden.safetensors")
+    model, golden = load_model(GOLDENS / name, dtype=jnp.float32), load_file(GOLDENS / name / "golden.safetensors")
     lengths = golden["lengths"].tolist()
     alone = np.zeros((len(lengths), max(lengths)), np.int32)
     for row, document in zip(alone, np.split(golden["tokens"], np.cumsum(lengths)[:-1]), strict=True):
@@ -87,4 +98,4 @@ def test_live_parity(tmp_path):
     spec.loader.exec_module(goldens)
     for seed, (name, config) in enumerate(goldens.MODELS.items(), start=100):
         goldens.make(tmp_path / name, config, seed)
-        assert_parity(tmp_path / name)
+        assert_folder_parity(tmp_path / name)
