@@ -39,6 +39,18 @@ def test_missing_fields_are_named(model_type):
         config_from_hf({**raw, "model_type": model_type})
 
 
+@pytest.mark.parametrize(
+    ("layer_types", "message"),
+    [
+        (["full_attention", "full_attention", "linear_attention"], "layer_types linear_attention are not supported"),
+        (["full_attention"], "layer_types has 1 entries for num_hidden_layers=3"),
+    ],
+)
+def test_unsupported_layer_types_are_refused_by_name(layer_types, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf({**RAW, "model_type": "qwen3", "layer_types": layer_types})
+
+
 def test_heads_must_be_grouped_evenly():
     with pytest.raises(ValueError, match="num_attention_heads=4 must be a multiple of num_key_value_heads=3"):
         config_from_hf({**RAW, "model_type": "llama", "num_key_value_heads": 3})
