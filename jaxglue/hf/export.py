@@ -44,16 +44,18 @@ def export_adapter(
     """
     read_config(base)
     files = open_checkpoint(base)
-    deltas = _deltas(adapter)
-    for name, (b, a, _) in deltas.items():
+    factors = _factors(adapter)
+    for name, (b, a) in factors.items():
         _require_fit(name, (b.shape[0], a.shape[1]), files.tensors.get(name), adapter, base)
 
     def merged(name: str) -> np.ndarray:
         weight = files.read(name)
-        if name not in deltas:
+        if name not in factors:
             return weight
-        b, a, scale = deltas[name]
-        return (weight.astype(np.float32) + scale * (b @ a)).astype(weight.dtype)
+        b, a = factors[name]
+        total = b @ a
+        total += weight.astype(np.float32)
+        return total.astype(weight.dtype)
 
     specs = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.tensors.items()}
     with atomic_folder(Path(output)) as temporary:
@@ -61,12 +63,12 @@ def export_adapter(
         write_shards(temporary, specs, merged, max_shard_bytes)
 
 
-def _deltas(adapter: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray, np.float32]]:
-    """Name of an adapted weight → (B [out, R], A [R, in], scale), all float32."""
+def _factors(adapter: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Name of an adapted weight → (scale · B [out, R], A [R, in]) in float32."""
     config, lora = load_adapter(adapter)
     linears = dict.fromkeys(name.rpartition(".")[0] for name in lora)
     scale = np.float32(config.scale)
-    return {f"{linear}.weight": (lora[f"{linear}.lora_B"], lora[f"{linear}.lora_A"], scale) for linear in linears}
+    return {f"{linear}.weight": (scale * lora[f"{linear}.lora_B"], lora[f"{linear}.lora_A"]) for linear in linears}
 
 
 def _require_fit(
