@@ -1,14 +1,17 @@
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import save_tensors
-from jaxglue.hf.loading import load_model, random_model
+from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.parameters import abstract_parameters, flatten_names, split_model
 
+GOLDENS = Path(__file__).parents[1] / "goldens"
 RAW = {
     "model_type": "qwen3",
     "vocab_size": 300,
@@ -50,3 +53,21 @@ def test_random_weights_follow_the_config_and_the_seed():
             assert not np.allclose(value, other[name])
     keys = [f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
     assert not np.allclose(first[keys[0]], first[keys[1]])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers.1.mlp.down_proj", "layers.7.mlp.down_proj", r"layers.1.mlp.down_proj.lora_A is missing in it"),
+        (
+            "mlp.down_proj",
+            "mlp.down_projection",
+            r"down_projection do not exist in this model: use down_proj, gate_proj",
+        ),
+    ],
+)
+def test_adapter_that_does_not_fit_is_refused_by_name(tmp_path, old, new, message):
+    config, tensors = load_adapter(GOLDENS / "adapter")
+    save_adapter(tmp_path / "other", {name.replace(old, new): array for name, array in tensors.items()}, config, "x")
+    with pytest.raises(ValueError, match=message):
+        add_adapter(load_model(GOLDENS / "qwen3_tied"), tmp_path / "other")
