@@ -47,13 +47,9 @@ class Setup:
     def parameter_counts(self) -> tuple[int, int]:
         """(parameters of the model with its adapters, those that train)."""
 
-        def build():
-            model = build_model(self.model, rngs=nnx.Rngs(0))
-            if self.config.model.method == "lora":
-                add_lora(model, self.config.lora, rngs=nnx.Rngs(0))
-            return model
-
-        model = nnx.eval_shape(build)
+        model = nnx.eval_shape(lambda: build_model(self.model, rngs=nnx.Rngs(0)))
+        if self.config.model.method == "lora":
+            add_lora(model, self.config.lora, rngs=nnx.Rngs(0))
         return _count(nnx.state(model)), _count(nnx.state(model, trainable_filter(self.config)))
 
     @cached_property
@@ -130,7 +126,9 @@ def prepare(config: TrainConfig) -> Setup:
     batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)
     total_steps = run.steps or batches.total_steps
     assert total_steps is not None
-    eval_batches = EvalBatches(data.eval, **shared) if data.eval is not None else None
+    eval_batches = (
+        EvalBatches(data.eval, **shared, max_segments=batches.max_segments) if data.eval is not None else None
+    )
     return Setup(
         config=config,
         model=model,

@@ -10,13 +10,14 @@ class StartupTimer:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._mark = clock()
-        self._stages: dict[str, float] = {}
+        self.stages: dict[str, float] = {}
+        """Seconds by stage, in order."""
 
     def stage(self, name: str) -> None:
         """Ends a stage."""
         now = self._clock()
-        self._stages[name], self._mark = now - self._mark, now
+        self.stages[name], self._mark = now - self._mark, now
 
     def __str__(self) -> str:
-        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._stages.items())
-        return f"{sum(self._stages.values()):.1f} s ({stages})"
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
+        return f"{sum(self.stages.values()):.1f} s ({stages})"

@@ -1,5 +1,6 @@
 """What a run is going to do, and what it did."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ class RunSummary:
     mfu: float | None
     peak_memory_gb: float
     seconds: float
+    startup_seconds: dict[str, float]
+    """Up to the end of the first step, by stage."""
     adapter: Path | None
     """The adapter, or with full fine-tuning the model, that was written."""
     checkpoints: Path | None
@@ -59,3 +62,9 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "metrics": summary.metrics,
         "loss curve": summary.curve,
     }
+
+
+def summary_json(summary: RunSummary) -> dict[str, object]:
+    """The results for `summary.json`: numbers as they are, paths as text."""
+    values = dataclasses.asdict(summary)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

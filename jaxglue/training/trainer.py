@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxglue.cli import to_toml
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import save_model
+from jaxglue.hf.files import write_json
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
 from jaxglue.memory.executor import Executor
@@ -30,9 +31,10 @@ from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.output import output_folder
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
+from jaxglue.training.samples import Samples
 from jaxglue.training.setup import Setup, prepare, trainable_filter
 from jaxglue.training.startup import StartupTimer
-from jaxglue.training.summary import RunSummary, print_panel, summary_rows
+from jaxglue.training.summary import RunSummary, print_panel, summary_json, summary_rows
 from jaxglue.training.throughput import Meter, memory_use
 
 _log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Trainer:
         )
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps)
         self._optimizer_state = self._optimizer.init(self._trainable)
+        self._samples = Samples(setup, self._structure, folder, console)
         self._step = 0
         self._warm = False
         self._first_loss: float | None = None
@@ -108,14 +111,16 @@ class Trainer:
         with checkpoints:
             self._resume(checkpoints)
             with MetricsWriter(self._folder, resume_step=self._step) as metrics, Interrupt() as interrupt:
-                self._sample("before")
+                if self._step == 0:
+                    self._samples.answer("before", 0, self._trainable, self._frozen)
                 self._train(checkpoints, metrics, interrupt)
         if self._step < self._setup.total_steps:
             self._console.print(f"saved at step {self._step}: continue with --resume", highlight=False)
             return None
-        self._sample("after")
+        self._samples.answer("after", self._step, self._trainable, self._frozen)
         save_loss_curve(metrics.path, self._folder / "loss.png")
         summary = self._summarise(self._export(), metrics.path, time.monotonic() - begun)
+        write_json(self._folder / "summary.json", summary_json(summary))
         print_panel(self._console, "done", summary_rows(summary))
         return summary
 
@@ -228,9 +233,6 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {"trainable": self._trainable, "optimizer": self._optimizer_state}
 
-    def _sample(self, when: str) -> None:
-        """Answers the sample prompts, for a look at what training changed."""
-
     def _export(self) -> Path:
         """Writes the adapter, or the whole model, for other programs."""
         names = flatten_names(self._trainable)
@@ -242,7 +244,7 @@ class Trainer:
         else:
             folder = self._folder / "model"
             dtype = jnp.float32 if self._config.model.dtype == "float32" else jnp.bfloat16
-            save_model(folder, {name: weight.astype(dtype) for name, weight in names.items()}, base)
+            save_model(folder, names, base, dtype=dtype)
         return folder
 
     def _summarise(self, result: Path, metrics: Path, seconds: float) -> RunSummary:
@@ -259,6 +261,7 @@ class Trainer:
             mfu=speed.mfu,
             peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
             seconds=seconds,
+            startup_seconds=self._timer.stages,
             adapter=result,
             checkpoints=self._folder / "checkpoints",
             metrics=metrics,

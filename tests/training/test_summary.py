@@ -7,6 +7,7 @@ from rich.console import Console
 from jaxglue.training.summary import RunSummary, print_panel, summary_rows
 
 SUMMARY = RunSummary(
+    startup_seconds={"data": 1.0},
     steps=1200,
     first_loss=3.5,
     last_loss=1.25,

@@ -22,18 +22,24 @@ def losses(folder):
 
 
 def test_a_run_learns_and_writes_adapter_metrics_curve_and_checkpoints(make_config, tmp_path):
-    summary = train(make_config(epochs=4, batch_size=2, eval_fraction=0.2))
+    prompts = ("What is 3 plus 4?", "Hello")
+    summary = train(make_config(epochs=4, batch_size=2, eval_fraction=0.2, sample_prompt=prompts, sample_tokens=5))
     run = tmp_path / "run"
     curve = losses(run)
     assert list(curve) == list(range(1, summary.steps + 1))
     assert curve[summary.steps] == summary.last_loss < summary.first_loss - 0.3
     evals = [line["eval_loss"] for line in read_metrics(run / "metrics.jsonl") if "eval_loss" in line]
-    assert len(evals) == 4 and summary.best_eval_loss == min(evals)
+    assert len(evals) >= 4 and summary.best_eval_loss == min(evals)
     config, tensors = load_adapter(run / "adapter")
     assert config.rank == 4 and len(tensors) == 2 * 7 * 2
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
     assert (run / "loss.png").stat().st_size > 0 and (run / "adapter" / "tokenizer.json").exists()
-    assert sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert (run / "checkpoints" / str(summary.steps)).is_dir()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (step, prompt) for step in (0, summary.steps) for prompt in prompts
+    ]
+    assert json.loads((run / "summary.json").read_text())["last_loss"] == summary.last_loss
 
 
 @pytest.mark.parametrize(("dropout", "accumulation"), [(0.0, 2), (0.2, 1)])
@@ -84,7 +90,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, cap
     ("changes", "message"),
     [
         ({"seq_len": 512}, "--seq-len 512 is above the model's limit of 256 positions"),
-        ({"targets": ("q_proj", "qproj")}, "LoRA targets qproj are not in this model: use down_proj, gate_proj"),
+        ({"targets": ("q_proj", "qproj")}, "LoRA targets qproj do not exist in this model: use down_proj, gate_proj"),
         ({"random_weights": False}, "has neither model.safetensors nor model.safetensors.index.json"),
     ],
 )
@@ -93,20 +99,21 @@ def test_bad_input_is_refused_before_training(make_config, changes, message):
         train(make_config(**changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "entry"),
-    [({"seed": 1}, "seed"), ({"rank": 8}, "lora"), ({"learning_rate": 1e-3}, "optimizer"), ({"seq_len": 64}, "batch")],
-)
-def test_a_run_is_not_resumed_with_another_configuration(make_config, changes, entry):
-    train(make_config(steps=2, save_every=1))
-    with pytest.raises(ValueError, match=rf"cannot resume, this run differs[\s\S]*{entry}: saved"):
-        train(make_config(**{"steps": 2, **changes}, resume=True))
-
-
-def test_a_run_is_not_resumed_with_another_model_or_data(make_config, model_folder, write_jsonl, chat_rows):
+def test_a_run_is_resumed_with_the_same_configuration_model_and_data_only(
+    make_config, model_folder, write_jsonl, chat_rows
+):
     train(make_config(steps=2))
-    with pytest.raises(ValueError, match=r"cannot resume[\s\S]*data: saved"):
-        train(make_config(steps=2, data=(write_jsonl(chat_rows(20, seed=5), "other.jsonl"),), resume=True))
+    other_data = (write_jsonl(chat_rows(20, seed=5), "other.jsonl"),)
+    different = {
+        "seed": {"seed": 1},
+        "lora": {"rank": 8},
+        "optimizer": {"learning_rate": 1e-3},
+        "batch": {"seq_len": 64},
+        "data": {"data": other_data},
+    }
+    for entry, changes in different.items():
+        with pytest.raises(ValueError, match=rf"cannot resume, this run differs[\s\S]*{entry}: saved"):
+            train(make_config(**{"steps": 2, **changes}, resume=True))
     config = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
     with pytest.raises(ValueError, match=r"cannot resume[\s\S]*model: saved"):

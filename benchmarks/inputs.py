@@ -1,0 +1,149 @@
+"""Makes what a benchmark trains on: a Hugging Face folder of random weights in a published shape, and generated chats.
+
+python benchmarks/inputs.py --shape qwen3-8b --output /dev/shm/qwen3-8b --chats 10000
+"""
+
+import argparse
+import json
+import zlib
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jaxglue.hf.files import atomic_folder
+from jaxglue.hf.tensor_files import write_shards
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.parameters import abstract_parameters
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 131072,
+}
+
+
+def _shape(base: dict, hidden: int, intermediate: int, layers: int, heads: int, **more) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return {**base, **sizes, "num_attention_heads": heads, **more}
+
+
+SHAPES = {
+    "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tie_word_embeddings=True),
+    "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32),
+    "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40),
+    "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64),
+    "llama-3.2-1b": _shape(
+        _LLAMA, 2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_scaling={**_LLAMA3_ROPE, "factor": 32.0}
+    ),
+    "llama-3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
+}
+"""The config.json of published models."""
+
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_COMMON = "the a one of to in is it that this for with on as by from at an be are was or and not we you they he she"
+
+
+def make_model(folder: Path, config: dict) -> None:
+    """Writes config.json, bf16 weights (normal, σ = 0.02; norms 1) and a byte-level BPE tokenizer."""
+    abstract = nnx.eval_shape(lambda: build_model(config_from_hf(config), rngs=nnx.Rngs(0)))
+    specs = abstract_parameters(abstract)
+    block = (np.random.default_rng(0).standard_normal(2**24, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+
+    def weight(name: str) -> np.ndarray:
+        spec = specs[name]
+        if len(spec.shape) == 1:
+            return np.ones(spec.shape, spec.dtype)
+        start = zlib.crc32(name.encode()) % 4096  # another beginning for every matrix, so that no two are alike
+        return np.resize(block[start:], spec.shape)
+
+    with atomic_folder(folder) as temporary:
+        (temporary / "config.json").write_text(json.dumps(config, indent=2))
+        _tokenizer().save_pretrained(temporary)
+        write_shards(temporary, specs, weight, 5 * 10**9)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([message["content"] for chat in _chats(200, seed=1) for message in chat], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def make_chats(path: Path, count: int, seed: int = 0) -> None:
+    """Writes chats of one to four exchanges, 64 to about 1,000 tokens each, as JSONL."""
+    lines = (json.dumps({"messages": chat}) + "\n" for chat in _chats(count, seed))
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _chats(count: int, seed: int):
+    rng = np.random.default_rng(seed)
+    letters = np.array(list("abcdefghijklmnoprstuvw"))
+    own = ["".join(rng.choice(letters, rng.integers(3, 10))) for _ in range(800)]
+    vocabulary = np.array(_COMMON.split() * 12 + own)
+    for _ in range(count):
+        exchanges = int(rng.integers(1, 5))
+        sizes = rng.integers(20, 230, (exchanges, 2))
+        texts = [[" ".join(rng.choice(vocabulary, n)) for n in (asked // 3 + 3, told)] for asked, told in sizes]
+        yield [
+            {"role": role, "content": text}
+            for pair in texts
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--layers", type=int, help="decoder layers, by default the published number")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--chats", type=int, default=0, help="chats to write to OUTPUT/../chats.jsonl")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    make_model(args.output, {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})})
+    if args.chats:
+        make_chats(args.output.parent / "chats.jsonl", args.chats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Answers to the sample prompts before and after training: what the loss curve cannot show."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxglue.chat import encode_prompt, stop_tokens, stream_text
+from jaxglue.generation import Generator
+from jaxglue.parameters import ModelStructure, Tree
+from jaxglue.sampling import SamplingConfig
+from jaxglue.training.setup import Setup
+
+
+class Samples:
+    """The sample prompts of a run; prints their answers and appends them to `samples.jsonl`."""
+
+    def __init__(self, setup: Setup, structure: ModelStructure, folder: Path, console: Console):
+        """Encodes the prompts.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or it refuses a prompt.
+        """
+        model, run = setup.config.model, setup.config.run
+        self._tokenizer, self._console, self._path = setup.tokenizer, console, folder / "samples.jsonl"
+        self._prompts = {prompt: encode_prompt(setup.tokenizer, prompt) for prompt in run.sample_prompt}
+        self._generator = Generator(structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
+        self._sampling = SamplingConfig(max_tokens=run.sample_tokens, temperature=0.0)
+
+    def answer(self, when: str, step: int, trainable: Tree, frozen: Tree) -> None:
+        """Answers every prompt, always with the likeliest token."""
+        for prompt, tokens in self._prompts.items():
+            stops = stop_tokens(self._tokenizer)
+            stream = self._generator.stream(trainable, frozen, tokens, self._sampling, stops)
+            answer = "".join(stream_text(self._tokenizer, stream))
+            self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
+            with self._path.open("a", encoding="utf-8") as file:
+                line = {"step": step, "prompt": prompt, "answer": answer}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
