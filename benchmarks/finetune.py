@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SEQ_LEN = {"qwen3-0.6b": 8192, "qwen3-8b": 16384}
+SEQ_LEN = {"tiny": 512, "qwen3-0.6b": 8192, "qwen3-8b": 16384}
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
 
 
@@ -42,7 +42,8 @@ def measure(shape: str, args: argparse.Namespace) -> list[dict]:
         pairs = [str(part) for flag in flags.items() for part in flag]
         run("scripts/train.py", *pairs, "--overwrite", "--log-every", "5", *args.train_flags)
         summary = json.loads((output / "summary.json").read_text())
-        results.append({"shape": shape, "compilation": compilation, **summary})
+        numbers = {name: value for name, value in summary.items() if not isinstance(value, str)}
+        results.append({"shape": shape, "compilation": compilation, **numbers})
     shutil.rmtree(folder)
     return results
 
@@ -65,7 +66,7 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
+    parser.add_argument("--shapes", nargs="+", default=["tiny"])
     parser.add_argument("--scratch", type=Path, required=True, help="a folder with room for the weights")
     parser.add_argument("--chats", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=40)

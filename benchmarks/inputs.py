@@ -56,6 +56,7 @@ def _shape(base: dict, hidden: int, intermediate: int, layers: int, heads: int, 
 
 
 SHAPES = {
+    "tiny": _shape(_QWEN3, 128, 256, 2, 8, head_dim=16, vocab_size=2048, tie_word_embeddings=True),
     "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tie_word_embeddings=True),
     "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32),
@@ -66,7 +67,7 @@ SHAPES = {
     ),
     "llama-3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
 }
-"""The config.json of published models."""
+"""The config.json of published models, and of a tiny one for machines without a GPU."""
 
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -122,9 +123,9 @@ def _chats(count: int, seed: int):
     own = ["".join(rng.choice(letters, rng.integers(3, 10))) for _ in range(800)]
     vocabulary = np.array(_COMMON.split() * 12 + own)
     for _ in range(count):
-        exchanges = int(rng.integers(1, 5))
-        sizes = rng.integers(20, 230, (exchanges, 2))
-        texts = [[" ".join(rng.choice(vocabulary, n)) for n in (asked // 3 + 3, told)] for asked, told in sizes]
+        exchanges, words = int(rng.integers(1, 5)), int(rng.integers(16, 330))
+        asked, told = 2 + words // (4 * exchanges), 2 + words * 3 // (4 * exchanges)
+        texts = [[" ".join(rng.choice(vocabulary, n)) for n in (asked, told)] for _ in range(exchanges)]
         yield [
             {"role": role, "content": text}
             for pair in texts

@@ -5,6 +5,7 @@ import sys
 
 from jaxglue.cli import parse_config
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
 
 
@@ -12,7 +13,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig)
     try:
-        train(config)
+        train(config, timer=StartupTimer.since_process_start())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,21 +1,30 @@
 """What the time before the first step went into."""
 
 import time
-from collections.abc import Callable
+from typing import Self
+
+import psutil
 
 
 class StartupTimer:
     """Seconds of each stage since the one before."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._mark = clock()
+    def __init__(self, begun: float | None = None):
+        """Begins the first stage now, or at `begun`, in seconds since the epoch."""
+        self._mark = time.time() if begun is None else begun
         self.stages: dict[str, float] = {}
         """Seconds by stage, in order."""
 
+    @classmethod
+    def since_process_start(cls) -> Self:
+        """A timer whose first stage, the imports, ends now."""
+        timer = cls(psutil.Process().create_time())
+        timer.stage("imports")
+        return timer
+
     def stage(self, name: str) -> None:
         """Ends a stage."""
-        now = self._clock()
+        now = time.time()
         self.stages[name], self._mark = now - self._mark, now
 
     def __str__(self) -> str:

@@ -42,8 +42,13 @@ _STEPS_IN_FLIGHT = 2
 """Steps that the host may be ahead of the device: enough to keep it busy, few enough to stop soon."""
 
 
-def train(config: TrainConfig, console: Console | None = None) -> RunSummary | None:
+def train(config: TrainConfig, console: Console | None = None, timer: StartupTimer | None = None) -> RunSummary | None:
     """Trains as configured, and writes adapter (or model), checkpoints, metrics and curve to the output folder.
+
+    Args:
+        config: the run.
+        console: where to print; by default standard output.
+        timer: of the start-up, if it began before this call.
 
     Returns:
         what the closing panel shows; None after a dry run or an interruption.
@@ -52,14 +57,13 @@ def train(config: TrainConfig, console: Console | None = None) -> RunSummary | N
         ValueError: bad input, before the accelerator is used.
         OSError: the disk is full, ….
     """
-    console = console or Console()
+    console, timer = console or Console(), timer or StartupTimer()
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
     if config.run.dry_run:
         print_panel(console, "plan (dry run: nothing is trained)", prepare(config).plan())
         return None
     with output_folder(config.run.output, resume=config.run.resume, overwrite=config.run.overwrite) as folder:
-        timer = StartupTimer()
         setup = prepare(config)
         timer.stage("data")
         print_panel(console, "plan", setup.plan())
