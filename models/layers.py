@@ -47,7 +47,7 @@ class Linear(nnx.Module):
             y += self.bias[...].astype(x.dtype)
         if self.lora_A is None:
             return y
-        hidden = project(self._dropout(x, context), self.lora_A[...])
+        hidden = checkpoint_name(project(self._dropout(x, context), self.lora_A[...]), names.LORA_HIDDEN)
         return y + project(hidden, self.lora_scale * self.lora_B[...])
 
     def _dropout(self, x, context: LayerContext):
@@ -107,8 +107,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = context.attend(context.rotate(q), context.rotate(k), v, window=self.window)
-        out = checkpoint_name(out.reshape(*x.shape[:2], -1), names.ATTENTION_OUT)
-        return self.o_proj(out, context)
+        return self.o_proj(out.reshape(*x.shape[:2], -1), context)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)

@@ -1,12 +1,12 @@
 """Runs a model layer by layer: one compiled forward and one compiled backward per layer type, dispatched in order.
 
-Compile time is one layer's, whatever the depth, and the program rather than the compiler decides what a layer keeps.
+Compile time is one layer's, whatever the depth, and the program rather than the compiler decides what a layer keeps
+and when it is copied: XLA delays copies to the host until they save nothing, or runs them one after the other.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,63 +14,24 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
-from jaxglue.losses import linear_cross_entropy
+from jaxglue.memory import transfer
+from jaxglue.memory.ends import EndFunctions
+from jaxglue.memory.layer import LayerFunctions, Residuals
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.parameters import ModelStructure, Tree, merge_module
-from jaxglue.rope import rope_tables
+from jaxglue.parameters import ModelStructure, Tree
+
+Update = Callable[[str | int, Tree], None]
+"""Takes a part of the model (a name, or a layer's index) and its finished gradients."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Residuals:
-    """What a layer's backward pass needs beyond the forward pass's own arguments."""
+class _Kept(NamedTuple):
+    """What a layer's backward pass takes beside the gradient: here or on the host."""
 
-    values: list[Array]
-    treedef: Any = field(metadata={"static": True})
-    sources: tuple[int | None, ...] = field(metadata={"static": True})
-    """For every leaf of the vjp function the argument that it is, None for the next of `values`."""
-
-
-class LayerFunctions:
-    """The compiled forward and backward of one layer type."""
-
-    def __init__(self, graph, policy: RematPolicy):
-        self._graph = graph
-        self._policy = policy
-        self.forward = jax.jit(self._forward)
-        self.backward = jax.jit(self._backward, donate_argnames=("dy", "accumulated"))
-        self.apply = jax.jit(self._apply)
-
-    def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
-        return merge_module(self._graph, trainable, frozen)(x, context)
-
-    def _forward(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
-        """(y, residuals): weights and context are not differentiated and never copied into the residuals."""
-
-        def layer(trainable, x):
-            return self._policy.wrap(self._apply)(trainable, frozen, x, context)
-
-        y, vjp = jax.vjp(layer, trainable, x)
-        leaves, treedef = jax.tree.flatten(vjp)
-        arguments = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trainable, frozen, x, context)))}
-        sources = tuple(arguments.get(id(leaf)) for leaf in leaves)
-        values = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
-        return y, Residuals(values, treedef, sources)
-
-    def _backward(self, residuals: Residuals, trainable, frozen, x, context, dy, accumulated):
-        """(dx, accumulated + dtrainable)."""
-        arguments = jax.tree.leaves((trainable, frozen, x, context))
-        values = iter(residuals.values)
-        leaves = [next(values) if source is None else arguments[source] for source in residuals.sources]
-        dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
-        return dx, add_trees(accumulated, dtrainable)
-
-
-def add_trees(accumulated: Tree | None, gradients: Tree) -> Tree:
-    """The sum, or the gradients alone where nothing has been accumulated."""
-    return gradients if accumulated is None else jax.tree.map(jnp.add, accumulated, gradients)
+    frozen: Tree
+    x: Array
+    residuals: Residuals
 
 
 class Executor:
@@ -79,9 +40,16 @@ class Executor:
     Args:
         structure: the modules, as `split_model` gives them.
         config: the model's shape.
-        policy: what each layer keeps for its backward pass.
+        policy: what each layer keeps for its backward pass; one policy for all layers, or one for each.
         dtype: the dtype of activations and matmuls.
         attention: the attention backend.
+        stream_weights: the layers' frozen weights are in pinned host memory (see `frozen_to_host`).
+        prefetch_depth: how many layers ahead copies from the host are asked for: 1 is double buffering, 0 none.
+        run_ahead: how many layers may be dispatched and not done while copies are asked for.
+
+    Raises:
+        ValueError: the policy or the weights need pinned host memory, and the default device has none; or the number
+            of policies is not the number of layers.
     """
 
     def __init__(
@@ -89,19 +57,25 @@ class Executor:
         structure: ModelStructure,
         config: DecoderConfig,
         *,
-        policy: RematPolicy,
+        policy: RematPolicy | Sequence[RematPolicy],
         dtype=jnp.bfloat16,
         attention: str = "auto",
+        stream_weights: bool = False,
+        prefetch_depth: int = 1,
+        run_ahead: int = 2,
     ):
-        self._structure, self._config, self._dtype, self._attention = structure, config, dtype, attention
-        self._layer_types = {graph: LayerFunctions(graph, policy) for graph in structure.layers}
-        self._layers = [self._layer_types[graph] for graph in structure.layers]
-        self._head_parts = ("norm", "embed_tokens" if structure.lm_head is None else "lm_head")
+        policies = [policy] * len(structure.layers) if isinstance(policy, RematPolicy) else list(policy)
+        if len(policies) != len(structure.layers):
+            raise ValueError(f"{len(policies)} remat policies for {len(structure.layers)} layers: give one for each")
+        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention)
+        types = list(zip(structure.layers, policies, strict=True))
+        self._layer_types = {kind: LayerFunctions(*kind) for kind in types}
+        self._layers = [self._layer_types[kind] for kind in types]
+        self._stream_weights, self._prefetch_depth, self._run_ahead = stream_weights, prefetch_depth, run_ahead
+        self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
+        if self._uses_host:
+            transfer.check_pinned_memory(jax.devices()[0])
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like))
-        self._prologue = jax.jit(self._embed_and_rope)
-        self._embed_backward = jax.jit(self._embed_gradients, donate_argnames="accumulated")
-        self._head_loss = jax.jit(self._loss)
-        self._head_backward = jax.jit(self._loss_and_gradients, donate_argnames=("x", "accumulated"))
 
     def loss_and_gradients(
         self,
@@ -119,84 +93,133 @@ class Executor:
             total_weight: Σ of all loss weights, so that accumulation is exactly the large batch.
             key: for dropout; None drops nothing.
         """
+        gradients: Tree = {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
+        loss = self.loss_and_update(trainable, frozen, micro_batches, total_weight, partial(_set_part, gradients), key)
+        return loss, gradients
+
+    def loss_and_update(
+        self,
+        trainable: Tree,
+        frozen: Tree,
+        micro_batches: Sequence[Batch],
+        total_weight: float,
+        update: Update,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, ""]:
+        """Σ loss / total_weight; hands every part's gradients to `update` as soon as they are finished.
+
+        With one micro-batch the gradients of one layer exist at a time. `update` may donate that part of `trainable`.
+        """
+        trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
-        gradients = self._zeros(trainable) if len(micro_batches) > 1 else None
+        nothing: Tree = {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
+        sums = self._zeros(trainable) if len(micro_batches) > 1 else nothing
         losses = []
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
-            loss, gradients = self._micro_batch(trainable, frozen, batch, scale, batch_key, gradients)
-            losses.append(loss)
-        return sum(losses[1:], start=losses[0]), gradients
+            last = index == len(micro_batches) - 1
+            finish = update if last else partial(_set_part, sums)
+            losses.append(self._micro_batch(trainable, frozen, batch, scale, batch_key, sums, finish))
+        return sum(losses[1:], start=losses[0])
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Batch) -> Float[Array, ""]:
         """Σ loss over one batch, not divided by its weight; nothing is kept for a backward pass."""
-        x, contexts = self._enter(trainable, frozen, batch, None)
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x, contexts = self._ends.enter(trainable, frozen, batch, None)
+        running = transfer.RunAhead(self._run_ahead)
+        weights = self._weights(frozen)
         for i, layer in enumerate(self._layers):
-            x = layer.apply(trainable["layers"][i], frozen["layers"][i], x, contexts[i])
-        return self._head_loss(self._head(trainable), self._head(frozen), x, batch, np.float32(1))
+            x = layer.apply(trainable["layers"][i], next(weights), x, contexts[i])
+            if self._stream_weights:
+                running.add(x)
+        return self._ends.loss(trainable, frozen, x, batch, np.float32(1))
 
     def compilations(self) -> int:
         """How many programs have been compiled; constant once a run is under way."""
-        functions = [self._prologue, self._embed_backward, self._head_loss, self._head_backward]
+        functions: list[Any] = list(self._ends.functions)
         for layer in self._layer_types.values():
             functions += [layer.forward, layer.backward, layer.apply]
         return sum(function._cache_size() for function in functions)
 
-    def _micro_batch(self, trainable, frozen, batch, scale, key, accumulated: Tree | None):
-        """(loss, accumulated + gradients): every activation is dropped as soon as its layer's backward is dispatched."""
-        x, contexts = self._enter(trainable, frozen, batch, key)
-        inputs, residuals = [], []
-        for i, layer in enumerate(self._layers):
-            inputs.append(x)
-            x, kept = layer.forward(trainable["layers"][i], frozen["layers"][i], x, contexts[i])
-            residuals.append(kept)
-        sums = accumulated or {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
-        loss, dx, head = self._head_backward(
-            self._head(trainable), self._head(frozen), x, batch, scale, self._head(sums)
-        )
+    def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Tree, finish: Update):
+        """The loss; `finish` gets every part of `sums` plus its gradients, the last layer's first."""
+        x, contexts = self._ends.enter(trainable, frozen, batch, key)
+        x, kept = self._forward(trainable, frozen, x, contexts)
+        loss, dx, head = self._ends.head_backward(trainable, frozen, x, batch, scale, sums)
         del x
-        sums = {**sums, **head, "layers": list(sums["layers"])}
-        for i in reversed(range(len(self._layers))):
-            arguments = (trainable["layers"][i], frozen["layers"][i], inputs.pop(), contexts[i])
-            dx, sums["layers"][i] = self._layers[i].backward(residuals.pop(), *arguments, dx, sums["layers"][i])
-        sums["embed_tokens"] = self._embed_backward(trainable["embed_tokens"], batch, dx, sums["embed_tokens"])
-        return loss, sums
+        embed_sums = head.pop("embed_tokens", sums["embed_tokens"])
+        for part in list(head):
+            finish(part, head.pop(part))
+        dx = self._backward(trainable, kept, contexts, dx, sums["layers"], finish)
+        finish("embed_tokens", self._ends.embed_backward(trainable, batch, dx, embed_sums))
+        return loss
 
-    def _enter(self, trainable, frozen, batch: Batch, key) -> tuple[Array, list[PackedContext]]:
-        """Embeds the tokens; every layer's context differs in its dropout key only."""
-        x, cos, sin, keys = self._prologue(trainable["embed_tokens"], frozen["embed_tokens"], batch, key)
-        shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
-        return x, [PackedContext(**shared, dropout_key=layer_key) for layer_key in keys]
+    def _forward(self, trainable, frozen, x, contexts: list[PackedContext]) -> tuple[Array, list[_Kept]]:
+        """The last layer's output and what every layer keeps, on its way to where the policy wants it."""
+        kept: list[_Kept] = []
+        running = transfer.RunAhead(self._run_ahead)
+        weights = self._weights(frozen)
+        for i, layer in enumerate(self._layers):
+            here = next(weights)
+            y, residuals = layer.forward(trainable["layers"][i], here, x, contexts[i])
+            kept.append(self._put_away(i, _Kept(here, x, residuals), frozen["layers"][i]))
+            if self._uses_host:
+                running.add((kept[-1].x, kept[-1].residuals.offloaded))
+            x = y
+            del here, y, residuals  # what is asked for next must not find this layer's copies still held
+        return x, kept
 
-    def _embed_and_rope(self, trainable: Tree, frozen: Tree, batch: Batch, key):
-        x = merge_module(self._structure.embed_tokens, trainable, frozen)(batch.tokens, self._dtype)
-        cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
-        count = len(self._layers)
-        return x, cos, sin, [None] * count if key is None else list(jax.random.split(key, count))
+    def _backward(self, trainable, kept: list[_Kept], contexts, dx, sums: list[Tree | None], finish: Update) -> Array:
+        """The gradient to the first layer's input; empties `kept` and `sums` on the way."""
+        running = transfer.RunAhead(self._run_ahead)
+        loads = transfer.prefetch([partial(self._bring_back, kept)] * len(kept), self._prefetch_depth)
+        for i in reversed(range(len(kept))):
+            weights, x, residuals = next(loads)
+            accumulated, sums[i] = sums[i], None
+            arguments = (residuals, trainable["layers"][i], weights, x, contexts[i], dx, accumulated)
+            dx, gradients, done = self._layers[i].backward(*arguments)
+            finish(i, gradients)
+            del weights, x, residuals, arguments, gradients, accumulated
+            if self._uses_host:
+                running.add(done)
+        return dx
 
-    def _embed_gradients(self, trainable: Tree, batch: Batch, dx, accumulated: Tree | None) -> Tree:
-        """Adds the gradient to the embedding, where it trains."""
+    def _weights(self, frozen: Tree) -> Iterator[Tree]:
+        """Every layer's frozen weights on the device, from the host one layer ahead where they are there."""
+        if not self._stream_weights:
+            return iter(frozen["layers"])
+        loads = (partial(transfer.to_device, layer) for layer in frozen["layers"])
+        return transfer.prefetch(loads, self._prefetch_depth)
 
-        def embed(trainable):
-            return merge_module(self._structure.embed_tokens, trainable)(batch.tokens, self._dtype)
+    def _put_away(self, index: int, kept: _Kept, weights: Tree) -> _Kept:
+        """Starts the copies to the host; the last layer, whose backward comes next, keeps everything on the device."""
+        policy = self._layers[index].policy
+        if index == len(self._layers) - 1:
+            return kept
+        x, offloaded = kept.x if policy.offloads_input else None, kept.residuals.offloaded
+        if policy.offloaded:
+            x, offloaded = transfer.to_host((x, offloaded))
+        return _Kept(weights, kept.x if x is None else x, kept.residuals.with_offloaded(offloaded))
 
-        if not trainable:
-            return {}
-        (gradients,) = jax.vjp(embed, trainable)[1](dx)
-        return add_trees(accumulated, gradients)
+    def _bring_back(self, kept: list[_Kept]) -> _Kept:
+        """Takes the last layer off the list and starts the copies from the host."""
+        layer = kept.pop()
+        return transfer.to_device(layer) if self._uses_host else layer
 
-    def _head(self, tree: Tree) -> Tree:
-        """The final norm and the output projection's part of a tree, tied or not."""
-        return {name: tree[name] for name in self._head_parts}
 
-    def _loss(self, trainable: Tree, frozen: Tree, x, batch: Batch, scale):
-        graphs = {"norm": self._structure.norm, self._head_parts[1]: self._structure.output}
-        norm, output = (merge_module(graphs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        flat = norm(x).reshape(-1, x.shape[-1])
-        loss = linear_cross_entropy(flat, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel())
-        return loss * scale
+def _set_part(tree: Tree, part: str | int, value: Tree) -> None:
+    if isinstance(part, int):
+        tree["layers"][part] = value
+    else:
+        tree[part] = value
 
-    def _loss_and_gradients(self, trainable, frozen, x, batch, scale, accumulated):
-        """(loss, dx, accumulated + gradients to the head's trainable parameters)."""
-        loss, (gradients, dx) = jax.value_and_grad(self._loss, argnums=(0, 2))(trainable, frozen, x, batch, scale)
-        return loss, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
+
+def frozen_to_host(frozen: Tree) -> Tree:
+    """The tree with the layers' weights in pinned host memory, for `Executor(stream_weights=True)`.
+
+    Raises:
+        ValueError: no layer has frozen weights, as when all of them train.
+    """
+    if not jax.tree.leaves(frozen["layers"]):
+        raise ValueError("weights on the host need frozen weights, and all of them train: use adapters")
+    return {**frozen, "layers": transfer.to_host(frozen["layers"])}

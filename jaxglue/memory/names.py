@@ -9,6 +9,7 @@ ATTENTION_LSE = "attention_lse"
 ATTENTION_RESIDUAL = "attention_residual"
 GATE = "gate"
 UP = "up"
+LORA_HIDDEN = "lora_hidden"
 
 LAYER_VALUES = {
     LAYER_INPUT: "the residual stream that enters the layer [B, T, D]",
@@ -16,9 +17,10 @@ LAYER_VALUES = {
     KEY: "the key projection, before its norm and rotation [B, T, K·H]",
     VALUE: "the value projection [B, T, K·H]",
     ATTENTION_OUT: "attention's output, before its projection [B, T, N·H]",
-    ATTENTION_LSE: "attention's log-sum-exp, float32 [B, N, T]",
+    ATTENTION_LSE: "attention's log-sum-exp, float32, as large as [B, N, T]; only fused backends have it",
     ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]",
     GATE: "the gate projection of the feed-forward [B, T, F]",
     UP: "the up projection of the feed-forward [B, T, F]",
+    LORA_HIDDEN: "the adapters' inputs projected to their rank, one for every adapter [B, T, R]",
 }
 """Every name with what it is."""

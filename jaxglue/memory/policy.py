@@ -1,55 +1,124 @@
-"""Which values of a decoder layer are kept for the backward pass; the rest is computed again."""
+"""Which values of a decoder layer are kept for the backward pass, where, and which are computed again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 
-from jaxglue.memory import names
+from jaxglue.memory.names import LAYER_INPUT, LAYER_VALUES
 
-_DOTS = (
-    names.QUERY,
-    names.KEY,
-    names.VALUE,
-    names.ATTENTION_OUT,
-    names.ATTENTION_LSE,
-    names.ATTENTION_RESIDUAL,
-    names.GATE,
-    names.UP,
-)
+_INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
+
+
+def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
+    if unknown := sorted((saved | offloaded) - set(LAYER_VALUES)):
+        raise ValueError(f"remat names unknown values {', '.join(unknown)}: use {', '.join(LAYER_VALUES)}")
+    if both := sorted(saved & offloaded):
+        raise ValueError(f"remat both saves and offloads {', '.join(both)}: choose one")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RematPolicy:
-    """What a layer keeps beside its input."""
+    """What a layer leaves behind for its backward pass; the layer's input always, on the device or on the host."""
 
-    name: str
     saved: frozenset[str] | None
-    """Names kept on the device; None keeps whatever differentiation asks for."""
+    """Values kept on the device beside the layer's input; None keeps whatever differentiation asks for."""
+    offloaded: frozenset[str] = frozenset()
+    """Values kept in pinned host memory."""
+
+    def __post_init__(self):
+        _check_values(self.saved or frozenset(), self.offloaded)
+        if self.saved is None and (inner := sorted(self.offloaded - {LAYER_INPUT})):
+            raise ValueError(
+                f"remat none keeps unnamed values, so {', '.join(inner)} cannot be offloaded: start from dots instead"
+            )
+
+    @property
+    def offloads_input(self) -> bool:
+        """Whether the layer's input waits for the backward pass on the host."""
+        return LAYER_INPUT in self.offloaded
+
+    @property
+    def offloads_residuals(self) -> bool:
+        """Whether anything from inside the layer goes to the host."""
+        return bool(self.offloaded - {LAYER_INPUT})
 
     def wrap(self, layer: Callable) -> Callable:
-        """The layer under `jax.checkpoint` with this policy."""
+        """The layer under `jax.checkpoint`, everything kept staying on the device."""
+        return self._checkpoint(layer, jax.checkpoint_policies.save_only_these_names(*self._inner))
+
+    def wrap_with_offload(self, layer: Callable) -> Callable:
+        """The layer under `jax.checkpoint`, with the copies to and from the host as part of the program."""
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=sorted((self.saved or frozenset()) & _INTERMEDIATES),
+            names_which_can_be_offloaded=sorted(self.offloaded & _INTERMEDIATES),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return self._checkpoint(layer, policy)
+
+    @property
+    def _inner(self) -> list[str]:
+        return sorted(((self.saved or frozenset()) | self.offloaded) & _INTERMEDIATES)
+
+    def _checkpoint(self, layer: Callable, policy: Callable) -> Callable:
         if self.saved is None:
             return layer
-        policy = jax.checkpoint_policies.save_only_these_names(*sorted(self.saved))
         # A layer is differentiated inside one jit of its own: there is no forward pass to merge the recomputation with.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
+    def __str__(self) -> str:
+        """The text that `parse_policy` reads as this policy."""
+        for name, preset in PRESETS.items():
+            if self == preset:
+                return name
+        base = ["none"] if self.saved is None else []
+        clauses = [("offload", self.offloaded), ("save", self.saved or frozenset())]
+        return "; ".join(base + [f"{verb}:{','.join(_ordered(names))}" for verb, names in clauses if names])
+
 
 PRESETS = {
-    "none": RematPolicy(name="none", saved=None),
-    "dots": RematPolicy(name="dots", saved=frozenset(_DOTS)),
-    "full": RematPolicy(name="full", saved=frozenset()),
+    "none": RematPolicy(saved=None),
+    "dots": RematPolicy(saved=_INTERMEDIATES),
+    "full": RematPolicy(saved=frozenset()),
+    "offload": RematPolicy(saved=frozenset(), offloaded=frozenset({LAYER_INPUT})),
 }
-"""none keeps everything, dots the results of matmuls and attention, full only the layer's input."""
+"""none keeps everything; dots the results of matmuls and attention; full the layer's input only; offload the same on
+the host."""
 
 
 def parse_policy(text: str) -> RematPolicy:
-    """The policy of this name.
+    """The policy of a text like `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
+
+    A preset may come first (full unless given); `save:` keeps values on the device, `offload:` on the host.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown preset, verb or value, or a value named twice.
     """
-    if text not in PRESETS:
-        raise ValueError(f"remat policy {text!r} is unknown: use one of {', '.join(PRESETS)}")
-    return PRESETS[text]
+    clauses = [clause.strip() for clause in text.split(";") if clause.strip()]
+    policy = PRESETS["full"]
+    if clauses and ":" not in clauses[0]:
+        policy = _preset(clauses.pop(0), text)
+    names = {"save": set[str](), "offload": set[str]()}
+    for clause in clauses:
+        verb, _, values = clause.partition(":")
+        if verb.strip() not in names:
+            raise ValueError(f"remat {text!r}: {clause!r} must be save:NAME,… or offload:NAME,…")
+        names[verb.strip()] |= {value.strip() for value in values.split(",") if value.strip()}
+    saved, offloaded = frozenset(names["save"]), frozenset(names["offload"])
+    _check_values(saved, offloaded)
+    kept = None if policy.saved is None else (policy.saved | saved) - offloaded - {LAYER_INPUT}
+    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved)
+
+
+def _preset(name: str, text: str) -> RematPolicy:
+    if name not in PRESETS:
+        presets = ", ".join(PRESETS)
+        raise ValueError(
+            f"remat policy {text!r} is unknown: use one of {presets}, or name values with save:… and offload:…"
+        )
+    return PRESETS[name]
+
+
+def _ordered(names: frozenset[str]) -> list[str]:
+    return [name for name in LAYER_VALUES if name in names]

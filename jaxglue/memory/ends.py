@@ -1,0 +1,75 @@
+"""What comes before and after the layers: embedding and rotary tables, final norm, output projection and loss."""
+
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from jaxglue.data.batch import Batch
+from jaxglue.losses import linear_cross_entropy
+from jaxglue.memory.layer import add_trees
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import PackedContext
+from jaxglue.parameters import ModelStructure, Tree, merge_module
+from jaxglue.rope import rope_tables
+
+
+class EndFunctions:
+    """Compiled functions around the stack of layers; every tree argument is the whole model's."""
+
+    def __init__(self, structure: ModelStructure, config: DecoderConfig, *, dtype, attention: str):
+        self._structure, self._config, self._dtype, self._attention = structure, config, dtype, attention
+        self.head_parts = ("norm", "embed_tokens" if structure.lm_head is None else "lm_head")
+        self._enter = jax.jit(self._embed_and_rope)
+        self._embed_backward = jax.jit(self._embed_gradients, donate_argnames="accumulated")
+        self._head_loss = jax.jit(self._loss)
+        self._head_backward = jax.jit(self._loss_and_gradients, donate_argnames=("x", "accumulated"))
+        self.functions = (self._enter, self._embed_backward, self._head_loss, self._head_backward)
+
+    def enter(
+        self, trainable: Tree, frozen: Tree, batch: Batch, key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "B T D"], list[PackedContext]]:
+        """Embeds the tokens; every layer's context differs in its dropout key only."""
+        x, cos, sin, keys = self._enter(trainable["embed_tokens"], frozen["embed_tokens"], batch, key)
+        shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
+        return x, [PackedContext(**shared, dropout_key=layer_key) for layer_key in keys]
+
+    def embed_backward(self, trainable: Tree, batch: Batch, dx: Float[Array, "B T D"], accumulated: Tree) -> Tree:
+        """`accumulated` of the embedding plus its gradient, where it trains."""
+        return self._embed_backward(trainable["embed_tokens"], batch, dx, accumulated)
+
+    def loss(self, trainable: Tree, frozen: Tree, x: Float[Array, "B T D"], batch: Batch, scale) -> Float[Array, ""]:
+        """scale · Σ loss of the last layer's output."""
+        return self._head_loss(self._head(trainable), self._head(frozen), x, batch, scale)
+
+    def head_backward(self, trainable: Tree, frozen: Tree, x: Float[Array, "B T D"], batch: Batch, scale, sums: Tree):
+        """(loss, dx, the head's parts of `sums` plus gradients); x is donated."""
+        return self._head_backward(self._head(trainable), self._head(frozen), x, batch, scale, self._head(sums))
+
+    def _head(self, tree: Tree) -> Tree:
+        """The final norm and the output projection's part of a tree, tied or not."""
+        return {name: tree[name] for name in self.head_parts}
+
+    def _embed_and_rope(self, trainable: Tree, frozen: Tree, batch: Batch, key):
+        x = merge_module(self._structure.embed_tokens, trainable, frozen)(batch.tokens, self._dtype)
+        cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
+        count = len(self._structure.layers)
+        return x, cos, sin, [None] * count if key is None else list(jax.random.split(key, count))
+
+    def _embed_gradients(self, trainable: Tree, batch: Batch, dx, accumulated: Tree | None) -> Tree:
+        def embed(trainable):
+            return merge_module(self._structure.embed_tokens, trainable)(batch.tokens, self._dtype)
+
+        if not trainable:
+            return {}
+        (gradients,) = jax.vjp(embed, trainable)[1](dx)
+        return add_trees(accumulated, gradients)
+
+    def _loss(self, trainable: Tree, frozen: Tree, x, batch: Batch, scale):
+        graphs = {"norm": self._structure.norm, self.head_parts[1]: self._structure.output}
+        norm, output = (merge_module(graphs[name], trainable[name], frozen[name]) for name in self.head_parts)
+        flat = norm(x).reshape(-1, x.shape[-1])
+        loss = linear_cross_entropy(flat, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel())
+        return loss * scale
+
+    def _loss_and_gradients(self, trainable, frozen, x, batch, scale, accumulated):
+        loss, (gradients, dx) = jax.value_and_grad(self._loss, argnums=(0, 2))(trainable, frozen, x, batch, scale)
+        return loss, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self.head_parts}

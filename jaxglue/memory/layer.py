@@ -1,0 +1,91 @@
+"""The compiled forward and backward of one layer type, and what passes between them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxglue.memory.policy import RematPolicy
+from jaxglue.models.context import PackedContext
+from jaxglue.parameters import Tree, merge_module
+
+_ARGUMENT, _SAVED, _OFFLOADED = range(3)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Residuals:
+    """What a layer's backward pass needs beyond the forward pass's own arguments."""
+
+    saved: list[Array]
+    offloaded: list[Array]
+    """Those that the policy sends to the host."""
+    treedef: Any = field(metadata={"static": True})
+    sources: tuple[tuple[int, int], ...] = field(metadata={"static": True})
+    """For every leaf of the vjp function where it is: (argument, saved or offloaded; index there)."""
+
+    def with_offloaded(self, offloaded: list[Array]) -> "Residuals":
+        """The same with copies of the offloaded values."""
+        return replace(self, offloaded=offloaded)
+
+
+class LayerFunctions:
+    """The compiled forward and backward of one layer type under one policy."""
+
+    def __init__(self, graph, policy: RematPolicy):
+        self._graph = graph
+        self.policy = policy
+        self.forward = jax.jit(self._forward)
+        self.backward = jax.jit(self._backward, donate_argnames=("dy", "accumulated"))
+        self.apply = jax.jit(self._apply)
+
+    def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+        return merge_module(self._graph, trainable, frozen)(x, context)
+
+    def _forward(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+        """(y, residuals): weights and context are not differentiated and never copied into the residuals."""
+
+        def layer(trainable, x):
+            return self.policy.wrap(self._apply)(trainable, frozen, x, context)
+
+        y, vjp = jax.vjp(layer, trainable, x)
+        leaves, treedef = jax.tree.flatten(vjp)
+        arguments = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trainable, frozen, x, context)))}
+        on_host = (
+            self._on_host(trainable, frozen, x, context) if self.policy.offloads_residuals else [False] * len(leaves)
+        )
+        kept: dict[int, list[Array]] = {_SAVED: [], _OFFLOADED: []}
+        sources = []
+        for leaf, offload in zip(leaves, on_host, strict=True):
+            if id(leaf) in arguments:
+                sources.append((_ARGUMENT, arguments[id(leaf)]))
+                continue
+            place = _OFFLOADED if offload else _SAVED
+            sources.append((place, len(kept[place])))
+            kept[place].append(leaf)
+        return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources))
+
+    def _on_host(self, trainable, frozen, x, context) -> list[bool]:
+        """For every leaf of the vjp function whether the policy offloads it: whether `jax.checkpoint` itself would."""
+
+        def residuals(trainable, x):
+            layer = self.policy.wrap_with_offload(self._apply)
+            vjp = jax.vjp(lambda trainable, x: layer(trainable, frozen, x, context), trainable, x)[1]
+            return jax.tree.leaves(vjp)
+
+        avals = jax.make_jaxpr(residuals)(trainable, x).out_avals
+        return [aval.memory_space == jax.memory.Space.Host for aval in avals]
+
+    def _backward(self, residuals: Residuals, trainable, frozen, x, context, dy, accumulated):
+        """(dx, accumulated + dtrainable, a scalar that is there when the layer is done)."""
+        places = (jax.tree.leaves((trainable, frozen, x, context)), residuals.saved, residuals.offloaded)
+        leaves = [places[place][index] for place, index in residuals.sources]
+        dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
+        return dx, add_trees(accumulated, dtrainable), dx[(0,) * dx.ndim]
+
+
+def add_trees(accumulated: Tree | None, gradients: Tree) -> Tree:
+    """The sum, or the gradients alone where nothing has been accumulated."""
+    return gradients if accumulated is None else jax.tree.map(jnp.add, accumulated, gradients)

@@ -1,0 +1,73 @@
+"""Copies between a device and its pinned host memory, ordered by the program that asks for them."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+PINNED = "pinned_host"
+
+
+def check_pinned_memory(device: jax.Device) -> None:
+    """Raises ValueError when arrays cannot be kept in pinned memory beside this device."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if PINNED not in kinds:
+        raise ValueError(
+            f"{device.device_kind} has no pinned host memory in JAX (it has {', '.join(kinds)}): "
+            "choose a remat policy without offload, and weights on the device"
+        )
+
+
+def to_host(tree: Any) -> Any:
+    """Starts copying a tree's arrays to pinned host memory; sharded arrays keep their sharding."""
+    return _move(tree, PINNED)
+
+
+def to_device(tree: Any) -> Any:
+    """Starts copying those of a tree's arrays that are on the host back to the device."""
+    return _move(tree, "device")
+
+
+def _move(tree: Any, kind: str) -> Any:
+    """One batch of copies. Named by shardings: `jax.memory.Space` would make each a program of the compute stream."""
+    leaves, treedef = jax.tree.flatten(tree)
+    moving = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
+    arrays = [leaves[i] for i in moving]
+    shardings = [array.sharding.with_memory_kind(kind) for array in arrays]
+    for i, array in zip(moving, jax.device_put(arrays, shardings), strict=True):
+        leaves[i] = array
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def commit(tree: Any) -> Any:
+    """The tree with every array bound to its devices, without a copy.
+
+    Arrays that have been to the host are bound; were others not, the same program would be compiled once for each.
+    """
+    return jax.tree.map(lambda a: a if getattr(a, "committed", True) else jax.device_put(a, a.sharding), tree)
+
+
+def prefetch[Item](fetches: Iterable[Callable[[], Item]], depth: int) -> Iterator[Item]:
+    """The results of `fetches` in order, each asked for before the one `depth` places earlier is handed out."""
+    asked: deque[Item] = deque()
+    for fetch in fetches:
+        asked.append(fetch())
+        if len(asked) > depth:
+            yield asked.popleft()
+    while asked:
+        yield asked.popleft()
+
+
+class RunAhead:
+    """Holds the program back so that it asks for device memory only a few layers before the device gets there."""
+
+    def __init__(self, layers: int):
+        self._layers = layers
+        self._dispatched: deque[Any] = deque()
+
+    def add(self, result: Any) -> None:
+        """Notes a dispatched layer by one of its results; waits until at most `layers` are not done."""
+        self._dispatched.append(result)
+        if len(self._dispatched) > self._layers:
+            jax.block_until_ready(self._dispatched.popleft())
