@@ -1,0 +1,49 @@
+# make train   trains the quickstart's adapter; RECIPE=my.toml trains yours
+# make test    runs the tests that need no GPU
+# make check   checks formatting, lint and types
+# make bench   runs the benchmarks that this machine can run
+# make clean   removes the environment and caches, but no runs
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 12))
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3; do \
+	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+RECIPE ?= scripts/configs/quickstart.toml
+# nvidia-smi lists GPUs only where their driver answers.
+GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | head -n 1)
+PACKAGE := .$(if $(GPU),[cuda13])
+PIP := .venv/bin/pip install --quiet --disable-pip-version-check
+
+.PHONY: train test check bench clean
+
+train: .venv/installed
+	.venv/bin/python scripts/train.py --config $(RECIPE)
+
+test: .venv/dev
+	JAX_PLATFORMS=cpu .venv/bin/pytest -n 2 -m "not gpu"
+
+check: .venv/dev
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/mypy
+
+bench: .venv/installed
+ifdef GPU
+	.venv/bin/python benchmarks/finetune.py --scratch runs/benchmarks
+else
+	@echo "Nothing to run here: benchmarks/finetune.py measures NVIDIA GPUs, and nvidia-smi lists none."
+endif
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+.venv/installed: pyproject.toml
+	@'$(PYTHON)' -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+		echo "error: jaxglue needs Python 3.12 or newer, and $(or $(PYTHON),python3) is not." \
+			"Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	'$(PYTHON)' -m venv .venv
+	$(PIP) --editable '$(PACKAGE)'
+	@touch $@
+
+.venv/dev: .venv/installed
+	$(PIP) --editable '.[dev]'
+	@touch $@

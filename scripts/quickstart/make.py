@@ -1,0 +1,152 @@
+"""Writes the quickstart's chats, and the tokenizer of its small model: `python scripts/quickstart/make.py`.
+
+The chats are short questions whose answers follow a pattern, some of them with a system message that changes the
+answer's form. Seeded: the same files every time.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATS = 1000
+VOCABULARY = 1024
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+CAPITALS = {
+    "Canada": "Ottawa",
+    "Egypt": "Cairo",
+    "France": "Paris",
+    "Germany": "Berlin",
+    "Greece": "Athens",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Kenya": "Nairobi",
+    "Norway": "Oslo",
+    "Peru": "Lima",
+    "Portugal": "Lisbon",
+    "Spain": "Madrid",
+}
+COLOURS = {
+    "a lemon": "yellow",
+    "grass": "green",
+    "snow": "white",
+    "coal": "black",
+    "the sky": "blue",
+    "a ripe tomato": "red",
+    "a carrot": "orange",
+    "chocolate": "brown",
+}
+OPPOSITES = {
+    "hot": "cold",
+    "big": "small",
+    "fast": "slow",
+    "high": "low",
+    "light": "dark",
+    "wet": "dry",
+}
+UNITS = {
+    "metres": ("centimetres", 100),
+    "kilometres": ("metres", 1000),
+    "hours": ("minutes", 60),
+    "weeks": ("days", 7),
+    "dozens": ("pieces", 12),
+}
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+STYLES: dict[str, Callable[[str, str], str]] = {
+    "": lambda sentence, word: sentence,
+    "Answer in one word.": lambda sentence, word: word,
+}
+"""System messages, and what becomes of an answer's full sentence and of its key word."""
+
+HELD_OUT = {"What is the capital of Japan?", "How many minutes are 3 hours?", "What is 3 plus 4?"}
+"""Asked before and after training: the chats have these facts in other words only."""
+
+Question = tuple[list[str], str, str]
+"""Ways to ask, the full answer and its key word."""
+
+
+def capital(rng: random.Random) -> Question:
+    country, city = rng.choice(list(CAPITALS.items()))
+    ask = [f"What is the capital of {country}?", f"Which city is the capital of {country}?", f"Capital of {country}?"]
+    return ask, f"Its capital is {city}.", city
+
+
+def colour(rng: random.Random) -> Question:
+    thing, name = rng.choice(list(COLOURS.items()))
+    return [f"What colour is {thing}?", f"Tell me the colour of {thing}."], f"Its colour is {name}.", name
+
+
+def opposite(rng: random.Random) -> Question:
+    pair = list(rng.choice(list(OPPOSITES.items())))
+    rng.shuffle(pair)
+    ask = [f"What is the opposite of {pair[0]}?", f"Name the opposite of {pair[0]}."]
+    return ask, f"The opposite is {pair[1]}.", pair[1]
+
+
+def following_day(rng: random.Random) -> Question:
+    index = rng.randrange(7)
+    day, after = DAYS[index], DAYS[(index + 1) % 7]
+    return [f"Which day comes after {day}?", f"What day follows {day}?"], f"The next day is {after}.", after
+
+
+def conversion(rng: random.Random) -> Question:
+    count, (unit, (smaller, factor)) = rng.randint(2, 5), rng.choice(list(UNITS.items()))
+    ask = [f"How many {smaller} are {count} {unit}?", f"Convert {count} {unit} to {smaller}."]
+    return ask, f"That is {count * factor} {smaller}.", str(count * factor)
+
+
+def addition(rng: random.Random) -> Question:
+    a, b = rng.randint(1, 5), rng.randint(1, 5)
+    return [f"What is {a} plus {b}?", f"Add {a} and {b}."], f"The sum is {a + b}.", str(a + b)
+
+
+KINDS = [capital, colour, opposite, following_day, conversion, addition]
+
+
+def make_chat(rng: random.Random) -> list[dict[str, str]]:
+    """One to three questions with their answers, perhaps after a system message."""
+    style = rng.choice(["", *STYLES])
+    messages = [{"role": "system", "content": style}] if style else []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        ask, sentence, word = rng.choice(KINDS)(rng)
+        messages.append({"role": "user", "content": rng.choice([text for text in ask if text not in HELD_OUT])})
+        messages.append({"role": "assistant", "content": STYLES[style](sentence, word)})
+    return messages
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with a ChatML template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def main(folder: Path = Path(__file__).parent) -> None:
+    """Writes chats.jsonl and the tokenizer of model/ into the folder."""
+    rng = random.Random(0)
+    chats = [make_chat(rng) for _ in range(CHATS)]
+    lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats]
+    (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
+    texts = [message["content"] for chat in chats for message in chat]
+    train_tokenizer([*texts, "user\nassistant\nsystem\n"]).save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    main()

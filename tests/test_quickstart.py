@@ -1,0 +1,57 @@
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+from jaxglue.cli import load_config
+from jaxglue.data import load_tokenizer, prepare_data
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.models import config_from_hf
+from jaxglue.training.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def folder(request):
+    return request.config.rootpath / "scripts" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def recipe(folder):
+    return load_config(TrainConfig, folder.parent / "configs" / "quickstart.toml")
+
+
+@pytest.fixture(scope="module")
+def made(folder, tmp_path_factory):
+    """A folder that the script has just written."""
+    spec = importlib.util.spec_from_file_location("make", folder / "make.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    fresh = tmp_path_factory.mktemp("quickstart")
+    make.main(fresh)
+    return fresh
+
+
+def test_the_script_writes_the_files_that_the_repository_ships(folder, made):
+    assert (made / "chats.jsonl").read_bytes() == (folder / "chats.jsonl").read_bytes()
+    shipped, fresh = (load_tokenizer(place / "model") for place in (folder, made))
+    assert fresh.get_vocab() == shipped.get_vocab()
+    assert fresh.chat_template == shipped.chat_template
+
+
+def test_the_recipe_fits_its_model_and_data(folder, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent.parent)
+    model = config_from_hf(read_config(recipe.model.model))
+    tokenizer = load_tokenizer(recipe.model.model)
+    assert len(tokenizer) == model.vocab_size
+    assert recipe.data.seq_len <= model.max_position_embeddings
+    data = prepare_data(dataclasses.replace(recipe.data, cache_dir=str(tmp_path)), tokenizer, model.vocab_size)
+    assert data.report.truncated == data.report.dropped == 0
+    assert data.eval is not None
+
+
+def test_sample_prompts_are_not_trained_on(folder, recipe):
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").open(encoding="utf-8")]
+    asked = {message["content"] for chat in chats for message in chat if message["role"] == "user"}
+    assert recipe.run.sample_prompt
+    assert not asked & set(recipe.run.sample_prompt)
