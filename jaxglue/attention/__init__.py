@@ -1,5 +1,6 @@
 """Packed attention: one public function, several backends with one meaning."""
 
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.attention.backends import BACKENDS, AttentionShape, BackendChoice, choose_backend, compute_capability
@@ -49,11 +50,13 @@ def packed_attention(
     _check(q, k, v, segments, window, sinks, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     capability = compute_capability()
-    choice = choose_backend(_shape(q, k, segments, window), backend=backend, capability=capability)
+    shape = _shape(q, k, segments, window)
+    choice = choose_backend(shape, backend=backend, capability=capability)
     if choice.name == "reference":
-        return reference_attention(q, k, v, segments, window=window, sinks=sinks, scale=scale)
+        out = reference_attention(q, k, v, segments, window=window, sinks=sinks, scale=scale)
+        return checkpoint_name(out, OUT_NAME)
     assert capability is not None
-    spec = FlashSpec(backend=_fused(choice.name, capability, q.shape[-1]), window=window, scale=scale)
+    spec = FlashSpec(backend=_fused(choice.name, shape, q.shape[1], capability), window=window, scale=scale)
     return flash_attention(spec, q, k, v, sinks, segments)
 
 
@@ -68,7 +71,7 @@ def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> 
     )
 
 
-def _fused(name: str, capability: tuple[int, int], head_dim: int) -> FusedBackend:
+def _fused(name: str, shape: AttentionShape, tokens: int, capability: tuple[int, int]) -> FusedBackend:
     """The backend's object; imported here, because only GPU installations have what it needs."""
     if name == "cudnn":
         from jaxglue.attention.cudnn import CudnnBackend
@@ -77,9 +80,9 @@ def _fused(name: str, capability: tuple[int, int], head_dim: int) -> FusedBacken
     from jaxglue.attention.tiles import kernel_tiles
     from jaxglue.attention.triton import TritonBackend
 
-    return TritonBackend(
-        tiles=kernel_tiles(capability, head_dim), compute_capability=10 * capability[0] + capability[1]
-    )
+    mean_length = tokens // shape.segment_slots
+    tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, mean_length=mean_length)
+    return TritonBackend(tiles=tiles, compute_capability=10 * capability[0] + capability[1])
 
 
 def _check(q, k, v, segments, window, sinks, scale) -> None:
@@ -91,8 +94,6 @@ def _check(q, k, v, segments, window, sinks, scale) -> None:
         raise ValueError(f"k must be [B, T, K, H] = [{B}, {T}, K, {H}] to fit q, got shape {k.shape}")
     if v.shape != k.shape:
         raise ValueError(f"v must have k's shape {k.shape}, got {v.shape}")
-    if N % k.shape[2]:
-        raise ValueError(f"q's heads must be a multiple of k's, got {N} and {k.shape[2]}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if segments.starts.shape != (B, T):

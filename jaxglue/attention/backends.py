@@ -24,10 +24,11 @@ class AttentionShape:
     """S of `PackedSegments`: 1 when every row is one segment."""
     window: int | None = None
 
-    @property
-    def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.query_heads // self.kv_heads
+    def __post_init__(self):
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key/value heads, got {self.query_heads} and {self.kv_heads}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,6 @@ def why_not_triton(shape: AttentionShape, capability: tuple[int, int] | None) ->
         return "jax-triton is not installed: pip install 'jaxglue[cuda13]'"
     if shape.head_dim not in HEAD_DIMS:
         return f"head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {shape.head_dim}"
-    if shape.group > 32:
-        return f"at most 32 query heads may share a key/value head, got {shape.group}"
     return _why_not_half(shape)
 
 

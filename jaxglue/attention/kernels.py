@@ -4,19 +4,22 @@ FlashAttention-2 (Dao 2023, arXiv:2307.08691) over packed rows. Two things are p
 
 - A program reads the range of its loop with one scalar load from `starts` or `ends`, so tiles outside a segment or a
   window cost nothing, forward and backward. Only tiles that cross a boundary evaluate the mask.
-- A tile of queries holds BLOCK_M // G tokens with all G query heads of a key/value head. Short segments and windows
-  waste less of a tile, and the gradients of a key sum over the group inside the program: no atomics, so the result
-  is deterministic.
+- A tile of queries holds P of the G query heads that share a key/value head for BLOCK_M // P tokens. Short segments
+  and windows waste less of a tile, and the gradient of a key sums over the group inside one program: no atomics, so
+  the result is deterministic.
 
-Layout: q, out, dout, dq [B, T, K·G, H]; k, v, dk, dv [B, T, K, H]; lse, delta [B, K, T, G] float32, lse in natural
-units. A row has fewer than 2³¹ elements per tile; offsets to a tile are 64-bit.
+Layout: q, out, dout, dq [B, T, N, H]; k, v, dk, dv [B, T, K, H]; lse, delta [B, N // P, T, P] float32, lse in natural
+units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (compute capability ≥ 9.0), what a loop
+loads comes through TMA, which takes the address arithmetic out of the registers.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-MASKED = tl.constexpr(-1.0e30)  # finite: a row that has seen nothing yet is wiped by its first real key, without NaNs
+# Finite, so that what a row gathers before its first visible key is wiped without NaNs when that key comes. A power of
+# two, so that its scaling is exact: a fused multiply-add could otherwise leave the rounding error, 1e22, as exponent.
+MASKED = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
@@ -29,167 +32,177 @@ def _first_visible(starts, tokens, T: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(base, offsets, rows, columns, H: tl.constexpr):
-    """A [rows, columns] tile; zeros where `rows` is False and in columns past the head dim."""
-    if columns.shape[0] == H:
-        return tl.load(base + offsets, mask=rows[:, None], other=0.0)
-    return tl.load(base + offsets, mask=rows[:, None] & (columns < H)[None, :], other=0.0)
+def _tile(row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
+          PACK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    """(base, offsets, mask) of the tile [TOKENS·PACK, BLOCK_H] that begins at a token and head of [B, T, HEADS, H]."""
+    lane, column = tl.arange(0, TOKENS * PACK), tl.arange(0, BLOCK_H)
+    base = ((row * T + token) * HEADS + head) * H
+    offsets = ((lane // PACK) * (HEADS * H) + (lane % PACK) * H)[:, None] + column[None, :]
+    mask = (token + lane // PACK < T)[:, None]
+    if H < BLOCK_H:
+        mask = mask & (column < H)[None, :]
+    return base, offsets, mask
 
 
 @triton.jit
-def _store_tile(base, offsets, rows, columns, tile, H: tl.constexpr):
-    mask = rows[:, None] & (columns < H)[None, :]
-    tl.store(base + offsets, tile.to(base.dtype.element_ty), mask=mask)
+def _load(source, row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
+          PACK: tl.constexpr, BLOCK_H: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """A tile, by pointer or descriptor; zeros past the head dim, zeros or another row's tokens past the row."""
+    if DESCRIPTOR:
+        return source.load([(row * T + token).to(tl.int32), head, 0]).reshape(TOKENS * PACK, BLOCK_H)
+    else:
+        base, offsets, mask = _tile(row, token, head, T, HEADS, H, TOKENS, PACK, BLOCK_H)
+        return tl.load(source + base + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(target, value, row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
+           TOKENS: tl.constexpr, PACK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    base, offsets, mask = _tile(row, token, head, T, HEADS, H, TOKENS, PACK, BLOCK_H)
+    tl.store(target + base + offsets, value.to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def forward_kernel(
     q, k, v, sinks, starts, out, lse,
-    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one tile of queries; grid (query tiles, K, B)."""
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Output and log-sum-exp of one tile of queries; grid (query tiles, N // P, B)."""
+    pack, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles of a long segment have most to do: first
-    TOKENS: tl.constexpr = BLOCK_M // G
+    N: tl.constexpr = K * G
+    TOKENS: tl.constexpr = BLOCK_M // P
+    head, kv_head = pack * P, pack * P // G
     first = tile * TOKENS
     last = tl.minimum(first + TOKENS, T) - 1
-    lane, columns, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
-    tokens = first + lane // G
-    valid = (lane < TOKENS * G) & (tokens < T)
+    lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    tokens = first + lane // P
     starts += row * T
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
-
-    q_base = ((row * T + first) * K + head) * G * H
-    q_offsets = ((lane // G) * (K * G * H) + (lane % G) * H)[:, None] + columns[None, :]
-    q_tile = _load_tile(q + q_base, q_offsets, valid, columns, H)
-    kv_offsets = slots[:, None] * (K * H) + columns[None, :]
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
 
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
     if HAS_SINKS:
-        peak = tl.load(sinks + head * G + lane % G).to(tl.float32) * LOG2_E
+        peak = tl.load(sinks + head + lane % P).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.full((BLOCK_M, BLOCK_H), 0.0, tl.float32)
     for j in range(low, last + 1, BLOCK_N):
-        keys = j + slots
-        base = ((row * T + j) * K + head) * H
-        k_tile = _load_tile(k + base, kv_offsets, keys < T, columns, H)
+        k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         if (j < all_low) | (j + BLOCK_N - 1 > first):
+            keys = j + slots
             visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
             scores = tl.where(visible, scores, MASKED)
         new_peak = tl.maximum(peak, tl.max(scores, 1) * (SCALE * LOG2_E))
         weights = tl.exp2(scores * (SCALE * LOG2_E) - new_peak[:, None])
         alpha = tl.exp2(peak - new_peak)
         total = total * alpha + tl.sum(weights, 1)
-        v_tile = _load_tile(v + base, kv_offsets, keys < T, columns, H)
+        v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         peak = new_peak
 
-    seen = lows <= tokens
-    acc = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
-    log_sum = tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) / LOG2_E, 0.0)
-    _store_tile(out + q_base, q_offsets, valid, columns, acc, H)
-    tl.store(lse + ((row * K + head) * T + first) * G + lane, log_sum, mask=valid)
+    seen = (lows <= tokens) & (tokens < T)
+    total = tl.where(seen, total, 1.0)
+    acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
+    _store(out, acc, row, first, head, T, N, H, TOKENS, P, BLOCK_H)
+    log_sum = tl.where(seen, (peak + tl.log2(total)) / LOG2_E, 0.0)
+    tl.store(lse + ((row * (N // P) + pack) * T + first) * P + lane, log_sum, mask=tokens < T)
 
 
 @triton.jit
 def dq_kernel(
     q, k, v, starts, out, lse, dout, dq, delta,
-    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles, K, B)."""
-    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Gradient of one tile of queries, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles, N // P, B)."""
+    pack, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    TOKENS: tl.constexpr = BLOCK_M // G
+    N: tl.constexpr = K * G
+    TOKENS: tl.constexpr = BLOCK_M // P
+    head, kv_head = pack * P, pack * P // G
     first = tile * TOKENS
     last = tl.minimum(first + TOKENS, T) - 1
-    lane, columns, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
-    tokens = first + lane // G
-    valid = (lane < TOKENS * G) & (tokens < T)
+    lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    tokens = first + lane // P
     starts += row * T
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
-
-    q_base = ((row * T + first) * K + head) * G * H
-    q_offsets = ((lane // G) * (K * G * H) + (lane % G) * H)[:, None] + columns[None, :]
-    q_tile = _load_tile(q + q_base, q_offsets, valid, columns, H)
-    dout_tile = _load_tile(dout + q_base, q_offsets, valid, columns, H)
-    out_tile = _load_tile(out + q_base, q_offsets, valid, columns, H)
-    stats = ((row * K + head) * T + first) * G + lane
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
+    dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
+    out_tile = _load(out, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
+    stats = ((row * (N // P) + pack) * T + first) * P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    tl.store(delta + stats, row_delta, mask=valid)
-    row_lse = tl.load(lse + stats, mask=valid, other=0.0) * LOG2_E
-    kv_offsets = slots[:, None] * (K * H) + columns[None, :]
+    tl.store(delta + stats, row_delta, mask=tokens < T)
+    row_lse = tl.load(lse + stats, mask=tokens < T, other=0.0) * LOG2_E
 
     acc = tl.full((BLOCK_M, BLOCK_H), 0.0, tl.float32)
     for j in range(low, last + 1, BLOCK_N):
-        keys = j + slots
-        base = ((row * T + j) * K + head) * H
-        k_tile = _load_tile(k + base, kv_offsets, keys < T, columns, H)
-        v_tile = _load_tile(v + base, kv_offsets, keys < T, columns, H)
+        k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+        v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
         if (j < all_low) | (j + BLOCK_N - 1 > first):
+            keys = j + slots
             visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
             scores = tl.where(visible, scores, MASKED)
         weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None])
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
-    _store_tile(dq + q_base, q_offsets, valid, columns, acc * SCALE, H)
+    _store(dq, acc * SCALE, row, first, head, T, N, H, TOKENS, P, BLOCK_H)
 
 
 @triton.jit
 def dkdv_kernel(
     q, k, v, starts, ends, lse, delta, dout, dk, dv,
-    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values, summed over the group of query heads; grid (key tiles, K, B).
 
     Scores are held transposed, [keys, queries], so that no accumulator has to be.
     """
-    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    TOKENS: tl.constexpr = BLOCK_M // G
+    tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    N: tl.constexpr = K * G
+    TOKENS: tl.constexpr = BLOCK_M // P
     first = tile * BLOCK_N
     last = tl.minimum(first + BLOCK_N, T) - 1
-    lane, columns, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_N)
-    keys = first + slots
+    lane = tl.arange(0, BLOCK_M)
+    keys = first + tl.arange(0, BLOCK_N)
     starts += row * T
     ends += row * T
     stop, all_stop = tl.load(ends + last), tl.load(ends + first)
     if WINDOW > 0:
         stop, all_stop = tl.minimum(stop, last + WINDOW), tl.minimum(all_stop, first + WINDOW)
-
-    kv_base = ((row * T + first) * K + head) * H
-    kv_offsets = slots[:, None] * (K * H) + columns[None, :]
-    k_tile = _load_tile(k + kv_base, kv_offsets, keys < T, columns, H)
-    v_tile = _load_tile(v + kv_base, kv_offsets, keys < T, columns, H)
-    q_offsets = ((lane // G) * (K * G * H) + (lane % G) * H)[:, None] + columns[None, :]
+    k_tile = _load(k, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
+    v_tile = _load(v, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
 
     dk_acc = tl.full((BLOCK_N, BLOCK_H), 0.0, tl.float32)
     dv_acc = tl.full((BLOCK_N, BLOCK_H), 0.0, tl.float32)
-    for i in range(first, stop, TOKENS):
-        tokens = i + lane // G
-        valid = (lane < TOKENS * G) & (tokens < T)
-        base = ((row * T + i) * K + head) * G * H
-        stats = ((row * K + head) * T + i) * G + lane
-        q_tile = _load_tile(q + base, q_offsets, valid, columns, H)
-        dout_tile = _load_tile(dout + base, q_offsets, valid, columns, H)
-        row_lse = tl.load(lse + stats, mask=valid, other=0.0) * LOG2_E
-        row_delta = tl.load(delta + stats, mask=valid, other=0.0)
-        scores = tl.dot(k_tile, tl.trans(q_tile))
-        dweights = tl.dot(v_tile, tl.trans(dout_tile))
-        if (i < last) | (i + TOKENS > all_stop):
-            lows = _first_visible(starts, tokens, T, WINDOW)
-            visible = (keys[:, None] <= tokens[None, :]) & (keys[:, None] >= lows[None, :])
-            scores = tl.where(visible, scores, MASKED)
-        weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[None, :])
-        dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
-        dscores = weights * (dweights - row_delta[None, :])
-        dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
-    _store_tile(dk + kv_base, kv_offsets, keys < T, columns, dk_acc * SCALE, H)
-    _store_tile(dv + kv_base, kv_offsets, keys < T, columns, dv_acc, H)
+    for part in range(0, G // P):
+        pack = kv_head * (G // P) + part
+        for i in range(first, stop, TOKENS):
+            tokens = i + lane // P
+            stats = ((row * (N // P) + pack) * T + i) * P + lane
+            q_tile = _load(q, row, i, pack * P, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
+            dout_tile = _load(dout, row, i, pack * P, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
+            row_lse = tl.load(lse + stats, mask=tokens < T, other=0.0) * LOG2_E
+            row_delta = tl.load(delta + stats, mask=tokens < T, other=0.0)
+            scores = tl.dot(k_tile, tl.trans(q_tile))
+            dweights = tl.dot(v_tile, tl.trans(dout_tile))
+            if (i < last) | (i + TOKENS > all_stop):
+                lows = _first_visible(starts, tokens, T, WINDOW)
+                visible = (keys[:, None] <= tokens[None, :]) & (keys[:, None] >= lows[None, :])
+                scores = tl.where(visible, scores, MASKED)
+            weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[None, :])
+            dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
+            dscores = weights * (dweights - row_delta[None, :])
+            dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
+    _store(dk, dk_acc * SCALE, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H)
+    _store(dv, dv_acc, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H)

@@ -1,4 +1,7 @@
-"""Tile sizes of the Triton kernels: a fixed table per GPU generation, because autotuning is not kept between runs."""
+"""Tile sizes of the Triton kernels: a fixed table per GPU generation, because autotuning is not kept between runs.
+
+Measured on an H200; the other generations have sizes that fit their shared memory.
+"""
 
 from dataclasses import dataclass
 
@@ -30,31 +33,58 @@ def _tiles(*sizes: tuple[int, int, int, int]) -> KernelTiles:
     return KernelTiles(forward=forward, dq=dq, dkdv=dkdv)
 
 
-# Compute capability at least → head dim at most → (block_m, block_n, warps, stages) of forward, dq, dkdv.
-_FULL = {
-    (9, 0): {
-        64: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)),
-        128: _tiles((128, 128, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
-        256: _tiles((128, 64, 8, 2), (64, 64, 8, 1), (32, 64, 8, 1)),
-    },
-    (8, 0): {
-        64: _tiles((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
-        128: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
-        256: _tiles((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1)),
-    },
+Table = dict[int, KernelTiles]  # by the largest head dim; (block_m, block_n, warps, stages) of forward, dq, dkdv
+
+# Several small programs on a multiprocessor hide each other's start, which is most of the time of a short loop.
+_HOPPER: Table = {
+    64: _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: _tiles((64, 64, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2)),
+    256: _tiles((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
 }
-# With 99 KiB of shared memory per block instead of 163 or more.
-_SMALL_SHARED_MEMORY = {
+_HOPPER_WINDOW: Table = {
+    64: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3)),
+    128: _tiles((64, 32, 4, 3), (64, 32, 4, 2), (32, 64, 4, 3)),
+    256: _HOPPER[256],
+}
+_HOPPER_LONG: Table = {
+    64: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
+    128: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)),
+    256: _HOPPER[256],
+}
+_AMPERE: Table = {  # 164 KiB of shared memory in a block
+    64: _tiles((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    128: _tiles((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
+    256: _tiles((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1)),
+}
+_SMALL: Table = {  # 99 KiB: 8.6, 8.9, 12.x
     64: _tiles((128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
-    128: _tiles((64, 64, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
-    256: _tiles((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    128: _tiles((64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+    256: _tiles((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
+_SHORT_WINDOW = 512
+_LONG_SEGMENTS = 4096
 
 
-def kernel_tiles(compute_capability: tuple[int, int], head_dim: int) -> KernelTiles:
-    """The launch configurations for a GPU and a head dim up to 256."""
-    if compute_capability in ((8, 6), (8, 9), (12, 0), (12, 1)):
-        table = _SMALL_SHARED_MEMORY
-    else:
-        table = _FULL[9, 0] if compute_capability >= (9, 0) else _FULL[8, 0]
+def kernel_tiles(
+    compute_capability: tuple[int, int], head_dim: int, *, window: int | None = None, mean_length: int = 1024
+) -> KernelTiles:
+    """The launch configurations for a GPU and a head dim up to 256.
+
+    Args:
+        compute_capability: of the GPU, as (major, minor).
+        head_dim: H.
+        window: tokens that a query sees; None for all.
+        mean_length: tokens in a row per segment slot: long segments want large tiles.
+    """
+    table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, mean_length >= _LONG_SEGMENTS)
     return next(tiles for size, tiles in table.items() if head_dim <= size)
+
+
+def _table(compute_capability: tuple[int, int], short_window: bool, long_segments: bool) -> Table:
+    if compute_capability in ((8, 6), (8, 7), (8, 9)) or compute_capability >= (12, 0):
+        return _SMALL
+    if compute_capability < (9, 0):
+        return _AMPERE
+    if short_window:
+        return _HOPPER_WINDOW
+    return _HOPPER_LONG if long_segments else _HOPPER

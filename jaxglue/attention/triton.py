@@ -1,59 +1,84 @@
 """The Triton backend: launches of the kernels in `kernels.py`."""
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
+from jax_triton import triton_call
+from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
 from jaxtyping import Array, Float
 
 from jaxglue.attention import kernels
 from jaxglue.attention.flash import Gradients
 from jaxglue.attention.tiles import KernelTiles, Tiles
 
+# jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
+TensorDescMeta.__required_keys__ -= {"is_im2col"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TritonBackend:
-    """`FusedBackend` by our own kernels. lse is [B, K, T, G]: G query heads share each of K key/value heads."""
+    """`FusedBackend` by our own kernels. lse is [B, N/P, T, P]: tiles hold P query heads of one key/value head."""
 
     tiles: KernelTiles
     compute_capability: int
     """As Triton counts it: 90 for 9.0."""
 
+    @property
+    def descriptors(self) -> bool:
+        """Whether loops load through the tensor memory accelerator."""
+        return self.compute_capability >= 90
+
     def forward(self, q, k, v, sinks, segments, *, window, scale):
         """Returns (out, lse)."""
-        sizes = _Sizes.of(q, k)
-        out_type = (jax.ShapeDtypeStruct(q.shape, q.dtype), sizes.statistics())
-        arrays = (q, k, v, q if sinks is None else sinks, segments.starts)
-        grid = (sizes.query_tiles(self.tiles.forward), sizes.K, sizes.B)
-        constants = sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None}
-        return self._launch(kernels.forward_kernel, arrays, out_type, grid, self.tiles.forward, constants)
+        sizes, tiles = _Sizes.of(q, k), self.tiles.forward
+        return self._launch(
+            kernels.forward_kernel,
+            (q, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
+            (_like(q), sizes.statistics()),
+            (triton.cdiv(sizes.T, tiles.block_m // sizes.P), sizes.packs, sizes.B),
+            tiles,
+            sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None},
+        )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
         """Returns (dq, dk, dv, dsinks)."""
-        sizes = _Sizes.of(q, k)
-        constants = sizes.constants(window, scale)
-        dq, delta = self._launch(
-            kernels.dq_kernel,
-            (q, k, v, segments.starts, out, lse, dout),
-            (jax.ShapeDtypeStruct(q.shape, q.dtype), sizes.statistics()),
-            (sizes.query_tiles(self.tiles.dq), sizes.K, sizes.B),
-            self.tiles.dq,
-            constants,
-        )
-        dk, dv = self._launch(
-            kernels.dkdv_kernel,
-            (q, k, v, segments.starts, segments.ends, lse, delta, dout),
-            (jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-            (triton.cdiv(sizes.T, self.tiles.dkdv.block_n), sizes.K, sizes.B),
-            self.tiles.dkdv,
-            constants,
-        )
+        constants = _Sizes.of(q, k).constants(window, scale)
+        dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
+        dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
         return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
 
+    def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
+        sizes, tiles = _Sizes.of(q, k), self.tiles.dq
+        return self._launch(
+            kernels.dq_kernel,
+            (q, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
+            (_like(q), sizes.statistics()),
+            (triton.cdiv(sizes.T, tiles.block_m // sizes.P), sizes.packs, sizes.B),
+            tiles,
+            constants,
+        )
+
+    def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):
+        sizes, tiles = _Sizes.of(q, k), self.tiles.dkdv
+        q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
+        return self._launch(
+            kernels.dkdv_kernel,
+            (q, k, v, segments.starts, segments.ends, lse, delta, dout),
+            (_like(k), _like(v)),
+            (triton.cdiv(sizes.T, tiles.block_n), sizes.K, sizes.B),
+            tiles,
+            constants,
+        )
+
+    def _tiled(self, arrays, tokens: int, heads: int):
+        """The arrays as descriptors of [tokens, heads] tiles, where the GPU has them."""
+        return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
+
     def _launch(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
-        return jax_triton.triton_call(
+        return triton_call(
             *arrays,
             kernel=kernel,
             out_type=out_type,
@@ -61,6 +86,7 @@ class TritonBackend:
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             compute_capability=self.compute_capability,
+            DESCRIPTORS=self.descriptors,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             **constants,
@@ -73,26 +99,41 @@ class _Sizes:
     T: int
     K: int
     G: int
+    P: int
+    """Query heads in a tile: the largest power of two that divides G, at most 16."""
     H: int
 
     @classmethod
     def of(cls, q, k) -> "_Sizes":
         B, T, N, H = q.shape
-        return cls(B=B, T=T, K=k.shape[2], G=N // k.shape[2], H=H)
+        G = N // k.shape[2]
+        return cls(B=B, T=T, K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
+
+    @property
+    def packs(self) -> int:
+        return self.K * self.G // self.P
 
     def statistics(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.B, self.K, self.T, self.G), jnp.float32)
-
-    def query_tiles(self, tiles: Tiles) -> int:
-        return triton.cdiv(self.T, tiles.block_m // self.G)
+        """Type of lse and delta."""
+        return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
 
     def constants(self, window: int | None, scale: float) -> dict:
-        sizes = {"T": self.T, "K": self.K, "G": self.G, "H": self.H, "BLOCK_H": triton.next_power_of_2(self.H)}
-        return sizes | {"WINDOW": window or 0, "SCALE": scale}
+        """What all kernels are specialised for."""
+        sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
+        return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": scale}
+
+
+def _like(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:
+    B, T, N, H = x.shape
+    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, triton.next_power_of_2(H)))
 
 
 def _sink_gradient(
-    sinks: Float[Array, " N"], lse: Float[Array, "B K T G"], delta: Float[Array, "B K T G"]
+    sinks: Float[Array, " N"], lse: Float[Array, "B N/P T P"], delta: Float[Array, "B N/P T P"]
 ) -> Float[Array, " N"]:
     """−Σ exp(sink − lse)·delta: the sink is a key whose value is zero. Padding has delta 0."""
     sink = sinks.astype(jnp.float32).reshape(lse.shape[1], 1, lse.shape[3])

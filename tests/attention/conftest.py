@@ -66,7 +66,7 @@ def interpreted_backend():
     class InterpretedBackend(TritonBackend):
         def _launch(self, kernel, arrays, out_type, grid, tiles, constants):
             interpreted = getattr(kernels, kernel.__name__)
-            constants = constants | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+            constants = constants | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "DESCRIPTORS": False}
 
             def run(*arrays):
                 outputs = [np.full(o.shape, np.nan, o.dtype) for o in out_type]  # an unwritten element shows
