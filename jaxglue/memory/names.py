@@ -10,6 +10,8 @@ ATTENTION_RESIDUAL = "attention_residual"
 GATE = "gate"
 UP = "up"
 LORA_HIDDEN = "lora_hidden"
+ROUTING = "routing"
+EXPERT_GATE_UP = "expert_gate_up"
 
 LAYER_VALUES = {
     LAYER_INPUT: "the residual stream that enters the layer [B, T, D]",
@@ -22,5 +24,7 @@ LAYER_VALUES = {
     GATE: "the gate projection of the feed-forward [B, T, F]",
     UP: "the up projection of the feed-forward [B, T, F]",
     LORA_HIDDEN: "the adapters' inputs projected to their rank, one for every adapter [B, T, R]",
+    ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",
+    EXPERT_GATE_UP: "the gate and up projections of the experts, in the experts' order [B·T·X, 2F]",
 }
 """Every name with what it is."""

@@ -1,0 +1,125 @@
+"""The experts' feed-forward: rows to experts, two grouped matmuls around a gated activation, and back to tokens."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.memory import names
+from jaxglue.moe.grouped import grouped_matmul
+from jaxglue.moe.routing import Routing
+from jaxglue.quant.mxfp4 import MXFP4
+
+Activation = Literal["swiglu", "gpt_oss"]
+GPT_OSS_ALPHA = 1.702
+GPT_OSS_LIMIT = 7.0
+
+
+Adapter = tuple[Float[Array, "E R in"], Float[Array, "E out R"]]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=["scale"])
+@dataclass(frozen=True, kw_only=True)
+class ExpertLora:
+    """Low-rank adapters of the experts, a pair (A, B) of rank R for each: y += scale · (x·Aᵀ)·Bᵀ."""
+
+    gate_up: Adapter | None = None
+    """[E, R, D] and [E, 2F, R]."""
+    down: Adapter | None = None
+    """[E, R, F] and [E, D, R]."""
+    scale: float = 1.0
+
+
+def moe_mlp(
+    x: Float[Array, "M D"],
+    routing: Routing,
+    gate_up: Float[Array, "E D 2F"] | MXFP4,
+    down: Float[Array, "E F D"] | MXFP4,
+    *,
+    activation: Activation = "swiglu",
+    gate_up_bias: Float[Array, "E 2F"] | None = None,
+    down_bias: Float[Array, "E D"] | None = None,
+    transpose_rhs: bool = False,
+    lora: ExpertLora | None = None,
+    backend: str = "auto",
+) -> Float[Array, "M D"]:
+    """Σ over a token's experts of weight · down(activation(gate_up(x))), in x's dtype.
+
+    The weight multiplies what goes into `down`: its gradient then needs no output of `down` kept or computed again.
+
+    Args:
+        x: tokens.
+        routing: from `route` for the same M tokens.
+        gate_up, down: the experts' matrices; [E, 2F, D] and [E, D, F] with `transpose_rhs`, the layout of Qwen3-MoE
+            and of every `MXFP4` checkpoint.
+        activation: `swiglu`, silu(gate)·up, the gate in the first half of 2F; or `gpt_oss`, the clamped one, gate and
+            up alternating.
+        gate_up_bias, down_bias: of each expert.
+        transpose_rhs: whether the matrices are stored [out, in].
+        lora: adapters of the experts.
+        backend: as in `grouped_matmul`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation, or a named backend that cannot serve.
+    """
+    if x.shape[0] != routing.expert_ids.shape[0]:
+        raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
+    lora = lora or ExpertLora()
+    matmul = partial(_adapted, groups=routing.groups, transpose_rhs=transpose_rhs, scale=lora.scale, backend=backend)
+    rows = dispatch(x, routing)
+    projected = matmul(rows, gate_up, gate_up_bias, lora.gate_up)
+    projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
+    hidden = activate(projected, activation) * routing.row_weights[:, None]
+    out = combine(matmul(hidden.astype(x.dtype), down, None, lora.down), routing)
+    if down_bias is None:
+        return out
+    return (out + routing.dense_weights @ down_bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[Array, "S F"]:
+    """The gated activation, in float32.
+
+    Raises:
+        ValueError: the activation is unknown.
+    """
+    projected = projected.astype(jnp.float32)
+    if activation == "swiglu":
+        gate, up = jnp.split(projected, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+    if activation == "gpt_oss":
+        gate = jnp.minimum(projected[:, ::2], GPT_OSS_LIMIT)
+        up = jnp.clip(projected[:, 1::2], -GPT_OSS_LIMIT, GPT_OSS_LIMIT)
+        return gate * jax.nn.sigmoid(GPT_OSS_ALPHA * gate) * (up + 1.0)
+    raise ValueError(f"activation must be swiglu or gpt_oss, got {activation!r}")
+
+
+def _adapted(x, weight, bias, adapter: Adapter | None, *, groups, transpose_rhs: bool, scale: float, backend: str):
+    """The grouped matmul and, where there is one, its adapter."""
+    y = grouped_matmul(x, weight, groups, bias=bias, transpose_rhs=transpose_rhs, backend=backend)
+    if adapter is None:
+        return y
+    A, B = adapter
+    hidden = grouped_matmul(x, A, groups, transpose_rhs=True, backend=backend)
+    hidden = checkpoint_name(hidden, names.LORA_HIDDEN)
+    return y + grouped_matmul(hidden, scale * B, groups, transpose_rhs=True, backend=backend)
+
+
+@jax.custom_vjp
+def dispatch(x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M*k D"]:
+    """Copies each token to its rows. Its transpose is `combine`, where JAX's own would be a scatter with atomics."""
+    return x.at[routing.tokens].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def combine(rows: Float[Array, "M*k D"], routing: Routing) -> Float[Array, "M D"]:
+    """Sums each token's rows in float32; the transpose of `dispatch`."""
+    chosen = rows.at[routing.inverse].get(mode="promise_in_bounds", unique_indices=True)
+    return chosen.astype(jnp.float32).sum(1).astype(rows.dtype)
+
+
+dispatch.defvjp(lambda x, r: (dispatch(x, r), r), lambda r, d: (combine(d, r), None))
+combine.defvjp(lambda rows, r: (combine(rows, r), r), lambda r, d: (dispatch(d, r), None))

@@ -1,0 +1,1 @@
+"""Quantised weights: storage formats and what expands them."""
