@@ -50,6 +50,8 @@ class GenerateConfig:
             raise ValueError("nothing to answer: give --prompt or --prompt-file")
         if self.raw and self.system is not None:
             raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
+        if self.adapter and not self.adapter.is_dir():
+            raise ValueError(f"--adapter: no such folder: {self.adapter}")
         if self.prompt_file and not self.prompt_file.is_file():
             raise ValueError(f"--prompt-file: no such file: {self.prompt_file}")
 

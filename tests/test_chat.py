@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -125,12 +126,11 @@ def test_prompts_of_a_file_come_after_the_others(tmp_path, folders):
     [
         ({}, "give --prompt or --prompt-file"),
         ({"prompt": ("a",), "raw": True, "system": "b"}, "--system needs the chat template"),
-        ({"prompt_file": "missing.txt"}, "no such file: missing.txt"),
+        ({"prompt_file": Path("missing.txt")}, "--prompt-file: no such file: missing.txt"),
+        ({"prompt": ("a",), "adapter": Path("missing")}, "--adapter: no such folder: missing"),
     ],
 )
 def test_refuses_contradictory_options(tmp_path, options, message):
-    if name := options.get("prompt_file"):
-        options = {"prompt_file": type(tmp_path)(name)}
     with pytest.raises(ValueError, match=message):
         GenerateConfig(model=tmp_path, **options)
 
