@@ -1,6 +1,6 @@
-"""AdamW over the parts of a model: one small compiled update per kind of part, whatever the depth."""
+"""AdamW over the parts of a model: small compiled updates of a few parts each, whatever the depth."""
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,9 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxglue.parameters import Tree
+
+_PARTS_PER_PROGRAM = 8
+"""Parts updated by one program: more are fewer launches, but longer to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
 
 
 class Optimizer:
-    """AdamW with global-norm clipping; its state is a list with an entry for every part of the model."""
+    """AdamW with global-norm clipping; its state has an entry for every place of `places`."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int):
         self.schedule = learning_rate_schedule(config, total_steps)
@@ -76,11 +79,11 @@ class Optimizer:
         self._init = jax.jit(self._adamw.init)
         self._square_norm = jax.jit(optax.tree.norm, static_argnames="squared")
         self._clip_scale = jax.jit(self._norm_and_scale)
-        self._update = jax.jit(self._update_part, donate_argnums=(0, 1))
+        self._update = jax.jit(self._update_parts, donate_argnums=(0, 1))
 
     def init(self, trainable: Tree) -> list[Any]:
-        """Optimiser state of every part, in the order of `parts`."""
-        return [self._init(part) for _, part in parts(trainable)]
+        """Optimiser state of every part, in the order of `places`."""
+        return [self._init(_part(trainable, place)) for place in places(trainable)]
 
     def update(
         self, trainable: Tree, state: list[Any], gradients: Tree, step: int
@@ -91,17 +94,17 @@ class Optimizer:
             trainable, state, gradients: of this step.
             step: optimiser steps done before, for the learning rate that is reported.
         """
-        squares = [self._square_norm(part, squared=True) for _, part in parts(gradients)]
+        batches = list(itertools.batched(places(trainable), _PARTS_PER_PROGRAM))
+        squares = [self._square_norm([_part(gradients, place) for place in batch], squared=True) for batch in batches]
         scale, values = self._clip_scale(squares, np.int32(step))
         updated: Tree = {**trainable, "layers": list(trainable["layers"])}
-        new_state = []
-        for (place, part), part_state, (_, gradient) in zip(parts(trainable), state, parts(gradients), strict=True):
-            part, part_state = self._update(part, part_state, gradient, scale)
-            new_state.append(part_state)
-            if isinstance(place, int):
-                updated["layers"][place] = part
-            else:
-                updated[place] = part
+        states, new_state = iter(state), []
+        for batch in batches:
+            old, gradient = ([_part(tree, place) for place in batch] for tree in (trainable, gradients))
+            new, new_states = self._update(old, list(itertools.islice(states, len(batch))), gradient, scale)
+            new_state += new_states
+            for place, part in zip(batch, new, strict=True):
+                _set_part(updated, place, part)
         return updated, new_state, values
 
     def _norm_and_scale(self, squares: list[Array], step: Array) -> tuple[Array, dict[str, Array]]:
@@ -109,18 +112,37 @@ class Optimizer:
         scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12)) if self._clip_norm else jnp.float32(1)
         return scale, {"grad_norm": norm, "learning_rate": jnp.asarray(self.schedule(step), jnp.float32)}
 
+    def _update_parts(self, parts: list[Tree], states: list[Any], gradients: list[Tree], scale: Array):
+        """(new parts, new states)."""
+        triples = zip(parts, states, gradients, strict=True)
+        pairs = [self._update_part(part, state, gradient, scale) for part, state, gradient in triples]
+        return [part for part, _ in pairs], [state for _, state in pairs]
+
     def _update_part(self, part: Tree, state: Any, gradient: Tree, scale: Array) -> tuple[Tree, Any]:
         gradient = jax.tree.map(lambda g: g * scale, gradient)
         changes, state = self._adamw.update(gradient, state, part)
         return optax.apply_updates(part, changes), state
 
 
-def parts(tree: Tree) -> Iterator[tuple[str | int, Tree]]:
-    """The non-empty parts of a parameter tree with their places: a name, or a layer's index."""
-    for name in sorted(tree.keys() - {"layers"}):
-        if jax.tree.leaves(tree[name]):
-            yield name, tree[name]
-    yield from ((index, layer) for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer))
+Place = str | int
+"""Where a part stands in a parameter tree: its name, or the index of a layer."""
+
+
+def places(tree: Tree) -> list[Place]:
+    """The places of all parts that hold a parameter, the layers last."""
+    names: list[Place] = [name for name in sorted(tree.keys() - {"layers"}) if jax.tree.leaves(tree[name])]
+    return names + [index for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer)]
+
+
+def _part(tree: Tree, place: Place) -> Tree:
+    return tree["layers"][place] if isinstance(place, int) else tree[place]
+
+
+def _set_part(tree: Tree, place: Place, part: Tree) -> None:
+    if isinstance(place, int):
+        tree["layers"][place] = part
+    else:
+        tree[place] = part
 
 
 def _is_matrix(tree: Tree) -> Tree:

@@ -164,7 +164,10 @@ class Trainer:
             self._trainable, self._optimizer_state, gradients, self._step
         )
         self._step += 1
-        return _StepResult(self._step, {"loss": loss, **values}, tokens)
+        result = _StepResult(self._step, {"loss": loss, **values}, tokens)
+        for value in result.values.values():
+            value.copy_to_host_async()  # now, as a copy asked for later would wait for the steps after this one
+        return result
 
     def _dropout_key(self) -> jax.Array | None:
         if self._config.model.method == "full" or not self._config.lora.dropout:
