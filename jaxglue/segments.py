@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,10 +64,11 @@ def pack_segments(lengths: Sequence[Sequence[int]], *, seq_len: int, max_segment
     def per_token(values: np.ndarray) -> np.ndarray:
         return np.repeat(values.astype(np.int32).ravel(), sizes.ravel()).reshape(len(rows), seq_len)
 
-    starts, ends, ids = per_token(starts), per_token(ends), per_token(ids)
-    positions = np.where(ids > 0, np.arange(seq_len, dtype=np.int32) - starts, 0).astype(np.int32)
-    cu_seqlens = bounds.astype(np.int32)
-    return PackedSegments(segment_ids=ids, positions=positions, starts=starts, ends=ends, cu_seqlens=cu_seqlens)
+    fields: dict[str, Any] = {"segment_ids": per_token(ids), "starts": per_token(starts), "ends": per_token(ends)}
+    positions = np.arange(seq_len) - fields["starts"]
+    fields["positions"] = np.where(fields["segment_ids"] > 0, positions, 0).astype(np.int32)
+    fields["cu_seqlens"] = bounds.astype(np.int32)
+    return PackedSegments(**fields)
 
 
 def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:
@@ -79,7 +81,7 @@ def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: in
         bounds = np.asarray(row)
         if not len(bounds) or bounds[0] != 0 or (np.diff(bounds) < 1).any() or bounds[-1] > seq_len:
             raise ValueError(f"cu_seqlens of row {b} must increase from 0 to at most {seq_len}, got {list(row)}")
-    return pack_segments([np.diff(np.asarray(row)) for row in cu_seqlens], seq_len=seq_len)
+    return pack_segments([np.diff(np.asarray(row)).tolist() for row in cu_seqlens], seq_len=seq_len)
 
 
 def _check_row(b: int, row: np.ndarray, seq_len: int) -> None:
