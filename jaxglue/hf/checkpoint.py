@@ -1,6 +1,7 @@
 """Model folders in Hugging Face's layout: config.json and safetensors, streamed in and out of parameters."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 5
+_READERS = 4
+"""Tensors that are read at a time."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -82,14 +85,15 @@ def load_tensors(
 ) -> dict[str, Any]:
     """Streams the wanted parameters from a folder, casting each to its wanted dtype.
 
-    One tensor at a time is on the host: each is put on its device, and waited for, before the next one is read.
+    A few tensors at a time are on the host, so that the disk reads one while another goes to its device: each is
+    waited for before the next one is read in its place.
 
     Args:
         folder: a local Hugging Face model folder.
         wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); a `sharding` in it is where the tensor
             goes.
         put: what becomes of a cast host array (quantise it, shard it, …); by default `jax.device_put` to the wanted
-            sharding.
+            sharding. It is called from several threads.
 
     Raises:
         ValueError: what `open_checkpoint` raises; missing, extra or mis-shaped tensors, all named before any is loaded.
@@ -97,10 +101,12 @@ def load_tensors(
     files = open_checkpoint(folder)
     _check_tensors(folder, files, wanted)
     put = put or (lambda name, array: jax.device_put(array, wanted[name].sharding))
-    loaded = {}
-    for name, spec in wanted.items():
-        loaded[name] = jax.block_until_ready(put(name, files.read(name).astype(spec.dtype, copy=False)))
-    return loaded
+
+    def load(name: str) -> Any:
+        return jax.block_until_ready(put(name, files.read(name).astype(wanted[name].dtype, copy=False)))
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        return dict(zip(wanted, readers.map(load, wanted), strict=True))
 
 
 def _check_tensors(folder: str | Path, files: TensorFiles, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -68,11 +68,12 @@ def test_casts_to_the_wanted_dtype(folder, tensors):
         np.testing.assert_array_equal(array, np.asarray(tensors[name]).astype(ml_dtypes.bfloat16))
 
 
-def test_one_host_tensor_at_a_time(folder, tensors):
+def test_a_few_host_tensors_at_a_time(folder, tensors, monkeypatch):
+    monkeypatch.setattr("jaxglue.hf.checkpoint._READERS", 2)
     alive: list[weakref.ref] = []
 
     def put(name, array):
-        assert not [ref for ref in alive if ref() is not None]
+        assert len([ref for ref in alive if ref() is not None]) < 2
         alive.append(weakref.ref(array))
         return jnp.array(array, copy=True)
 
