@@ -1,7 +1,11 @@
-"""Fixtures that several folders share: tiny models, packed batches, a byte-level BPE tokenizer and chats."""
+"""Fixtures that several folders share: tiny models, packed batches, a tokenizer, chats, an interpreter of kernels."""
 
+import importlib.util
 import json
+from contextlib import contextmanager
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -136,3 +140,76 @@ def chat_rows():
         return [{"messages": [message for text in chat for message in exchange(str(text))]} for chat in chats]
 
     return rows
+
+
+class _Buffer:
+    """The part of a torch tensor that Triton's interpreter uses."""
+
+    _NAMES = {"float32": "fp32", "float16": "fp16", "int32": "i32", "uint8": "u8"}  # noqa: RUF012
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, self._NAMES[str(array.dtype)]
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+@contextmanager
+def _interpreting():
+    """Triton decorates for the interpreter, as do the library functions that the kernels use."""
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
+    library = {name: InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
+    try:
+        with mock.patch.multiple(tl, **library):
+            yield
+    finally:
+        triton.knobs.runtime.interpret = before
+
+
+def _load_interpreted(name: str):
+    """A second copy of a module of kernels, decorated for the interpreter."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    with _interpreting():
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Runs Triton kernels on the CPU; float32 and float16 only.
+
+    interpreted(name of a module of kernels) → launch(kernel, arrays, out_type, grid, constants).
+    """
+    pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
+    from triton.runtime.interpreter import GridExecutor
+
+    class Executor(GridExecutor):
+        def _init_args_hst(self, args, kwargs):
+            return list(args), dict(kwargs)
+
+        def _restore_args_dev(self, *args):
+            pass
+
+    def interpret(name: str):
+        kernels = _load_interpreted(name)
+
+        def launch(kernel, arrays, out_type, grid, constants):
+            function = getattr(kernels, kernel.__name__)
+
+            def run(*arrays):
+                outputs = [np.full(o.shape, np.nan, o.dtype) for o in out_type]  # an unwritten element shows
+                buffers = [_Buffer(np.array(a)) for a in (*arrays, *outputs)]
+                with _interpreting():
+                    Executor(function.rewrite(), function.arg_names, grid)(*buffers, **constants)
+                return tuple(b.array for b in buffers[len(arrays) :])
+
+            return jax.pure_callback(run, out_type, *arrays)
+
+        return launch
+
+    return interpret

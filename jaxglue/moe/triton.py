@@ -1,0 +1,92 @@
+"""The Triton backend: launches of the kernels in `kernels.py`."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import triton
+from jax_triton import triton_call
+from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
+
+from jaxglue.moe import kernels
+from jaxglue.moe.groups import Groups
+from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles
+
+# jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
+TensorDescMeta.__required_keys__ -= {"is_im2col"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonBackend:
+    """`GroupedBackend` by our own kernels."""
+
+    tiles: KernelTiles
+    compute_capability: int
+    """As Triton counts it: 90 for 9.0."""
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> "TritonBackend":
+        """The backend for a GPU of this compute capability."""
+        return cls(tiles=kernel_tiles(capability), compute_capability=10 * capability[0] + capability[1])
+
+    def matmul(self, lhs, rhs, bias, groups: Groups, *, transpose_rhs: bool):
+        """[S, N]; rhs and bias in lhs's dtype or another."""
+        E, K = rhs.shape[0], lhs.shape[1]
+        N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+        tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
+        block = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
+        descriptors = self._descriptors(lhs, rhs)
+        if descriptors:
+            lhs, rhs = _descriptor(lhs, (tiles.block_m, tiles.block_k)), _descriptor(rhs, (1, *block))
+        table = groups.tile_group
+        (out,) = self._launch(
+            kernels.matmul_kernel,
+            (lhs, rhs, table if bias is None else bias, table, groups.offsets),
+            (jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype),),
+            (table.shape[1] * triton.cdiv(N, tiles.block_n),),
+            tiles,
+            {"E": E, "K": K, "N": N, "TILES": table.shape[1], "TRANSPOSE_RHS": transpose_rhs}
+            | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors},
+        )
+        return out
+
+    def outer(self, lhs, rhs, groups: Groups, dtype):
+        """[E, K, N] of lhs [S, K] and rhs [S, N]."""
+        E, K, N = groups.sizes.shape[0], lhs.shape[1], rhs.shape[1]
+        tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
+        descriptors = self._descriptors(lhs, rhs)
+        if descriptors:
+            lhs, rhs = (_descriptor(x, (tiles.block_k, b)) for x, b in ((lhs, tiles.block_m), (rhs, tiles.block_n)))
+        (out,) = self._launch(
+            kernels.outer_kernel,
+            (lhs, rhs, groups.offsets),
+            (jax.ShapeDtypeStruct((E, K, N), dtype),),
+            (triton.cdiv(K, tiles.block_m) * triton.cdiv(N, tiles.block_n), E),
+            tiles,
+            {"K": K, "N": N, "DESCRIPTORS": descriptors},
+        )
+        return out
+
+    def _descriptors(self, *arrays) -> bool:
+        """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
+        aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
+        return self.compute_capability >= 90 and aligned
+
+    def _launch(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
+        return triton_call(
+            *arrays,
+            kernel=kernel,
+            out_type=out_type,
+            grid=grid,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            compute_capability=self.compute_capability,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            BAND=tiles.band,
+            **constants,
+        )
+
+
+def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor.from_array(x, block)
