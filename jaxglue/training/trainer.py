@@ -21,6 +21,7 @@ from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.transfer import commit
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
@@ -286,4 +287,5 @@ def _build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
         model = load_model(config.model.model, dtype=dtype)
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))
-    return split_model(model, trainable_filter(config))
+    structure, trainable, frozen = split_model(model, trainable_filter(config))
+    return structure, commit(trainable), commit(frozen)
