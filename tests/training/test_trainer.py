@@ -1,5 +1,6 @@
 """Whole runs: what they write, how they resume, and what they refuse."""
 
+import itertools
 import json
 import signal
 
@@ -77,6 +78,18 @@ def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tm
     after = flatten_names(split_model(load_model(summary.adapter, dtype=jnp.float32), nnx.Param)[1])
     moved = [float(jnp.abs(after[name] - before[name]).max()) for name in before]
     assert after.keys() == before.keys() and min(moved) > 1e-5
+
+
+def test_profiled_steps_leave_a_trace(make_config, tmp_path):
+    train(make_config(steps=6, profile=2))
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_second_compilation_is_warned_of(make_config, monkeypatch, caplog):
+    counts = itertools.count()
+    monkeypatch.setattr("jaxglue.memory.executor.Executor.compilations", lambda self: next(counts))
+    train(make_config(steps=4))
+    assert "compiled programs again" in caplog.text
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsys):
