@@ -32,6 +32,7 @@ class TritonBackend:
         """[S, N]; rhs and bias in lhs's dtype or another."""
         E, K = rhs.shape[0], lhs.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+        out_type = jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype)
         tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
         block = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
         descriptors = self._descriptors(lhs, rhs)
@@ -41,7 +42,7 @@ class TritonBackend:
         (out,) = self._launch(
             kernels.matmul_kernel,
             (lhs, rhs, table if bias is None else bias, table, groups.offsets),
-            (jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype),),
+            (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles,
             {"E": E, "K": K, "N": N, "TILES": table.shape[1], "TRANSPOSE_RHS": transpose_rhs}
