@@ -1,13 +1,16 @@
 """Which values of a decoder layer are kept for the backward pass, where, and which are computed again."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import jax
 
 from jaxglue.memory.names import LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
+_COUNTED = re.compile(r"(\d+) ?x (.+)")
 
 
 def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
@@ -47,11 +50,17 @@ class RematPolicy:
         """The layer under `jax.checkpoint`, everything kept staying on the device."""
         return self._checkpoint(layer, jax.checkpoint_policies.save_only_these_names(*self._inner))
 
-    def wrap_with_offload(self, layer: Callable) -> Callable:
-        """The layer under `jax.checkpoint`, with the copies to and from the host as part of the program."""
+    def wrap_with_offload(self, layer: Callable, *, inputs: bool = False) -> Callable:
+        """The layer under `jax.checkpoint`, with the copies to and from the host as part of the program.
+
+        Args:
+            layer: the function.
+            inputs: the policy holds for the layer's input too, as when the whole step is one program.
+        """
+        names = frozenset(LAYER_VALUES) if inputs else _INTERMEDIATES
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=sorted((self.saved or frozenset()) & _INTERMEDIATES),
-            names_which_can_be_offloaded=sorted(self.offloaded & _INTERMEDIATES),
+            names_which_can_be_saved=sorted((self.saved or frozenset()) & names),
+            names_which_can_be_offloaded=sorted(self.offloaded & names),
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -72,8 +81,11 @@ class RematPolicy:
         for name, preset in PRESETS.items():
             if self == preset:
                 return name
+        saved = self.saved or frozenset()
         base = ["none"] if self.saved is None else []
-        clauses = [("offload", self.offloaded), ("save", self.saved or frozenset())]
+        if self.saved and self.saved | self.offloaded - {LAYER_INPUT} == _INTERMEDIATES:
+            base, saved = ["dots"], frozenset()
+        clauses = [("offload", self.offloaded), ("save", saved)]
         return "; ".join(base + [f"{verb}:{','.join(_ordered(names))}" for verb, names in clauses if names])
 
 
@@ -109,6 +121,31 @@ def parse_policy(text: str) -> RematPolicy:
     _check_values(saved, offloaded)
     kept = None if policy.saved is None else (policy.saved | saved) - offloaded - {LAYER_INPUT}
     return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved)
+
+
+def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
+    """One policy for each layer: a single policy, or counts as in `10 x full + 26 x dots`, the first layers first.
+
+    Raises:
+        ValueError: what `parse_policy` raises for, or counts that do not add up to the number of layers.
+    """
+    parts = [part.strip() for part in text.split("+")]
+    if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
+        return (parse_policy(text),) * layers
+    policies: list[RematPolicy] = []
+    for part in parts:
+        if (match := _COUNTED.fullmatch(part)) is None:
+            raise ValueError(f"remat {text!r}: {part!r} must be COUNT x POLICY")
+        policies += [parse_policy(match[2])] * int(match[1])
+    if len(policies) != layers:
+        raise ValueError(f"remat {text!r} is for {len(policies)} layers, the model has {layers}")
+    return tuple(policies)
+
+
+def format_policies(policies: Sequence[RematPolicy]) -> str:
+    """The text that `parse_policies` reads as these policies."""
+    runs = [(str(policy), len(list(group))) for policy, group in groupby(policies)]
+    return runs[0][0] if len(runs) == 1 else " + ".join(f"{count} x {policy}" for policy, count in runs)
 
 
 def _preset(name: str, text: str) -> RematPolicy:

@@ -1,0 +1,104 @@
+"""Activations and weights on the host against keeping them on the GPU: time, memory, and how much copying is hidden.
+
+    python benchmarks/offload.py --json benchmarks/results/offload.json
+
+A step is loss and LoRA gradients of a packed row. The whole-step programs show what XLA makes of the same policy.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from step import run_case
+
+SERIAL = {"depth": 0, "run_ahead": 0}
+CASES: dict[str, list[tuple[str, dict]]] = {
+    "8b": [
+        ("full, on the device", {"remat": ["full"]}),
+        ("offload, two buffers", {"remat": ["offload"]}),
+        ("offload, one buffer", {"remat": ["offload"], **SERIAL}),
+        ("dots, on the device", {"remat": ["dots"]}),
+    ],
+    "0.6b": [
+        ("full, on the device", {"remat": ["full"]}),
+        ("offload, two buffers", {"remat": ["offload"]}),
+        ("dots, on the device", {"remat": ["dots"]}),
+        ("none, on the device", {"remat": ["none"]}),
+    ],
+    "xla": [
+        ("per layer, full", {"remat": ["full"]}),
+        ("per layer, offload", {"remat": ["offload"]}),
+        ("whole step unrolled, offload", {"remat": ["offload"], "executor": "unrolled"}),
+        ("whole step in a scan, offload", {"remat": ["offload"], "executor": "scan"}),
+    ],
+    "depth": [
+        ("16 layers, offload", {"remat": ["offload"], "layers": 16}),
+        ("64 layers, offload", {"remat": ["offload"], "layers": 64}),
+    ],
+    "14b": [
+        ("full, on the device", {"remat": ["full"]}),
+        ("offload, two buffers", {"remat": ["offload"]}),
+        ("offload, one buffer", {"remat": ["offload"], **SERIAL}),
+    ],
+    "32b": [
+        ("weights and activations on the device", {"remat": ["full"]}),
+        ("weights and activations on the host", {"remat": ["offload"], "weights": "host"}),
+    ],
+}
+SHAPES = {
+    "8b": {"shape": "qwen3-8b"},
+    "0.6b": {"shape": "qwen3-0.6b", "tokens": 8192},
+    "xla": {"shape": "llama-3.1-8b", "layers": 16},
+    "depth": {"shape": "qwen3-1.7b"},
+    "14b": {"shape": "qwen3-14b"},
+    "32b": {"shape": "qwen3-32b"},
+}
+
+
+def row(group: str, name: str, options: dict) -> dict:
+    case = {"tokens": 16384, **SHAPES[group], **options}
+    result = run_case(**case, trace=True)
+    shape = case["shape"] + (f", {case['layers']} layers" if case.get("layers") else "")
+    if "error" in result:
+        return {"model": shape, "tokens": case["tokens"], "how": name, "error": result["error"]}
+    rounded = {name: round(value, 3) for name, value in result.items()}
+    return {"model": shape, "tokens": case["tokens"], "how": name, **rounded}
+
+
+def line(result: dict) -> dict:
+    if "error" in result:
+        return {**{key: result[key] for key in ("model", "how")}, "ms": result["error"][:80]}
+    activations = result["peak_gib"] - result["weights_gib"]
+    return {
+        "model": result["model"],
+        "how": result["how"],
+        "ms": f"{result['ms']:.1f}",
+        "peak GiB": f"{result['peak_gib']:.2f}",
+        "beside weights": f"{activations:.2f}",
+        "copies ms": f"{result['copies_ms']:.0f}",
+        "hidden": f"{result['hidden_share']:.1%}",
+        "GPU busy": f"{result['busy_ms'] / result['span_ms']:.1%}",
+        "first step s": f"{result['first_step_s']:.1f}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = []
+    for group in args.groups:
+        for name, options in CASES[group]:
+            results.append(row(group, name, options))
+            print(line(results[-1]), flush=True)
+    if args.json:
+        from measure import write_results  # imports jax, which takes the GPU's memory: after the measurements
+
+        write_results(args.json, results)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "110")
+    main()

@@ -1,0 +1,213 @@
+"""One measured training step of a published shape with random weights, in a process of its own: so is its peak.
+
+    python benchmarks/step.py --shape qwen3-8b --tokens 16384 --remat offload
+
+Prints one line of JSON. The other benchmarks of memory run it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from inputs import SHAPES
+from measure import uniform_lengths
+
+from jaxglue.data.batch import Batch
+from jaxglue.flops import mean_visible_keys
+from jaxglue.lora import LoraConfig
+from jaxglue.memory import transfer
+from jaxglue.memory.ends import EndFunctions
+from jaxglue.memory.executor import Executor
+from jaxglue.memory.planner import Workload, abstract_parts
+from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.trace import copy_overlap
+from jaxglue.models import config_from_hf
+from jaxglue.parameters import merge_module
+from jaxglue.segments import pack_segments
+
+LENGTHS_SEED = 0
+
+
+def workload(shape: str, layers: int | None, tokens: int, method: str) -> Workload:
+    """LoRA of rank 16 on all linear layers, or full fine-tuning, of a packed row of documents of 64–1,024 tokens."""
+    raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
+    return Workload(
+        config=config_from_hf(raw),
+        batch_size=1,
+        seq_len=tokens,
+        lora=LoraConfig() if method == "lora" else None,
+        visible_keys=mean_visible_keys(np.array(uniform_lengths(tokens, seed=LENGTHS_SEED))),
+    )
+
+
+def random_batch(tokens: int, vocab_size: int) -> Batch:
+    rng = np.random.default_rng(0)
+    shape = (1, tokens)
+    segments = pack_segments([uniform_lengths(tokens, seed=LENGTHS_SEED)], seq_len=tokens)
+    ids, targets = (rng.integers(0, vocab_size, shape, dtype=np.int32) for _ in range(2))
+    return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
+
+
+def parameters(work: Workload, weights: str):
+    """(structure, trainable, frozen) with random values, made layer by layer: no more than asked for is on the GPU."""
+    structure, *trees = abstract_parts(work)
+
+    def fill(tree, key, host: bool):
+        leaves, treedef = jax.tree.flatten(tree)
+        keys = jax.random.split(key, max(len(leaves), 1))
+        values = [_normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=False)]
+        filled = jax.tree.unflatten(treedef, values)
+        filled = transfer.commit(filled)
+        return jax.block_until_ready(transfer.to_host(filled)) if host else filled
+
+    out = []
+    for number, tree in enumerate(trees):
+        host = weights == "host" and number == 1
+        rest = fill({name: part for name, part in tree.items() if name != "layers"}, jax.random.key(number), False)
+        layers = [
+            fill(layer, jax.random.key(100 + 2 * index + number), host) for index, layer in enumerate(tree["layers"])
+        ]
+        out.append({**rest, "layers": layers})
+    return structure, *out
+
+
+def _normal(key, shape, dtype):
+    return jnp.ones(shape, dtype) if len(shape) == 1 else _random(key, shape, dtype)
+
+
+_random = jax.jit(
+    lambda key, shape, dtype: (jax.random.normal(key, shape, jnp.bfloat16) * 0.02).astype(dtype), static_argnums=(1, 2)
+)
+
+
+def executor_step(args, work, structure, trainable, frozen, batch):
+    """A function of no arguments that dispatches a step."""
+    policies = [parse_policy(text) for text in args.remat]
+    count = len(structure.layers)
+    if len(policies) == 2:
+        policies = [policies[0]] * (count - args.last) + [policies[1]] * args.last
+    executor = Executor(
+        structure,
+        work.config,
+        policy=policies[0] if len(policies) == 1 else policies,
+        stream_weights=args.weights == "host",
+        prefetch_depth=args.depth,
+        run_ahead=args.run_ahead,
+    )
+    return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
+
+
+def whole_step(args, work, structure, trainable, frozen, batch):
+    """The whole step as one program, with XLA's own handling of the policy: layers unrolled or scanned."""
+    policy = parse_policy(args.remat[0])
+    ends = EndFunctions(structure, work.config, dtype=work.dtype, attention="auto")
+
+    def apply(train, froze, x, context):
+        return merge_module(structure.layers[0], train, froze)(x, context)
+
+    layer = policy.wrap_with_offload(apply, inputs=True)
+
+    def loss(trainable, frozen, batch):
+        x, contexts = ends.enter(trainable, frozen, batch, None)
+        if args.executor == "scan":
+            stacks = trainable["layers"], frozen["layers"]
+            x, _ = jax.lax.scan(lambda x, layers: (layer(*layers, x, contexts[0]), None), x, stacks)
+        else:
+            for train, froze in zip(trainable["layers"], frozen["layers"], strict=True):
+                x = layer(train, froze, x, contexts[0])
+        return ends.loss(trainable, frozen, x, batch, jnp.float32(1 / args.tokens))
+
+    if args.executor == "scan":
+        for tree in (trainable, frozen):
+            tree["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tree["layers"])
+    step = jax.jit(jax.value_and_grad(loss))
+    return lambda: step(trainable, frozen, batch)
+
+
+def memory(device: jax.Device, statistic: str) -> float:
+    """GiB; 0 on CPUs, which count nothing."""
+    return (device.memory_stats() or {statistic: 0})[statistic] / 2**30
+
+
+def measure(args) -> dict:
+    """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
+    work = workload(args.shape, args.layers, args.tokens, args.method)
+    parts = parameters(work, args.weights)
+    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
+    device = jax.devices()[0]
+    weights = memory(device, "bytes_in_use")
+    build = executor_step if args.executor == "layers" else whole_step
+    step = build(args, work, *parts, batch)
+    begun = time.perf_counter()
+    loss, gradients = jax.block_until_ready(step())
+    first = time.perf_counter() - begun
+    del gradients
+    jax.block_until_ready(step())
+    times = []
+    for _ in range(args.steps):
+        begun = time.perf_counter()
+        result = step()
+        dispatched = time.perf_counter() - begun
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - begun, dispatched))
+        del result
+    row = {
+        "loss": float(loss),
+        "ms": float(np.median([t for t, _ in times]) * 1e3),
+        "dispatch_ms": float(np.median([d for _, d in times]) * 1e3),
+        "first_step_s": first,
+        "weights_gib": weights,
+        "peak_gib": memory(device, "peak_bytes_in_use"),
+    }
+    if args.trace:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(step())
+            found = copy_overlap(folder)
+        row |= {"copies_ms": found.to_host + found.to_device, "hidden_ms": found.hidden, "busy_ms": found.busy}
+        row |= {"span_ms": found.span, "hidden_share": found.hidden_share}
+    return row
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--method", choices=("lora", "full"), default="lora")
+    parser.add_argument("--remat", nargs="+", default=["full"], help="one policy, or that of the first and last layers")
+    parser.add_argument("--last", type=int, default=0, help="layers under the second policy")
+    parser.add_argument("--weights", choices=("device", "host"), default="device")
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--run-ahead", type=int, default=2)
+    parser.add_argument("--executor", choices=("layers", "unrolled", "scan"), default="layers")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--trace", action="store_true")
+    return parser
+
+
+def run_case(**options) -> dict:
+    """`measure` in a process of its own."""
+    flags = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            flags += [flag, *map(str, value if isinstance(value, list) else [value])]
+    command = [sys.executable, str(Path(__file__)), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(arguments().parse_args())))

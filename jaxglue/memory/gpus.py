@@ -1,0 +1,71 @@
+"""Rates and memory of GPUs, for plans and estimates."""
+
+from dataclasses import dataclass
+
+_MATMUL_SHARE = 0.8
+_COPY_SHARE = 0.9
+_POOL_SHARE = 0.9
+"""Of the memory: what JAX is told to take (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What a plan needs to know of a GPU and its link to the host; measured rates may replace these."""
+
+    name: str
+    memory: float
+    """Bytes that JAX may allocate."""
+    matmul: float
+    """Large bf16 matmuls with float32 accumulation, FLOP/s."""
+    copy: float
+    """Device memory, bytes/s, read plus written."""
+    link: float
+    """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
+
+
+def _gpu(name: str, memory_gib: float, peak_tflops: float, bandwidth: float, link: float) -> Gpu:
+    """From the data sheet: GiB, dense bf16 TFLOP/s, GB/s of memory, GB/s that the link reaches."""
+    return Gpu(
+        name=name,
+        memory=_POOL_SHARE * memory_gib * GIB,
+        matmul=_MATMUL_SHARE * peak_tflops * 1e12,
+        copy=_COPY_SHARE * bandwidth * 1e9,
+        link=link * 1e9,
+    )
+
+
+_PCIE_5, _PCIE_4 = 55.0, 25.0
+_TABLE = (
+    _gpu("B200", 180, 2250, 8000, _PCIE_5),
+    _gpu("H200", 140, 989, 4800, _PCIE_5),
+    _gpu("H100 PCIe", 80, 756, 2039, _PCIE_5),
+    _gpu("H100", 80, 989, 3350, _PCIE_5),
+    _gpu("A100 40GB", 40, 312, 1555, _PCIE_4),
+    _gpu("A100", 80, 312, 2039, _PCIE_4),
+    _gpu("L40S", 45, 362, 864, _PCIE_4),
+    _gpu("L4", 22.5, 121, 300, _PCIE_4),
+    _gpu("A10G", 22.5, 70, 600, _PCIE_4),
+    _gpu("RTX PRO 6000", 95, 503.8, 1792, _PCIE_5),
+    _gpu("RTX 6000 Ada", 48, 364.2, 960, _PCIE_4),
+    _gpu("RTX A6000", 48, 154.8, 768, _PCIE_4),
+    _gpu("RTX 5090", 32, 209.5, 1792, _PCIE_5),
+    _gpu("RTX 4090", 24, 165.2, 1008, _PCIE_4),
+    _gpu("RTX 4080", 16, 97.5, 717, _PCIE_4),
+    _gpu("RTX 3090", 24, 71, 936, _PCIE_4),
+)
+"""NVIDIA's data sheets and architecture white papers, times the shares that an H200 was measured to reach: 790 of 989
+TFLOP/s, 4.3 of 4.8 TB/s, 55 GB/s of a PCIe 5 link. Narrower names come first."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU all of whose words are in `name`, which may be `jax.Device.device_kind`.
+
+    Raises:
+        ValueError: no GPU of the table; it lists them.
+    """
+    words = set(name.upper().replace("-", " ").split())
+    for gpu in _TABLE:
+        if words.issuperset(gpu.name.upper().split()):
+            return gpu
+    raise ValueError(f"GPU {name!r} is unknown: use one of {', '.join(gpu.name for gpu in _TABLE)}")

@@ -1,0 +1,293 @@
+"""Predicts time and memory of a training step under each remat policy, and picks the fastest that fits."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxglue.data.batch import Batch
+from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost
+from jaxglue.memory.ends import EndFunctions
+from jaxglue.memory.gpus import GIB, Gpu
+from jaxglue.memory.layer import LayerFunctions
+from jaxglue.memory.planned_context import PlannedContext
+from jaxglue.memory.policy import RematPolicy, format_policies, parse_policy
+from jaxglue.models import build_model
+from jaxglue.models.config import DecoderConfig
+from jaxglue.parameters import ModelStructure, Tree, split_model
+from jaxglue.rope import rope_tables
+from jaxglue.segments import PackedSegments
+
+MARGIN = 0.05
+"""Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
+_FORWARD_SHARE, _BACKWARD_SHARE = 0.35, 0.30
+"""Of the matmul rate, reached by packed attention's forward and backward kernels."""
+_POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload")
+_MIXES = (("dots", "full"), ("dots", "offload"), ("none", "dots"))
+"""(policy of the last layers, policy of the others)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, in the shapes that decide time and memory."""
+
+    config: DecoderConfig
+    batch_size: int
+    seq_len: int
+    lora: LoraConfig | None
+    """None trains all weights."""
+    visible_keys: float
+    """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
+    accumulation: int = 1
+    dtype: Any = jnp.bfloat16
+    """Of activations and frozen weights; what trains is float32."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A setting with its predicted cost."""
+
+    policies: tuple[RematPolicy, ...]
+    """One for each layer."""
+    stream_weights: bool
+    seconds: float
+    """Of an optimiser step."""
+    device_bytes: int
+    """At the peak."""
+    host_bytes: int
+    """Of pinned memory."""
+
+    @property
+    def remat(self) -> str:
+        """The policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
+        return format_policies(self.policies)
+
+    def __str__(self) -> str:
+        return f"--remat {self.remat!r}" + (" --weights host" if self.stream_weights else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerCost:
+    forward: Cost
+    backward: Cost
+    saved: int
+    """Bytes that stay on the device."""
+    offloaded: int
+    """Bytes that go to the host."""
+
+
+class Planner:
+    """Traces the layers of one workload for one GPU, each policy once; compiles nothing and needs no GPU."""
+
+    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int = 1, run_ahead: int = 2):
+        self.workload, self.gpu = workload, gpu
+        self._depth, self._run_ahead = prefetch_depth, run_ahead
+        self._structure, self._trainable, self._frozen = abstract_parts(workload)
+        self._cost = cache(self._trace_layer)
+        self._head = self._trace_head()
+
+    def plans(self) -> list[Plan]:
+        """Every setting that is considered, the fastest first."""
+        return sorted(self._candidates(), key=lambda plan: (plan.seconds, plan.device_bytes))
+
+    def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, stream_weights: bool = False) -> Plan:
+        """The predicted cost of a setting."""
+        count = len(self._structure.layers)
+        chosen = (policies,) * count if isinstance(policies, RematPolicy) else tuple(policies)
+        costs = [self._cost(graph, policy) for graph, policy in zip(self._structure.layers, chosen, strict=True)]
+        weights = [_bytes(layer) if stream_weights else 0 for layer in self._frozen["layers"]]
+        host = sum(cost.offloaded for cost in costs[:-1]) + sum(weights)
+        return Plan(
+            policies=chosen,
+            stream_weights=stream_weights,
+            seconds=self._seconds(costs, weights),
+            device_bytes=self._peak(costs, weights),
+            host_bytes=host,
+        )
+
+    def choose(self, *, host_memory: float, stream_weights: bool | None = False) -> Plan:
+        """The fastest plan that leaves `MARGIN` of the GPU's memory free.
+
+        Args:
+            host_memory: bytes of host memory that may be pinned.
+            stream_weights: whether frozen weights are on the host; None to choose that too.
+
+        Raises:
+            ValueError: nothing fits; it names the setting that comes nearest and what would fit.
+        """
+        plans = [plan for plan in self.plans() if stream_weights is None or plan.stream_weights == stream_weights]
+        for plan in plans:
+            if self.fits(plan, host_memory):
+                return plan
+        raise ValueError(self._why_not(min(plans, key=lambda plan: plan.device_bytes), host_memory))
+
+    def fits(self, plan: Plan, host_memory: float) -> bool:
+        """Whether the plan leaves the margin free on the GPU and fits the host."""
+        return plan.device_bytes <= (1 - MARGIN) * self.gpu.memory and plan.host_bytes <= host_memory
+
+    def check(self, plan: Plan, *, host_memory: float) -> None:
+        """Raises ValueError when a plan that was asked for does not fit, naming the fastest one that does."""
+        if plan.device_bytes <= self.gpu.memory and plan.host_bytes <= host_memory:
+            return
+        raise ValueError(self._why_not(plan, host_memory))
+
+    def _why_not(self, plan: Plan, host_memory: float) -> str:
+        if plan.device_bytes > (1 - MARGIN) * self.gpu.memory:
+            need = f"{_gib(plan.device_bytes)} on the GPU, of which {_gib((1 - MARGIN) * self.gpu.memory)} may be used"
+        else:
+            need = f"{_gib(plan.host_bytes)} of pinned host memory, of which {_gib(host_memory)} may be used"
+        tokens = f"{self.workload.batch_size} × {self.workload.seq_len:,} tokens"
+        return f"{plan} with {tokens} needs {need}: {self._remedy(host_memory)}"
+
+    def _remedy(self, host_memory: float) -> str:
+        """The fastest setting that fits, or the longest row with which one does."""
+        for plan in self.plans():
+            if self.fits(plan, host_memory):
+                return f"{plan} would fit in {_gib(plan.device_bytes)}"
+        smaller = self._largest_seq_len(host_memory)
+        return f"--seq-len {smaller} would fit" if smaller else "no setting fits: use a larger GPU or a smaller model"
+
+    def _largest_seq_len(self, host_memory: float) -> int | None:
+        seq_len = self.workload.seq_len // 2
+        while seq_len >= 128:
+            shorter = replace(self.workload, seq_len=seq_len)
+            planner = Planner(shorter, self.gpu, prefetch_depth=self._depth, run_ahead=self._run_ahead)
+            if any(planner.fits(plan, host_memory) for plan in planner.plans()):
+                return seq_len
+            seq_len //= 2
+        return None
+
+    def _candidates(self) -> Iterator[Plan]:
+        for stream in (False, True) if jax.tree.leaves(self._frozen["layers"]) else (False,):
+            for text in _POLICIES:
+                yield self.plan(parse_policy(text), stream_weights=stream)
+            for fast, lean in _MIXES:
+                if (mix := self._mix(parse_policy(fast), parse_policy(lean), stream)) is not None:
+                    yield mix
+
+    def _mix(self, fast: RematPolicy, lean: RematPolicy, stream: bool) -> Plan | None:
+        """As many last layers under the fast policy as fit; their activations are gone before the others' come back."""
+        count, best = len(self._structure.layers), None
+        low, high = 1, count - 1
+        while low <= high:
+            middle = (low + high) // 2
+            plan = self.plan([lean] * (count - middle) + [fast] * middle, stream_weights=stream)
+            fits = plan.device_bytes <= (1 - MARGIN) * self.gpu.memory
+            low, high, best = (middle + 1, high, plan) if fits else (low, middle - 1, best)
+        return best
+
+    def _seconds(self, costs: list[_LayerCost], weights: list[int]) -> float:
+        """A layer takes as long as its kernels or its copies, whichever is longer."""
+        link = self.gpu.link
+        forward = backward = 0.0
+        for cost, streamed in zip(costs, weights, strict=True):
+            out, back = cost.offloaded, cost.offloaded + streamed
+            # A hidden copy still takes its share of the device memory's bandwidth.
+            forward += max(cost.forward.seconds + (out + streamed) / self.gpu.copy, out / link, streamed / link)
+            backward += max(cost.backward.seconds + back / self.gpu.copy, back / link)
+        # AdamW reads parameter, gradient and two moments in float32 and writes all but the gradient.
+        update = 7 * _bytes(self._trainable) / self.gpu.copy
+        return self.workload.accumulation * (forward + backward + self._head.seconds) + update
+
+    def _peak(self, costs: list[_LayerCost], weights: list[int]) -> int:
+        """Bytes when there are most: in the head, or in some layer's backward pass."""
+        x = self.workload.tokens * self.workload.config.hidden_size * jnp.dtype(self.workload.dtype).itemsize
+        trained = _bytes(self._trainable)
+        resident = 3 * trained + _bytes(self._frozen) - sum(weights)
+        buffers = self._depth + 1
+        streamed = max(weights, default=0) * (buffers + 1)
+        in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (buffers + self._run_ahead)
+        per_layer = [_bytes(layer) for layer in self._trainable["layers"]]
+        accumulates = self.workload.accumulation > 1
+        gradients = trained if accumulates else trained - sum(per_layer)
+        stored = sum(cost.saved for cost in costs) + costs[-1].offloaded
+        peak = stored + x + self._head.temporary + (trained if accumulates else 0)
+        for cost, layer_gradients in zip(reversed(costs), reversed(per_layer), strict=True):
+            gradients += 0 if accumulates else layer_gradients
+            peak = max(peak, stored + gradients + 2 * x + cost.backward.temporary)
+            stored -= cost.saved
+        return int(resident + streamed + in_flight + peak)
+
+    def _trace_layer(self, graph, policy: RematPolicy) -> _LayerCost:
+        index = self._structure.layers.index(graph)
+        layer = LayerFunctions(graph, policy)
+        trees = self._trainable["layers"][index], self._frozen["layers"][index]
+        x, context = self._abstract_input()
+        forward, (y, residuals) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
+        backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
+        seconds = self._attention_seconds(self.workload.config.layer_windows[index])
+        input_bytes = _bytes(x)
+        return _LayerCost(
+            forward=program_cost(forward, self.gpu, attention_seconds=seconds),
+            backward=program_cost(backward, self.gpu, attention_seconds=seconds),
+            saved=_bytes(residuals.saved) + (0 if policy.offloads_input else input_bytes),
+            offloaded=_bytes(residuals.offloaded) + (input_bytes if policy.offloads_input else 0),
+        )
+
+    def _trace_head(self) -> Cost:
+        ends = EndFunctions(self._structure, self.workload.config, dtype=self.workload.dtype, attention="auto")
+        sums: Tree = dict.fromkeys(self._trainable)
+        x, context = self._abstract_input()
+        batch = _abstract_batch(self.workload, context.segments)
+        jaxpr = jax.make_jaxpr(ends._loss_and_gradients)(
+            ends._head(self._trainable), ends._head(self._frozen), x, batch, jnp.float32(1), ends._head(sums)
+        )
+        return program_cost(jaxpr, self.gpu, attention_seconds={})
+
+    def _attention_seconds(self, window: int | None) -> dict[str, float]:
+        config, keys = self.workload.config, min(self.workload.visible_keys, window or float("inf"))
+        flops = 4 * config.num_attention_heads * config.head_dim * keys * self.workload.tokens
+        return {
+            ATTENTION_FORWARD: flops / (_FORWARD_SHARE * self.gpu.matmul),
+            ATTENTION_BACKWARD: 2.5 * flops / (_BACKWARD_SHARE * self.gpu.matmul),
+        }
+
+    def _abstract_input(self) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
+        config, shape = self.workload.config, (self.workload.batch_size, self.workload.seq_len)
+        x = jax.ShapeDtypeStruct((*shape, config.hidden_size), self.workload.dtype)
+        segments = _abstract_segments(shape)
+        cos, sin = jax.eval_shape(lambda p: rope_tables(p, config.rope, config.head_dim), segments.positions)
+        return x, PlannedContext(segments=segments, cos=cos, sin=sin)
+
+
+def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:
+    """(structure, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
+    dtype = jnp.float32 if workload.lora is None else workload.dtype
+
+    def build():
+        model = build_model(workload.config, dtype=dtype, rngs=nnx.Rngs(0))
+        if workload.lora is not None:
+            add_lora(model, workload.lora, rngs=nnx.Rngs(0))
+        return model
+
+    return split_model(nnx.eval_shape(build), nnx.Param if workload.lora is None else nnx.LoRAParam)
+
+
+def _abstract_segments(shape: tuple[int, int]) -> PackedSegments:
+    token = jax.ShapeDtypeStruct(shape, jnp.int32)
+    bounds = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
+    return PackedSegments(segment_ids=token, positions=token, starts=token, ends=token, cu_seqlens=bounds)
+
+
+def _abstract_batch(workload: Workload, segments: PackedSegments) -> Batch:
+    shape = (workload.batch_size, workload.seq_len)
+    ids, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"

@@ -1,0 +1,97 @@
+"""How much of the copies between host and device is hidden under computation, read from a profiler trace."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from jax.profiler import ProfileData
+
+Span = tuple[float, float]
+
+
+class CopyOverlap(NamedTuple):
+    """Milliseconds on one GPU."""
+
+    to_host: float
+    """Copies from the device to the host."""
+    to_device: float
+    """Copies from the host to the device."""
+    hidden: float
+    """Of both, under running kernels."""
+    busy: float
+    """Kernels running."""
+    span: float
+    """From the first kernel's start to the last one's end."""
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time of all copies, 0–1; 1 where there are none."""
+        copies = self.to_host + self.to_device
+        return self.hidden / copies if copies else 1.0
+
+
+def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
+    """Reads the newest trace of `jax.profiler.trace(folder)`; copies shorter than `shortest` do not count.
+
+    Raises:
+        ValueError: no trace, or one without a GPU.
+    """
+    files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise ValueError(f"{folder} holds no profiler trace (*.xplane.pb)")
+    data = ProfileData.from_file(str(files[-1]))
+    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
+    if not planes:
+        raise ValueError(f"{files[-1]} is the trace of a program without a GPU")
+    copies: dict[str, list[Span]] = {"MemcpyD2H": [], "MemcpyH2D": []}
+    kernels: list[Span] = []
+    for line in planes[0].lines:
+        if not line.name.startswith("Stream"):
+            continue
+        for event in line.events:
+            span = (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6)
+            if event.name in copies:
+                copies[event.name].append(span)
+            elif not event.name.startswith("Mem"):
+                kernels.append(span)
+    long = {name: [span for span in spans if span[1] - span[0] >= shortest] for name, spans in copies.items()}
+    return overlap(long["MemcpyD2H"], long["MemcpyH2D"], kernels)
+
+
+def overlap(to_host: list[Span], to_device: list[Span], kernels: list[Span]) -> CopyOverlap:
+    """The same from the start and end of every copy and kernel, in milliseconds."""
+    running = _union(kernels)
+    return CopyOverlap(
+        to_host=_total(to_host),
+        to_device=_total(to_device),
+        hidden=sum(_intersection(running, copies) for copies in (_union(to_host), _union(to_device))),
+        busy=_total(running),
+        span=running[-1][1] - running[0][0] if running else 0.0,
+    )
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _intersection(left: list[Span], right: list[Span]) -> float:
+    """Of two sorted lists of spans that do not overlap among themselves."""
+    total, j = 0.0, 0
+    for start, end in left:
+        while j < len(right) and right[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(right) and right[k][0] < end:
+            total += min(end, right[k][1]) - max(start, right[k][0])
+            k += 1
+    return total
+
+
+def _total(spans: list[Span]) -> float:
+    return sum(end - start for start, end in spans)

@@ -1,0 +1,94 @@
+"""Predicts time and memory of a training step on a GPU under each remat policy; needs no GPU and no weights.
+
+python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 4090"
+"""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxglue.cli import parse_config
+from jaxglue.flops import mean_visible_keys
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.gpus import GIB, find_gpu
+from jaxglue.memory.planner import Plan, Planner, Workload
+from jaxglue.models import config_from_hf
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig:
+    """Predict time and memory of a training step."""
+
+    model: str
+    """A Hugging Face model folder; its config.json is enough."""
+    gpu: str
+    """The GPU's name, such as "RTX 4090" or H200."""
+    seq_len: int = 8192
+    """T: tokens in a packed row."""
+    batch_size: int = 1
+    """B: rows in a micro-batch."""
+    accumulation: int = 1
+    """Micro-batches in an optimiser step."""
+    method: Literal["lora", "full"] = "lora"
+    """Train adapters on frozen weights, or all weights."""
+    document_tokens: int | None = None
+    """Mean length of the documents in a row; by default one document fills it."""
+    host_memory_gib: float = 64.0
+    """Host memory that may be pinned, GiB."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+def make_planner(config: EstimateConfig) -> Planner:
+    """The planner of this workload; `ValueError` for a model or a GPU that is not known."""
+    workload = Workload(
+        config=config_from_hf(read_config(config.model)),
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        lora=config.lora if config.method == "lora" else None,
+        visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
+        accumulation=config.accumulation,
+    )
+    return Planner(workload, find_gpu(config.gpu))
+
+
+def print_plans(planner: Planner, host_memory: float) -> None:
+    """Prints every plan, the fastest first, and what `auto` would pick."""
+    gpu, tokens = planner.gpu, planner.workload.tokens * planner.workload.accumulation
+    table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s")
+    for name in ("remat", "weights", "ms/step", "tokens/s", "GPU GiB", "host GiB", "fits"):
+        table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right")
+    for plan in planner.plans():
+        table.add_row(*_cells(plan, tokens), "yes" if planner.fits(plan, host_memory) else "no")
+    console = Console()
+    console.print(table)
+    console.print(f"auto: {planner.choose(host_memory=host_memory, stream_weights=None)}", highlight=False)
+
+
+def _cells(plan: Plan, tokens: int) -> tuple[str, ...]:
+    return (
+        plan.remat,
+        "host" if plan.stream_weights else "GPU",
+        f"{plan.seconds * 1e3:,.0f}",
+        f"{tokens / plan.seconds:,.0f}",
+        f"{plan.device_bytes / GIB:.1f}",
+        f"{plan.host_bytes / GIB:.1f}",
+    )
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    config = parse_config(EstimateConfig)
+    try:
+        print_plans(make_planner(config), config.host_memory_gib * GIB)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
