@@ -2,21 +2,22 @@
 
 python benchmarks/packed_metadata.py --json benchmarks/results/packed_metadata.json
 
-Three ways through the same decoder layers (bfloat16 base, LoRA of rank 16 on all linear layers, every layer's
-activations kept, dispatched layer by layer as in training):
+Four ways through the same decoder layers (bfloat16 base, LoRA of rank 16 on all linear layers, activations computed
+again in the backward pass, dispatched layer by layer as in training):
 
-- rebuilt: every layer makes a dense causal mask from the segments and attends under it
-- cached:  the same attention, its dense mask made once per batch
-- ours:    `PackedSegments` once per batch, attention that never has a dense mask
+- dense, rebuilt: every layer makes a causal T×T mask from the segments and attends under it
+- dense, cached:  the same attention, its mask made once per batch
+- ours, rebuilt:  our attention, but every layer finds the segments' bounds and the rotary tables again
+- ours:           both once per batch
 
 Embedding, output projection and optimiser are left out: they are the same. The layers of a model share one layer's
-weights, which changes neither time nor shapes. Metadata's share of a step is, for rebuilt, what cached saves of it;
-for cached, the mask; for ours, segments to the device and rotary tables. The numpy part of ours runs on the host
-while the device is busy, and has a column of its own.
+weights, which changes neither time nor shapes. Metadata's time is what it takes on the GPU once per batch (kernels
+and copies, from a profile) and, for a rebuilt one, what the step takes longer than with the cached one. Packing in
+numpy happens on the host while the GPU is busy; it has a column of its own.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from inputs import SHAPES
-from jaxtyping import Array, Bool, Float
-from measure import milliseconds, table, uniform_lengths, write_results
+from jaxtyping import Array, Bool
+from measure import device_milliseconds, milliseconds, table, uniform_lengths, write_results
 
+from jaxglue.attention import packed_attention
 from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.memory.layer import LayerFunctions
 from jaxglue.memory.policy import PRESETS
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import split_model
 from jaxglue.rope import apply_rope, rope_tables
@@ -41,6 +44,7 @@ PUBLISHED = {
     "llama-3.2-1b": "step −11.5% once cached",
     "qwen3-0.6b": "step −14.8% once cached",
 }
+CACHED = {"dense, rebuilt": "dense, cached", "ours, rebuilt": "ours"}
 
 
 def dense_mask(segments: PackedSegments) -> Bool[Array, "B 1 T T"]:
@@ -50,27 +54,43 @@ def dense_mask(segments: PackedSegments) -> Bool[Array, "B 1 T T"]:
     return (causal & (index[None, None, :] >= segments.starts[:, :, None]))[:, None]
 
 
+def bounds_from_ids(segments: PackedSegments) -> PackedSegments:
+    """The segments with positions, starts and ends found on the device, from the ids alone."""
+    ids, T = segments.segment_ids, segments.segment_ids.shape[1]
+    index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), ids.shape)
+    first = ids != jnp.pad(ids, ((0, 0), (1, 0)))[:, :-1]
+    last = ids != jnp.pad(ids, ((0, 0), (0, 1)))[:, 1:]
+    starts = jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+    ends = jax.lax.cummin(jnp.where(last, index + 1, T), axis=1, reverse=True)
+    return replace(segments, positions=index - starts, starts=jnp.where(ids > 0, starts, T), ends=ends)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class DenseContext:
-    """A layer's context with a dense mask; None to make it in the layer."""
+class DenseContext(PackedContext):
+    """A layer's context with a T×T mask; None to make it in the layer."""
 
-    segments: PackedSegments
-    cos: Float[Array, "B T half"]
-    sin: Float[Array, "B T half"]
     mask: Bool[Array, "B 1 T T"] | None
-    dropout_key: None = None
-
-    def rotate(self, x):
-        return apply_rope(x, self.cos, self.sin)
 
     def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
         mask = dense_mask(self.segments) if self.mask is None else self.mask
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=_dense_implementation())
+        implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
 
 
-def _dense_implementation() -> str:
-    return "cudnn" if jax.default_backend() == "gpu" else "xla"
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RebuiltContext(PackedContext):
+    """A layer's context that finds bounds and rotary tables again in every layer."""
+
+    config: DecoderConfig = field(metadata={"static": True})
+
+    def rotate(self, x):
+        positions = bounds_from_ids(self.segments).positions
+        return apply_rope(x, *rope_tables(positions, self.config.rope, self.config.head_dim))
+
+    def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
+        return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks, scale=scale)
 
 
 class Stack:
@@ -82,7 +102,7 @@ class Stack:
         add_lora(model, LoraConfig(rank=16), rngs=nnx.Rngs(1))
         structure, trainable, frozen = split_model(model, nnx.LoRAParam)
         self.config, self.depth = config, layers or SHAPES[shape]["num_hidden_layers"]
-        self._functions = LayerFunctions(structure.layers[0], PRESETS["none"])
+        self._functions = LayerFunctions(structure.layers[0], PRESETS["full"])
         self._weights = trainable["layers"][0], frozen["layers"][0]
 
     def forward(self, x, context):
@@ -105,20 +125,26 @@ class Stack:
         return dx, gradients
 
 
-def contexts(config, segments: PackedSegments) -> dict:
+def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
     """For each way a function that makes the layers' context from numpy metadata: what is done once per batch."""
     rope = jax.jit(lambda positions: rope_tables(positions, config.rope, config.head_dim))
     mask = jax.jit(dense_mask)
 
-    def make(way: str):
+    def shared() -> dict:
         on_device = jax.device_put(segments)
         cos, sin = rope(on_device.positions)
-        shared = {"segments": on_device, "cos": cos, "sin": sin}
-        if way == "ours":
-            return PackedContext(**shared)
-        return DenseContext(**shared, mask=None if way == "rebuilt" else mask(on_device))
+        return {"segments": on_device, "cos": cos, "sin": sin}
 
-    return {way: partial(make, way) for way in ("rebuilt", "cached", "ours")}
+    def cached() -> DenseContext:
+        parts = shared()
+        return DenseContext(**parts, mask=mask(parts["segments"]))
+
+    return {
+        "dense, rebuilt": lambda: DenseContext(**shared(), mask=None),
+        "dense, cached": cached,
+        "ours, rebuilt": lambda: RebuiltContext(**shared(), config=config),
+        "ours": lambda: PackedContext(**shared()),
+    }
 
 
 def measure(shape: str, tokens: int, layers: int | None) -> list[dict]:
@@ -126,18 +152,31 @@ def measure(shape: str, tokens: int, layers: int | None) -> list[dict]:
     stack, lengths = Stack(shape, layers), uniform_lengths(tokens)
     pack = partial(pack_segments, [lengths], seq_len=tokens)
     x = jax.random.normal(jax.random.key(0), (1, tokens, stack.config.hidden_size), jnp.bfloat16)
-    rows, host = [], milliseconds(pack)
+    times = {}
     for way, make in contexts(stack.config, pack()).items():
         forward = milliseconds(lambda make=make: stack.forward(x, make())[0])
-        step = milliseconds(stack.step, x, make)
-        row = {"model": shape, "tokens": tokens, "metadata": way, "forward ms": forward, "backward ms": step - forward}
-        rows.append(row | {"step ms": step, "metadata ms": milliseconds(make), "host ms": host})
-    rows[0]["metadata ms"] += rows[0]["step ms"] - rows[1]["step ms"]
-    for row in rows:
-        share = row["metadata ms"] / row["step ms"]
-        row.update({key: round(value, 3) for key, value in row.items() if isinstance(value, float)})
-        row |= {"share of the step": f"{share:.2%}", "published": PUBLISHED.get(shape, "-")}
-    return rows
+        times[way] = forward, milliseconds(stack.step, x, make), device_milliseconds(make)
+    host = milliseconds(pack)
+    return [row(shape, tokens, way, times, host) for way in times]
+
+
+def row(shape: str, tokens: int, way: str, times: dict[str, tuple[float, float, float]], host: float) -> dict:
+    """A row of the table from (forward, step, metadata once per batch) in ms of all ways."""
+    forward, step, metadata = times[way]
+    if way in CACHED:
+        metadata += step - times[CACHED[way]][1]
+    return {
+        "model": shape,
+        "tokens": tokens,
+        "metadata": way,
+        "forward ms": round(forward, 2),
+        "backward ms": round(step - forward, 2),
+        "step ms": round(step, 2),
+        "metadata ms": round(metadata, 3),
+        "metadata's share": f"{metadata / step:.2%}",
+        "host ms": round(host, 3),
+        "published": PUBLISHED.get(shape, "-"),
+    }
 
 
 def main() -> None:
@@ -150,7 +189,7 @@ def main() -> None:
     results = []
     for shape in args.shapes:
         results += measure(shape, args.tokens, args.layers)
-        print(table(results[-3:]), flush=True)
+        print(table(results[-4:]), flush=True)
     if args.json:
         write_results(args.json, results)
 

@@ -52,6 +52,8 @@ def why_not_cudnn(shape: AttentionShape, capability: tuple[int, int] | None) -> 
     """The reason why cuDNN cannot serve this shape, or None."""
     if capability is None or capability < (9, 0):
         return f"packed rows need compute capability 9.0 (Hopper) or newer, got {_gpu(capability)}"
+    if shape.head_dim > 256 or shape.head_dim % 8:
+        return f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}"
     return _why_not_half(shape)
 
 

@@ -40,6 +40,7 @@ def test_auto_chooses_by_gpu_and_shape(changes, capability, expected):
     [
         ("cudnn", {}, (8, 9), "9.0.*got 8.9"),
         ("cudnn", {}, None, "no NVIDIA GPU"),
+        ("cudnn", {"head_dim": 512}, (9, 0), "head dim.*got 512"),
         ("triton", {}, (7, 5), "8.0.*got 7.5"),
         ("triton", {"head_dim": 80}, (9, 0), "head dim.*got 80"),
         ("triton", {"dtype": jnp.float32}, (9, 0), "dtype.*got.*float32"),

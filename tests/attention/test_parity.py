@@ -159,3 +159,21 @@ def test_triton_gradients_are_the_same_in_every_run():
 
     first, second = (output_and_gradients(attention, inputs, dout) for _ in range(2))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, first, second))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+def test_the_end_of_a_row_with_more_elements_than_an_int32_counts(backend):
+    last = 200
+    case = Case(lengths=((4096,) * 31 + (4096 - last, last),), T=131_072, N=136, K=8, H=128)
+    inputs, segments, dout = case.inputs(jnp.bfloat16)
+    assert inputs[0].size > 2**31
+
+    def attention(q, k, v, sinks):
+        return packed_attention(q, k, v, segments, backend=backend)
+
+    got = jax.tree.map(lambda x: x[:, -last:], output_and_gradients(attention, inputs, dout))
+    tail = Case(lengths=((last,),), T=last, N=case.N, K=case.K, H=case.H)
+    inputs, dout = jax.tree.map(lambda x: x[:, -last:], (inputs, dout))
+    segments = jax.tree.map(jnp.asarray, pack_segments(tail.lengths, seq_len=last))
+    assert_close(got, expected_of(tail, inputs, segments, dout), dout, 1e-2)
