@@ -7,11 +7,21 @@ from jaxglue.models.config import DecoderConfig
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
-    """Weights that a token is multiplied with: all linear layers and the output projection, not the embedding."""
+    """Weights that a token is multiplied with: all linear layers and the output projection, not the embedding.
+
+    Of a layer's experts, those that serve one token.
+    """
     D, H = config.hidden_size, config.head_dim
     attention = D * H * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    layer = attention + 3 * D * config.intermediate_size
-    return config.num_hidden_layers * layer + D * config.vocab_size
+    layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
+    return config.num_hidden_layers * attention + layers + D * config.vocab_size
+
+
+def _feed_forward(config: DecoderConfig, layer: int) -> int:
+    D, moe = config.hidden_size, config.moe
+    if moe is None or not moe.sparse_layers[layer]:
+        return 3 * D * config.intermediate_size
+    return D * moe.num_experts + moe.num_experts_per_tok * 3 * D * moe.intermediate_size
 
 
 def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weight_gradients: bool) -> float:

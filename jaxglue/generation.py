@@ -32,7 +32,7 @@ Trees = tuple[Tree, ...]
 class PrefillContext:
     """Attends like training does, and keeps the keys and values."""
 
-    dropout_key = None
+    dropout_key = router_losses = token_mask = None
 
     def __init__(self, packed: PackedContext):
         self._packed = packed
@@ -48,7 +48,7 @@ class PrefillContext:
 class DecodeContext:
     """One token: appends its key and value to the cache and attends over what the cache holds."""
 
-    dropout_key = None
+    dropout_key = router_losses = token_mask = None
 
     def __init__(self, cache: Cache, position: Int[Array, ""], cos: Float[Array, "1 1 half"], sin):
         self.cache, self._position, self._tables = cache, position, (cos, sin)

@@ -1,5 +1,6 @@
 """A model's parameters as plain trees: trainable and frozen apart, named as Hugging Face names them."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ class ModelStructure:
     def output(self) -> nnx.GraphDef:
         """The module that holds the output projection."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
+
+
+_EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(weight|bias|blocks|scales)$")
 
 
 def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelStructure, Tree, Tree]:
@@ -71,7 +75,12 @@ def flatten_names(tree: Tree) -> dict[str, jax.Array]:
 
 
 def hf_name(name: str) -> str:
-    """The name in a Hugging Face checkpoint of a parameter at this path of ours."""
+    """The name in a Hugging Face checkpoint of a parameter at this path of ours.
+
+    An expert's projection is a parameter there, not a module: `experts.down_proj.weight` is `experts.down_proj`, and
+    `experts.down_proj.bias` is `experts.down_proj_bias`.
+    """
+    name = _EXPERT_PARAMETER.sub(lambda match: match[1] + ("" if match[2] == "weight" else f"_{match[2]}"), name)
     return name if name.startswith("lm_head") else f"model.{name}"
 
 

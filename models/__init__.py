@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxglue.models import llama, qwen3
+from jaxglue.models import gpt_oss, llama, qwen3, qwen3_moe
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 
-FAMILIES = {"llama": llama, "qwen3": qwen3}
+FAMILIES = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
 """Hugging Face's `model_type` → the module that reads its config and builds it."""
 
 

@@ -1,10 +1,32 @@
 """A decoder's shape, read from Hugging Face's config.json."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxglue.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """The feed-forward of a decoder's sparse layers: a few of many experts for each token."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    """F of one expert."""
+    sparse_layers: tuple[bool, ...]
+    """Whether each layer has experts; the others have a dense feed-forward."""
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's experts sum to one."""
+    mxfp4: bool = False
+    """Whether the experts' matrices are kept in MXFP4, which cannot be trained."""
+
+    def __post_init__(self):
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} must be between 1 and num_experts={self.num_experts}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +50,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     layer_windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens, None for full attention."""
+    moe: MoeConfig | None = None
+    """None when every layer is dense."""
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -38,6 +62,33 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of dimensions")
         assert len(self.layer_windows) == self.num_hidden_layers
+        assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
+
+    @property
+    def expanded(self) -> "DecoderConfig":
+        """The same model with its experts in the dtype of its other weights."""
+        return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self
+
+
+def require_fields(raw: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ValueError when config.json lacks a field."""
+    if missing := [name for name in names if raw.get(name) is None]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+
+
+def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of every layer of these types, Hugging Face's `layer_types`.
+
+    Raises:
+        ValueError: another type, or not one type for each layer.
+    """
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ValueError(
+            f"layer_types {', '.join(unknown)} are not supported: only full_attention, sliding_attention are"
+        )
+    if len(types) != raw["num_hidden_layers"]:
+        raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,9 +98,7 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a needed field is missing, or the activation or rope type is not supported.
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in needed if raw.get(name) is None]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    require_fields(raw, needed)
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported for {raw['model_type']}: only 'silu' is")
     heads = raw["num_attention_heads"]

@@ -1,14 +1,21 @@
 """What a decoder layer is given beside its input: how to rotate and how to attend."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.attention import packed_attention
 from jaxglue.rope import apply_rope
 from jaxglue.segments import PackedSegments
+
+
+class RouterLosses(NamedTuple):
+    """What the auxiliary losses of one layer's router count in the objective, scalars in float32."""
+
+    balance: Float[Array, ""]
+    z: Float[Array, ""]
 
 
 class LayerContext(Protocol):
@@ -17,6 +24,14 @@ class LayerContext(Protocol):
     @property
     def dropout_key(self) -> PRNGKeyArray | None:
         """The layer's own key, or None when nothing is dropped."""
+
+    @property
+    def router_losses(self) -> RouterLosses | None:
+        """None where the objective has no auxiliary losses of routers."""
+
+    @property
+    def token_mask(self) -> Bool[Array, " B*T"] | None:
+        """False for padding; None where there is none."""
 
     def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Applies the rotary embedding of the tokens' positions."""
@@ -43,7 +58,13 @@ class PackedContext:
     cos: Float[Array, "B T half"]
     sin: Float[Array, "B T half"]
     dropout_key: PRNGKeyArray | None = None
+    router_losses: RouterLosses | None = None
     backend: str = field(default="auto", metadata={"static": True})
+
+    @property
+    def token_mask(self) -> Bool[Array, " B*T"]:
+        """False for padding."""
+        return self.segments.segment_ids.reshape(-1) > 0
 
     def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Applies the rotary embedding of the tokens' positions."""

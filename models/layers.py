@@ -85,9 +85,9 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; with norms on queries and keys where the family has them."""
+    """Grouped-query attention with rotary positions; norms on queries and keys, and sinks, where the family has them."""
 
-    def __init__(self, config: DecoderConfig, *, qk_norm: bool, window: int | None, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, window: int | None, dtype, rngs: nnx.Rngs):
         D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         N, K = config.num_attention_heads, config.num_key_value_heads
         options = {"bias": config.attention_bias, "std": config.initializer_range, "dtype": dtype, "rngs": rngs}
@@ -97,6 +97,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(N * H, D, **options)
         self.q_norm = RMSNorm(H, eps, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(H, eps, dtype=dtype) if qk_norm else None
+        self.sinks = nnx.Param(jax.random.normal(rngs.params(), N, dtype) * config.initializer_range) if sinks else None
         self.head_dim, self.window = H, window
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
@@ -106,7 +107,8 @@ class Attention(nnx.Module):
         v = self._heads(checkpoint_name(self.v_proj(x, context), names.VALUE))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = context.attend(context.rotate(q), context.rotate(k), v, window=self.window)
+        sinks = None if self.sinks is None else self.sinks[...]
+        out = context.attend(context.rotate(q), context.rotate(k), v, window=self.window, sinks=sinks)
         return self.o_proj(out.reshape(*x.shape[:2], -1), context)
 
     def _heads(self, x):
@@ -133,12 +135,22 @@ class GatedMLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, qk_norm: bool, window: int | None = None, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        mlp: type[nnx.Module] = GatedMLP,
+        qk_norm: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps, dtype=dtype)
-        self.self_attn = Attention(config, qk_norm=qk_norm, window=window, dtype=dtype, rngs=rngs)
+        self.self_attn = Attention(config, qk_norm=qk_norm, sinks=sinks, window=window, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(D, eps, dtype=dtype)
-        self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = mlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """One decoder layer."""

@@ -19,6 +19,6 @@ def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
     """A Llama with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
-        return DecoderLayer(config, qk_norm=False, window=config.layer_windows[index], dtype=dtype, rngs=rngs)
+        return DecoderLayer(config, window=config.layer_windows[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxglue.models.config import DecoderConfig, decoder_fields
+from jaxglue.models.config import DecoderConfig, decoder_fields, layer_windows
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import DecoderLayer
 
@@ -23,13 +23,7 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(raw["num_hidden_layers"])
     ]
-    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise ValueError(
-            f"layer_types {', '.join(unknown)} are not supported: only full_attention, sliding_attention are"
-        )
-    if len(types) != raw["num_hidden_layers"]:
-        raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return layer_windows(raw, types, window)
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:

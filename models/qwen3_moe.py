@@ -1,0 +1,63 @@
+"""Qwen3-MoE: Qwen3's attention, and experts in place of the feed-forward of most layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, require_fields
+from jaxglue.models.context import LayerContext
+from jaxglue.models.decoder import CausalLM
+from jaxglue.models.layers import DecoderLayer, GatedMLP
+from jaxglue.models.moe_layers import ExpertLayout, Experts, Router, mix_experts
+
+_EXPERTS = ExpertLayout(activation="swiglu", transposed=True, bias=False)
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Reads a `Qwen3MoeForCausalLM` config.json; transformers 5 writes `num_local_experts` for `num_experts`."""
+    raw = {"num_experts": raw.get("num_local_experts"), **raw}
+    fields = decoder_fields(raw)
+    require_fields(raw, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    layers, window = raw["num_hidden_layers"], raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    moe = MoeConfig(
+        num_experts=raw["num_experts"],
+        num_experts_per_tok=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        sparse_layers=_sparse_layers(raw),
+        norm_topk_prob=raw.get("norm_topk_prob", False),
+    )
+    return DecoderConfig(**fields, layer_windows=(window,) * layers, moe=moe)
+
+
+def _sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
+
+
+class Qwen3MoeMLP(nnx.Module):
+    """The gate chooses a token's experts by a softmax over all of them."""
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        assert config.moe is not None
+        self.gate = Router(config, bias=False, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
+        self.chosen, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Applies the feed-forward."""
+        return mix_experts(x, self.gate, self.experts, context, self.chosen, normalise=self.normalise)
+
+
+def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
+    """A Qwen3-MoE with random weights in `dtype`."""
+    assert config.moe is not None
+    sparse = config.moe.sparse_layers
+
+    def make_layer(index: int) -> DecoderLayer:
+        mlp = Qwen3MoeMLP if sparse[index] else GatedMLP
+        window = config.layer_windows[index]
+        return DecoderLayer(config, mlp=mlp, qk_norm=True, window=window, dtype=dtype, rngs=rngs)
+
+    return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)
