@@ -5,7 +5,7 @@ import pytest
 
 from jaxglue.attention import LSE_NAME, OUT_NAME
 from jaxglue.memory import names
-from jaxglue.memory.policy import PRESETS, RematPolicy, parse_policy
+from jaxglue.memory.policy import PRESETS, RematPolicy, format_policies, parse_policies, parse_policy
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,18 @@ def test_a_preset_is_written_as_its_name(name):
 def test_bad_policies_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_policy(text)
+
+
+def test_policies_for_each_layer_are_read_and_written():
+    assert parse_policies("offload", 3) == (parse_policy("offload"),) * 3
+    text = "2 x offload:layer_input,gate + 1 x dots; offload:layer_input"
+    policies = parse_policies(text, 3)
+    assert policies[0] == policies[1] != policies[2] == parse_policy("dots; offload:layer_input")
+    assert format_policies(policies) == text
+    with pytest.raises(ValueError, match="is for 3 layers, the model has 4"):
+        parse_policies(text, 4)
+    with pytest.raises(ValueError, match="'full' must be COUNT x POLICY"):
+        parse_policies("2 x dots + full", 3)
 
 
 def test_attention_uses_the_names_of_the_policies():

@@ -1,0 +1,118 @@
+"""The planner predicts more memory for more kept, picks the fastest plan that fits, and says what would fit."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.gpus import GIB, Gpu, find_gpu
+from jaxglue.memory.planner import MARGIN, Planner, Workload
+from jaxglue.memory.policy import parse_policies, parse_policy
+from jaxglue.models import config_from_hf
+
+HOST = 64 * GIB
+
+
+@pytest.fixture(scope="module")
+def workload(tiny_config):
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "vocab_size": 32000}
+    config = config_from_hf({**tiny_config, **sizes, "model_type": "qwen3", "head_dim": 128})
+    return Workload(config=config, batch_size=1, seq_len=4096, lora=LoraConfig(), visible_keys=512)
+
+
+@pytest.fixture(scope="module")
+def planner(workload):
+    return Planner(workload, find_gpu("RTX 4090"))
+
+
+def _with_memory(planner: Planner, gib: float) -> Planner:
+    return Planner(planner.workload, replace(planner.gpu, memory=gib * GIB))
+
+
+def test_keeping_more_costs_memory_and_saves_time(planner):
+    offload, full, dots = (planner.plan(parse_policy(name)) for name in ("offload", "full", "dots"))
+    assert offload.device_bytes < full.device_bytes < dots.device_bytes
+    assert dots.seconds < full.seconds < offload.seconds
+    assert offload.host_bytes == 5 * 4096 * 2048 * 2  # all layer inputs but the last
+    assert full.host_bytes == dots.host_bytes == 0
+
+
+def test_weights_on_the_host_leave_the_device(planner):
+    here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
+    layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
+    assert there.host_bytes - here.host_bytes == pytest.approx(6 * layer, rel=0.01)
+    assert here.device_bytes - there.device_bytes == pytest.approx(3 * layer, rel=0.01)  # three buffers remain
+
+
+def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
+    full = parse_policy("full")
+    longer = Planner(replace(workload, seq_len=8192), planner.gpu).plan(full)
+    faster = Planner(workload, find_gpu("NVIDIA H200")).plan(full)
+    assert longer.seconds > 1.8 * planner.plan(full).seconds > 1.8 * faster.seconds
+
+
+def test_auto_is_the_fastest_that_fits_and_gets_leaner_as_memory_shrinks(planner):
+    dots = planner.plan(parse_policy("dots")).device_bytes / GIB
+    full = planner.plan(parse_policy("full")).device_bytes / GIB
+    roomy = _with_memory(planner, dots / (1 - MARGIN) + 0.01).choose(host_memory=HOST)
+    middling = _with_memory(planner, (dots + full) / 2 / (1 - MARGIN)).choose(host_memory=HOST)
+    assert roomy.remat == "dots"
+    assert " + " in middling.remat and middling.remat.endswith(" x dots")
+    assert roomy.seconds < middling.seconds
+    assert parse_policies(middling.remat, 6) == middling.policies
+
+
+def test_too_little_memory_names_what_would_fit(planner):
+    offload = planner.plan(parse_policy("offload")).device_bytes
+    small = _with_memory(planner, 1.05 * offload / (1 - MARGIN) / GIB)
+    with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 4,096 tokens needs .* GiB on the GPU.*would fit in"):
+        small.check(small.plan(parse_policy("dots")), host_memory=HOST)
+    smaller = _with_memory(planner, 0.6)
+    with pytest.raises(ValueError, match=r"--seq-len \d+ would fit"):
+        smaller.choose(host_memory=HOST, stream_weights=None)
+    with pytest.raises(ValueError, match="no setting fits"):
+        _with_memory(planner, 0.01).choose(host_memory=HOST, stream_weights=None)
+
+
+def test_too_little_host_memory_is_refused(planner):
+    with pytest.raises(ValueError, match=r"of pinned host memory, of which 0.0 GiB may be used"):
+        planner.check(planner.plan(parse_policy("offload")), host_memory=1000)
+
+
+def test_recomputation_is_counted(planner):
+    """`full` computes the forward pass's matmuls again, but for the last one, which the backward pass does not need."""
+    from jaxglue.memory.cost import matmul_flops
+    from jaxglue.memory.layer import LayerFunctions
+
+    def flops(policy):
+        layer = LayerFunctions(planner._structure.layers[0], parse_policy(policy))
+        trees = planner._trainable["layers"][0], planner._frozen["layers"][0]
+        x, context = planner._abstract_input()
+        y, residuals = jax.eval_shape(layer._forward, *trees, x, context)
+        return matmul_flops(jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None).jaxpr)
+
+    weights = 4096 * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
+    assert flops("none") == pytest.approx(weights, rel=0.05)  # the gradient to the input; adapters are small
+    recomputed = weights - 4096 * 2 * 2048 * 6144
+    assert flops("full") - flops("none") == pytest.approx(recomputed, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("rtx 5090", "RTX 5090"),
+    ],
+)
+def test_gpus_are_found_by_device_kind(kind, name):
+    gpu = find_gpu(kind)
+    assert isinstance(gpu, Gpu) and gpu.name == name
+
+
+def test_an_unknown_gpu_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of B200, H200"):
+        find_gpu("Voodoo 2")
