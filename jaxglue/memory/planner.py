@@ -16,7 +16,7 @@ from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import GIB, Gpu
 from jaxglue.memory.layer import LayerFunctions
 from jaxglue.memory.planned_context import PlannedContext
-from jaxglue.memory.policy import RematPolicy, format_policies, parse_policy
+from jaxglue.memory.policy import AUTO, RematPolicy, format_policies, parse_policies, parse_policy
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.parameters import ModelStructure, Tree, split_model
@@ -44,6 +44,8 @@ class Workload:
     visible_keys: float
     """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
     accumulation: int = 1
+    update_in_backward: bool = False
+    """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
     dtype: Any = jnp.bfloat16
     """Of activations and frozen weights; what trains is float32."""
 
@@ -114,6 +116,19 @@ class Planner:
             device_bytes=self._peak(costs, weights),
             host_bytes=host,
         )
+
+    def resolve(self, remat: str, *, stream_weights: bool, host_memory: float) -> Plan:
+        """The plan that `--remat` and `--weights` ask for, `auto` included.
+
+        Raises:
+            ValueError: it does not fit (see `check` and `choose`), or the text is no policy.
+        """
+        if remat == AUTO:
+            return self.choose(host_memory=host_memory, stream_weights=stream_weights)
+        policies = parse_policies(remat, len(self._structure.layers))
+        plan = self.plan(policies, stream_weights=stream_weights)
+        self.check(plan, host_memory=host_memory)
+        return plan
 
     def choose(self, *, host_memory: float, stream_weights: bool | None = False) -> Plan:
         """The fastest plan that leaves `MARGIN` of the GPU's memory free.
@@ -210,11 +225,13 @@ class Planner:
         per_layer = [_bytes(layer) for layer in self._trainable["layers"]]
         accumulates = self.workload.accumulation > 1
         gradients = trained if accumulates else trained - sum(per_layer)
+        updates = self.workload.update_in_backward
         stored = sum(cost.saved for cost in costs) + costs[-1].offloaded
         peak = stored + x + self._head.temporary + (trained if accumulates else 0)
         for cost, layer_gradients in zip(reversed(costs), reversed(per_layer), strict=True):
-            gradients += 0 if accumulates else layer_gradients
-            peak = max(peak, stored + gradients + 2 * x + cost.backward.temporary)
+            kept = gradients if accumulates else gradients + layer_gradients
+            peak = max(peak, stored + kept + 2 * x + cost.backward.temporary)
+            gradients = gradients if updates else kept
             stored -= cost.saved
         return int(resident + streamed + in_flight + peak)
 
@@ -258,6 +275,16 @@ class Planner:
         segments = _abstract_segments(shape)
         cos, sin = jax.eval_shape(lambda p: rope_tables(p, config.rope, config.head_dim), segments.positions)
         return x, PlannedContext(segments=segments, cos=cos, sin=sin)
+
+
+def pinned_memory(available: float, limit_gib: str | None = None) -> float:
+    """Bytes of host memory that may be pinned.
+
+    Args:
+        available: bytes of host memory that no process uses; a tenth is left.
+        limit_gib: what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says, None where it is not set: JAX then stops at 64 GiB.
+    """
+    return min(0.9 * available, float(limit_gib or 64) * GIB)
 
 
 def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:

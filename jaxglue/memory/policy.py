@@ -10,6 +10,8 @@ import jax
 from jaxglue.memory.names import LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
+AUTO = "auto"
+"""Stands for the fastest policies that fit, which `Planner.choose` finds."""
 _COUNTED = re.compile(r"(\d+) ?x (.+)")
 
 
@@ -129,17 +131,32 @@ def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
     Raises:
         ValueError: what `parse_policy` raises for, or counts that do not add up to the number of layers.
     """
+    runs = _runs(text)
+    if runs[0][0] is None:
+        return (runs[0][1],) * layers
+    policies = tuple(policy for count, policy in runs for _ in range(count or 0))
+    if len(policies) != layers:
+        raise ValueError(f"remat {text!r} is for {len(policies)} layers, the model has {layers}")
+    return policies
+
+
+def check_remat(text: str) -> None:
+    """Raises ValueError for a text that is neither `auto` nor what `parse_policies` reads for some model."""
+    if text != AUTO:
+        _runs(text)
+
+
+def _runs(text: str) -> list[tuple[int | None, RematPolicy]]:
+    """(number of layers, policy); the number is None for a policy of all layers."""
     parts = [part.strip() for part in text.split("+")]
     if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
-        return (parse_policy(text),) * layers
-    policies: list[RematPolicy] = []
+        return [(None, parse_policy(text))]
+    runs = []
     for part in parts:
         if (match := _COUNTED.fullmatch(part)) is None:
             raise ValueError(f"remat {text!r}: {part!r} must be COUNT x POLICY")
-        policies += [parse_policy(match[2])] * int(match[1])
-    if len(policies) != layers:
-        raise ValueError(f"remat {text!r} is for {len(policies)} layers, the model has {layers}")
-    return tuple(policies)
+        runs.append((int(match[1]), parse_policy(match[2])))
+    return runs
 
 
 def format_policies(policies: Sequence[RematPolicy]) -> str:
@@ -150,7 +167,7 @@ def format_policies(policies: Sequence[RematPolicy]) -> str:
 
 def _preset(name: str, text: str) -> RematPolicy:
     if name not in PRESETS:
-        presets = ", ".join(PRESETS)
+        presets = ", ".join([*PRESETS, AUTO])
         raise ValueError(
             f"remat policy {text!r} is unknown: use one of {presets}, or name values with save:… and offload:…"
         )

@@ -7,8 +7,9 @@ import pytest
 
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.gpus import GIB, Gpu, find_gpu
-from jaxglue.memory.planner import MARGIN, Planner, Workload
+from jaxglue.memory.planner import MARGIN, Planner, Workload, pinned_memory
 from jaxglue.memory.policy import parse_policies, parse_policy
+from jaxglue.memory.rates import device_gpu, measure_gpu
 from jaxglue.models import config_from_hf
 
 HOST = 64 * GIB
@@ -116,3 +117,37 @@ def test_gpus_are_found_by_device_kind(kind, name):
 def test_an_unknown_gpu_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of B200, H200"):
         find_gpu("Voodoo 2")
+
+
+def test_rates_are_measured():
+    gpu = measure_gpu(jax.devices()[0], size=64)
+    assert gpu.name == jax.devices()[0].device_kind
+    assert min(gpu.matmul, gpu.copy, gpu.link) > 0
+
+
+def test_only_devices_with_memory_of_their_own_are_planned_for():
+    with pytest.raises(ValueError, match="name a remat policy, not auto"):
+        device_gpu(jax.devices("cpu")[0])
+
+
+def test_pinned_memory_is_what_the_host_and_jax_allow():
+    assert pinned_memory(100 * GIB) == 64 * GIB
+    assert pinned_memory(100 * GIB, "80") == 80 * GIB
+    assert pinned_memory(10 * GIB, "80") == 9 * GIB
+
+
+def test_an_update_in_the_backward_pass_holds_one_layers_gradients(workload):
+    gpu, policy = find_gpu("H200"), parse_policy("full")
+    together, apart = (
+        Planner(replace(workload, lora=None, update_in_backward=updates), gpu) for updates in (False, True)
+    )
+    saved = together.plan(policy).device_bytes - apart.plan(policy).device_bytes
+    layer = 4 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
+    assert saved == pytest.approx(5 * layer, rel=0.2)
+
+
+def test_settings_are_resolved_from_their_flags(planner):
+    assert planner.resolve("2 x offload + 4 x dots", stream_weights=False, host_memory=HOST).remat == (
+        "2 x offload + 4 x dots"
+    )
+    assert planner.resolve("auto", stream_weights=False, host_memory=HOST).remat == "dots"

@@ -5,7 +5,7 @@ import pytest
 
 from jaxglue.attention import LSE_NAME, OUT_NAME
 from jaxglue.memory import names
-from jaxglue.memory.policy import PRESETS, RematPolicy, format_policies, parse_policies, parse_policy
+from jaxglue.memory.policy import PRESETS, RematPolicy, check_remat, format_policies, parse_policies, parse_policy
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_preset_is_written_as_its_name(name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dot", "remat policy 'dot' is unknown: use one of none, dots, full, offload, or name values"),
+        ("dot", "remat policy 'dot' is unknown: use one of none, dots, full, offload, auto, or name values"),
         ("save:query,atention_out", "unknown values atention_out: use layer_input, query, key"),
         ("offload:gate; save:gate", "both saves and offloads gate"),
         ("keep:gate", "'keep:gate' must be save:NAME"),
@@ -55,6 +55,13 @@ def test_policies_for_each_layer_are_read_and_written():
         parse_policies(text, 4)
     with pytest.raises(ValueError, match="'full' must be COUNT x POLICY"):
         parse_policies("2 x dots + full", 3)
+
+
+def test_texts_are_checked_before_the_model_is_known():
+    for text in ("auto", "dots", "3 x dots + 2 x full"):
+        check_remat(text)
+    with pytest.raises(ValueError, match="'ful' is unknown"):
+        check_remat("3 x dots + 2 x ful")
 
 
 def test_attention_uses_the_names_of_the_policies():
