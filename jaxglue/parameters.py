@@ -43,26 +43,26 @@ def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[Model
     modules: dict[str, Any] = {"embed_tokens": model.embed_tokens, "norm": model.norm}
     if model.lm_head is not None:
         modules["lm_head"] = model.lm_head
-    graphs, trees = {}, ({}, {})
+    graphs: dict[str, Any] = {"lm_head": None}
+    train: Tree = {}
+    frozen: Tree = {}
     for name, module in modules.items():
-        graphs[name], trees[0][name], trees[1][name] = _split(module, trainable)
+        graphs[name], train[name], frozen[name] = _split(module, trainable)
     layers = [_split(layer, trainable) for layer in model.layers]
-    trees[0]["layers"] = [layer[1] for layer in layers]
-    trees[1]["layers"] = [layer[2] for layer in layers]
-    structure = ModelStructure(
-        layers=tuple(layer[0] for layer in layers), lm_head=graphs.pop("lm_head", None), **graphs
-    )
-    return structure, *trees
+    train["layers"], frozen["layers"] = [layer[1] for layer in layers], [layer[2] for layer in layers]
+    return ModelStructure(layers=tuple(layer[0] for layer in layers), **graphs), train, frozen
 
 
 def _split(module: nnx.Module, trainable) -> tuple[nnx.GraphDef, Tree, Tree]:
-    graph, train, frozen = nnx.split(module, trainable, ...)
-    return graph, nnx.to_pure_dict(train), nnx.to_pure_dict(frozen)
+    graph, *states = nnx.split(module, trainable, ...)
+    train, frozen = map(nnx.to_pure_dict, states)
+    return graph, train, frozen
 
 
 def merge_module(graph: nnx.GraphDef, *trees: Tree) -> Any:
     """The module with the parameters of its plain trees; for use inside jit."""
-    return nnx.merge(graph, *map(nnx.State, trees))
+    first, *others = map(nnx.State, trees)
+    return nnx.merge(graph, first, *others)
 
 
 def flatten_names(tree: Tree) -> dict[str, jax.Array]:

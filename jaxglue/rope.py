@@ -61,6 +61,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
     plain = config.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
     match config.rope_type:
         case "linear":
+            assert config.factor
             return plain / config.factor, 1.0
         case "llama3":
             return _llama3_frequencies(plain, config), 1.0
@@ -72,6 +73,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
 def _llama3_frequencies(plain: np.ndarray, config: RopeConfig) -> np.ndarray:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
     assert config.factor and config.low_freq_factor and config.high_freq_factor
+    assert config.original_max_position_embeddings
     turns = config.original_max_position_embeddings * plain / (2 * math.pi)
     keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
@@ -80,9 +82,11 @@ def _llama3_frequencies(plain: np.ndarray, config: RopeConfig) -> np.ndarray:
 
 def _yarn_frequencies(plain: np.ndarray, config: RopeConfig, head_dim: int) -> np.ndarray:
     """Interpolates the slow dimensions and keeps the fast ones (YaRN, arXiv 2309.00071)."""
+    original = config.original_max_position_embeddings
+    assert config.factor and original
 
     def dimension(turns: float) -> float:
-        context = config.original_max_position_embeddings / (turns * 2 * math.pi)
+        context = original / (turns * 2 * math.pi)
         return head_dim * math.log(context) / (2 * math.log(config.rope_theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
@@ -98,9 +102,11 @@ def _yarn_frequencies(plain: np.ndarray, config: RopeConfig, head_dim: int) -> n
 def _yarn_attention_factor(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
+    factor = config.factor
+    assert factor
 
     def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if config.mscale and config.mscale_all_dim:
         return scale(config.mscale) / scale(config.mscale_all_dim)

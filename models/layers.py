@@ -1,6 +1,7 @@
 """Blocks that the model families share. Parameters carry Hugging Face's names and shapes."""
 
 import zlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ class Linear(nnx.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std)
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
-        self.lora_A = nnx.data(None)
-        self.lora_B = nnx.data(None)
+        self.lora_A: nnx.LoRAParam | None = nnx.data(None)
+        self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
         self.lora_dropout = 0.0
         self.dropout_salt = 0
@@ -45,7 +46,7 @@ class Linear(nnx.Module):
         y = project(x, self.weight[...])
         if self.bias is not None:
             y += self.bias[...].astype(x.dtype)
-        if self.lora_A is None:
+        if self.lora_A is None or self.lora_B is None:
             return y
         hidden = checkpoint_name(project(self._dropout(x, context), self.lora_A[...]), names.LORA_HIDDEN)
         return y + project(hidden, self.lora_scale * self.lora_B[...])
@@ -85,7 +86,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; norms on queries and keys, and sinks, where the family has them."""
+    """Grouped-query attention with rotary positions; norms on queries and keys, and sinks, where a family has them."""
 
     def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, window: int | None, dtype, rngs: nnx.Rngs):
         D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
@@ -97,7 +98,9 @@ class Attention(nnx.Module):
         self.o_proj = Linear(N * H, D, **options)
         self.q_norm = RMSNorm(H, eps, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(H, eps, dtype=dtype) if qk_norm else None
-        self.sinks = nnx.Param(jax.random.normal(rngs.params(), N, dtype) * config.initializer_range) if sinks else None
+        self.sinks = (
+            nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * config.initializer_range) if sinks else None
+        )
         self.head_dim, self.window = H, window
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
@@ -139,7 +142,7 @@ class DecoderLayer(nnx.Module):
         self,
         config: DecoderConfig,
         *,
-        mlp: type[nnx.Module] = GatedMLP,
+        mlp: Callable[..., nnx.Module] = GatedMLP,
         qk_norm: bool = False,
         sinks: bool = False,
         window: int | None = None,

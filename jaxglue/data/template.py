@@ -16,6 +16,7 @@ Span = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = date(2024, 7, 26)
+_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 """What templates that print today's date get (Llama 3.1's own default): the data must not change overnight."""
 
 
@@ -32,7 +33,7 @@ class ChatTemplate:
             raise ValueError(f"the tokenizer has no chat template, and the data are chats: {hint}")
         self._tokenizer = tokenizer
         self._specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self._context: dict[str, Any] = {**tokenizer.special_tokens_map, "strftime_now": _TODAY.strftime}
+        self._context: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
     def render(self, messages: Messages, tools: Tools = None) -> str:
         """The whole conversation as text."""
@@ -59,7 +60,9 @@ class ChatTemplate:
         return text, self._derive_spans(messages, tools, text)
 
     def _source(self, tools: Tools) -> str:
-        return self._tokenizer.get_chat_template(tools=tools)
+        """The template with every date that it asks for written in, as what it renders must not change overnight."""
+        source = self._tokenizer.get_chat_template(tools=tools)
+        return _DATE.sub(lambda call: repr(_TODAY.strftime(call["format"])), source)
 
     def _render(self, messages: Messages, tools: Tools, **options: Any) -> tuple[str, list[Span]]:
         try:

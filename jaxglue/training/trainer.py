@@ -142,7 +142,7 @@ class Trainer:
                 stop = interrupt.requested
                 evaluate = self._setup.eval_batches is not None and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
-                while len(in_flight) > (0 if evaluate or save else _STEPS_IN_FLIGHT):
+                while len(in_flight) > (_STEPS_IN_FLIGHT if self._warm and not (evaluate or save) else 0):
                     self._record(in_flight.popleft(), metrics, progress)
                 with self._meter.paused():
                     eval_loss = self._evaluate(metrics, progress) if evaluate else None
