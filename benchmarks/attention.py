@@ -42,6 +42,8 @@ MODELS = {
     "GPT-OSS, full": Heads(N=64, K=8, H=64, sinks=True),
 }
 
+COLUMNS = ("forward ms", "forward + backward ms", "of the limit, forward", "of the limit, both")
+
 
 def distributions(tokens: int) -> dict[str, list[int]]:
     """Document lengths that add up to `tokens`, by name."""
@@ -90,18 +92,17 @@ def measure(heads: Heads, lengths: list[int], backend: str) -> tuple[float, floa
 def results_of(model: str, tokens: int, lengths_name: str, backend: str) -> dict:
     """One row of the table."""
     heads, lengths = MODELS[model], distributions(tokens)[lengths_name]
-    forward, both = measure(heads, lengths, backend)
+    row = {"model": model, "tokens": tokens, "documents": f"{lengths_name} ({len(lengths)})", "backend": backend}
+    try:
+        forward, both = measure(heads, lengths, backend)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return row | dict.fromkeys(COLUMNS, "out of memory")
     flops = 4 * visible_pairs(lengths, heads.window) * heads.H * heads.N
-    return {
-        "model": model,
-        "tokens": tokens,
-        "documents": f"{lengths_name} ({len(lengths)})",
-        "backend": backend,
-        "forward ms": round(forward, 3),
-        "forward + backward ms": round(both, 3),
-        "of the limit, forward": f"{flops / LIMIT / forward * 1e3:.0%}",
-        "of the limit, both": f"{3.5 * flops / LIMIT / both * 1e3:.0%}",
-    }
+    shares = (flops / LIMIT / forward * 1e3, 3.5 * flops / LIMIT / both * 1e3)
+    values = (round(forward, 3), round(both, 3), *(f"{share:.0%}" for share in shares))
+    return row | dict(zip(COLUMNS, values, strict=True))
 
 
 def cases(args: argparse.Namespace):

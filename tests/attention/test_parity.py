@@ -162,15 +162,14 @@ def test_triton_gradients_are_the_same_in_every_run():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cudnn", "triton"])
-def test_the_end_of_a_row_with_more_elements_than_an_int32_counts(backend):
+def test_the_end_of_a_row_with_more_elements_than_an_int32_counts():
     last = 200
     case = Case(lengths=((4096,) * 31 + (4096 - last, last),), T=131_072, N=136, K=8, H=128)
     inputs, segments, dout = case.inputs(jnp.bfloat16)
     assert inputs[0].size > 2**31
 
     def attention(q, k, v, sinks):
-        return packed_attention(q, k, v, segments, backend=backend)
+        return packed_attention(q, k, v, segments, backend="triton")
 
     got = jax.tree.map(lambda x: x[:, -last:], output_and_gradients(attention, inputs, dout))
     tail = Case(lengths=((last,),), T=last, N=case.N, K=case.K, H=case.H)
