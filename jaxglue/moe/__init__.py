@@ -1,6 +1,7 @@
 """Mixture of experts: routing by one sort, and grouped matmuls over what it orders."""
 
 from jaxglue.moe.backends import BACKENDS, choose_backend
+from jaxglue.moe.fused import Adapter
 from jaxglue.moe.grouped import grouped_matmul
 from jaxglue.moe.groups import ROW_TILE, Groups
 from jaxglue.moe.losses import auxiliary_loss, routing_statistics, z_loss
@@ -10,6 +11,7 @@ from jaxglue.moe.routing import Routing, route, routing_of
 __all__ = [
     "BACKENDS",
     "ROW_TILE",
+    "Adapter",
     "ExpertLora",
     "Groups",
     "Routing",

@@ -50,12 +50,15 @@ def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def matmul_kernel(
-    lhs, rhs, bias, table, offsets, out,
-    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, TRANSPOSE_RHS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    lhs, rhs, bias, hidden, expand, table, offsets, out,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
+    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of out [S, N]; grid (TILES · column tiles)."""
+    """One tile [BLOCK_M, BLOCK_N] of out [S, N]; grid (TILES · column tiles).
+
+    With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
+    """
     tile, column_tile = _banded(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), BAND)
     group = tl.load(table + tile)
     if group == E:
@@ -69,6 +72,13 @@ def matmul_kernel(
             b = tl.trans(_load_matrix(rhs, group, column, k, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS))
         else:
             b = _load_matrix(rhs, group, k, column, K, N, BLOCK_K, BLOCK_N, DESCRIPTORS)
+        acc = tl.dot(a, b, acc)
+    for r in tl.static_range(0, R, BLOCK_R):
+        a = _load(hidden, first, end, r, R, BLOCK_M, BLOCK_R, False)
+        if TRANSPOSE_EXPAND:
+            b = tl.trans(_load_matrix(expand, group, column, r, N, R, BLOCK_N, BLOCK_R, False))
+        else:
+            b = _load_matrix(expand, group, r, column, R, N, BLOCK_R, BLOCK_N, False)
         acc = tl.dot(a, b, acc)
     rows, columns = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     mask = (rows < end)[:, None] & (columns < N)[None, :]

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.memory import names
+from jaxglue.moe.fused import Adapter
 from jaxglue.moe.grouped import grouped_matmul
 from jaxglue.moe.routing import Routing
 from jaxglue.quant.mxfp4 import MXFP4
@@ -19,18 +20,18 @@ GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
 
 
-Adapter = tuple[Float[Array, "E R in"], Float[Array, "E out R"]]
+Pair = tuple[Float[Array, "E R in"], Float[Array, "E out R"]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=["scale"])
 @dataclass(frozen=True, kw_only=True)
 class ExpertLora:
-    """Low-rank adapters of the experts, a pair (A, B) of rank R for each: y += scale · (x·Aᵀ)·Bᵀ."""
+    """Low-rank adapters of the experts, of rank R each: y += scale · (x·Aᵀ)·Bᵀ."""
 
-    gate_up: Adapter | None = None
-    """[E, R, D] and [E, 2F, R]."""
-    down: Adapter | None = None
-    """[E, R, F] and [E, D, R]."""
+    gate_up: Pair | None = None
+    """A [E, R, D] and B [E, 2F, R]."""
+    down: Pair | None = None
+    """A [E, R, F] and B [E, D, R]."""
     scale: float = 1.0
 
 
@@ -69,12 +70,12 @@ def moe_mlp(
     if x.shape[0] != routing.expert_ids.shape[0]:
         raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
     lora = lora or ExpertLora()
-    matmul = partial(_adapted, groups=routing.groups, transpose_rhs=transpose_rhs, scale=lora.scale, backend=backend)
+    matmul = partial(grouped_matmul, group_sizes=routing.groups, transpose_rhs=transpose_rhs, backend=backend)
     rows = dispatch(x, routing)
-    projected = matmul(rows, gate_up, gate_up_bias, lora.gate_up)
+    projected = matmul(rows, gate_up, bias=gate_up_bias, adapter=_scaled(lora.gate_up, lora.scale))
     projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
-    hidden = activate(projected, activation) * routing.row_weights[:, None]
-    out = combine(matmul(hidden.astype(x.dtype), down, None, lora.down), routing)
+    hidden = (activate(projected, activation) * routing.row_weights[:, None]).astype(x.dtype)
+    out = combine(matmul(hidden, down, adapter=_scaled(lora.down, lora.scale)), routing)
     if down_bias is None:
         return out
     return (out + routing.dense_weights @ down_bias.astype(jnp.float32)).astype(x.dtype)
@@ -97,15 +98,8 @@ def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[A
     raise ValueError(f"activation must be swiglu or gpt_oss, got {activation!r}")
 
 
-def _adapted(x, weight, bias, adapter: Adapter | None, *, groups, transpose_rhs: bool, scale: float, backend: str):
-    """The grouped matmul and, where there is one, its adapter."""
-    y = grouped_matmul(x, weight, groups, bias=bias, transpose_rhs=transpose_rhs, backend=backend)
-    if adapter is None:
-        return y
-    A, B = adapter
-    hidden = grouped_matmul(x, A, groups, transpose_rhs=True, backend=backend)
-    hidden = checkpoint_name(hidden, names.LORA_HIDDEN)
-    return y + grouped_matmul(hidden, scale * B, groups, transpose_rhs=True, backend=backend)
+def _scaled(pair: Pair | None, scale: float) -> Adapter | None:
+    return None if pair is None else Adapter(pair[0], scale * pair[1])
 
 
 @jax.custom_vjp

@@ -27,12 +27,12 @@ class Tiles:
 
     def fitted(self, *, m: int, n: int, k: int) -> "Tiles":
         """No larger than a problem needs, as for the rank of an adapter."""
-        block_n = _fit(self.block_n, n)
+        block_n = fit(self.block_n, n)
         return replace(
             self,
-            block_m=_fit(self.block_m, m),
+            block_m=fit(self.block_m, m),
             block_n=block_n,
-            block_k=_fit(self.block_k, k),
+            block_k=fit(self.block_k, k),
             num_warps=min(self.num_warps, 4) if block_n <= 64 else self.num_warps,
         )
 
@@ -63,6 +63,6 @@ def kernel_tiles(compute_capability: tuple[int, int]) -> KernelTiles:
     return _AMPERE if compute_capability < (9, 0) else _HOPPER
 
 
-def _fit(block: int, size: int) -> int:
+def fit(block: int, size: int) -> int:
     """The block, or the power of two that covers the size if that is smaller."""
     return min(block, max(_SMALLEST, 1 << (size - 1).bit_length()))

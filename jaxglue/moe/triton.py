@@ -8,8 +8,9 @@ from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
 
 from jaxglue.moe import kernels
+from jaxglue.moe.fused import LowRank
 from jaxglue.moe.groups import Groups
-from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles
+from jaxglue.moe.tiles import KernelTiles, Tiles, fit, kernel_tiles
 
 # jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
@@ -28,30 +29,32 @@ class TritonBackend:
         """The backend for a GPU of this compute capability."""
         return cls(tiles=kernel_tiles(capability), compute_capability=10 * capability[0] + capability[1])
 
-    def matmul(self, lhs, rhs, bias, groups: Groups, *, transpose_rhs: bool):
-        """[S, N]; rhs and bias in lhs's dtype or another."""
+    def matmul(self, lhs, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
+        """See `GroupedBackend`."""
         E, K = rhs.shape[0], lhs.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-        out_type = jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype)
+        out_type, table = jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype), groups.tile_group
         tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
         block = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
         descriptors = self._descriptors(lhs, rhs)
         if descriptors:
             lhs, rhs = _descriptor(lhs, (tiles.block_m, tiles.block_k)), _descriptor(rhs, (1, *block))
-        table = groups.tile_group
+        hidden, expand, transpose_expand = low_rank or (table, table, False)
+        rank = hidden.shape[1] if low_rank else 0
         (out,) = self._launch(
             kernels.matmul_kernel,
-            (lhs, rhs, table if bias is None else bias, table, groups.offsets),
+            (lhs, rhs, table if bias is None else bias, hidden, expand, table, groups.offsets),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles,
-            {"E": E, "K": K, "N": N, "TILES": table.shape[1], "TRANSPOSE_RHS": transpose_rhs}
+            {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1], "BLOCK_R": fit(tiles.block_k, rank)}
+            | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
             | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors},
         )
         return out
 
     def outer(self, lhs, rhs, groups: Groups, dtype):
-        """[E, K, N] of lhs [S, K] and rhs [S, N]."""
+        """See `GroupedBackend`."""
         E, K, N = groups.sizes.shape[0], lhs.shape[1], rhs.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
         descriptors = self._descriptors(lhs, rhs)
