@@ -6,7 +6,7 @@ import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import jax
@@ -67,9 +67,10 @@ def table(results: list[dict]) -> str:
 
 def write_results(path: Path, results: list[dict]) -> None:
     """Writes the results as JSON with GPU, versions and command."""
+    installed = {distribution.name for distribution in distributions()}
     info = {
         "gpu": jax.devices()[0].device_kind,
-        "versions": {d.name: d.version for d in distributions() if d.name in PACKAGES},
+        "versions": {package: version(package) for package in PACKAGES if package in installed},
         "command": shlex.join(["python", *sys.argv]),
         "results": results,
     }
