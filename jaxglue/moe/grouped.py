@@ -1,13 +1,18 @@
 """The grouped matmul: one public function, several backends with one meaning."""
 
+from typing import TYPE_CHECKING
+
 from jaxtyping import Array, Float, Int
 
 from jaxglue.attention.backends import compute_capability
 from jaxglue.moe.backends import choose_backend
-from jaxglue.moe.fused import Adapter, GroupedBackend, GroupedSpec, dense, fused_grouped_matmul
+from jaxglue.moe.fused import Adapter, GroupedSpec, dense, fused_grouped_matmul
 from jaxglue.moe.groups import Groups
 from jaxglue.moe.reference import reference_grouped_matmul
 from jaxglue.quant.mxfp4 import MXFP4
+
+if TYPE_CHECKING:
+    from jaxglue.moe.triton import TritonBackend
 
 
 def grouped_matmul(
@@ -40,7 +45,7 @@ def grouped_matmul(
     """
     groups = group_sizes if isinstance(group_sizes, Groups) else Groups.of(group_sizes, lhs.shape[0])
     _check(lhs, rhs, groups, bias, adapter, transpose_rhs)
-    fused = _fused_backend(lhs.dtype, backend)
+    fused = fused_backend(lhs.dtype, backend)
     if fused is not None:
         spec = GroupedSpec(backend=fused, transpose_rhs=transpose_rhs)
         return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups)
@@ -52,7 +57,7 @@ def grouped_matmul(
     return out + reference_grouped_matmul(hidden, adapter.B.mT, groups, None)
 
 
-def _fused_backend(dtype, name: str) -> GroupedBackend | None:
+def fused_backend(dtype, name: str) -> "TritonBackend | None":
     """The backend's object, None for the reference; imported here, for only GPU installations have what it needs."""
     capability = compute_capability()
     if choose_backend(dtype, backend=name, capability=capability).name == "reference":

@@ -1,4 +1,4 @@
-"""Triton kernels of the grouped matmul: rows times their group's matrix, and the sum of outer products of a group.
+"""Triton kernels of the experts: rows times their group's matrix, a group's sum of outer products, the activations.
 
 Rows of a group are consecutive. A program of `matmul_kernel` makes one tile of the output, whose rows all belong to
 one group: a table, made once on the device, says which. The grid has a program for as many tiles as any sizes could
@@ -113,3 +113,73 @@ def outer_kernel(
     mask = (rows < K)[:, None] & (columns < N)[None, :]
     offset = group.to(tl.int64) * K * N
     tl.store(out + offset + rows[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr):
+    """(gate, up) of BLOCK columns of a row, in float32: alternating for GPT-OSS, else in two halves."""
+    if GPT_OSS:
+        columns = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(projected + columns, mask=columns < 2 * F, other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        columns = start + tl.arange(0, BLOCK)
+        gate = tl.load(projected + columns, mask=columns < F, other=0.0)
+        up = tl.load(projected + F + columns, mask=columns < F, other=0.0)
+        return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """(value, its derivative by gate, by up)."""
+    if GPT_OSS:
+        low, inside = gate <= LIMIT, (up >= -LIMIT) & (up <= LIMIT)
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+        by_gate = tl.where(low, up * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid)), 0.0)
+        return gate * sigmoid * up, by_gate, tl.where(inside, gate * sigmoid, 0.0)
+    else:
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        return gate * sigmoid * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), gate * sigmoid
+
+
+@triton.jit
+def activation_kernel(
+    projected, weights, out,
+    F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of out [S, F]: the activation of projected [S, 2F] times the row's weight; grid (S)."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row)
+    for start in range(0, F, BLOCK):
+        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
+        value, _, _ = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(out + row * F + columns, (value * weight).to(out.dtype.element_ty), mask=columns < F)
+
+
+@triton.jit
+def activation_gradient_kernel(
+    projected, weights, dout, dprojected, dweights,
+    F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of dprojected [S, 2F] and of dweights [S]; grid (S)."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row)
+    dweight = tl.full((BLOCK,), 0.0, tl.float32)
+    dprojected += row * 2 * F
+    for start in range(0, F, BLOCK):
+        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
+        value, by_gate, by_up = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
+        columns = start + tl.arange(0, BLOCK)
+        grad = tl.load(dout + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
+        dweight += grad * value
+        dgate = (grad * weight * by_gate).to(dprojected.dtype.element_ty)
+        dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
+        if GPT_OSS:
+            both, columns = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,)), 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(dprojected + columns, both, mask=columns < 2 * F)
+        else:
+            tl.store(dprojected + columns, dgate, mask=columns < F)
+            tl.store(dprojected + F + columns, dup, mask=columns < F)
+    tl.store(dweights + row, tl.sum(dweight, 0))

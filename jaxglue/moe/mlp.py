@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.memory import names
+from jaxglue.moe.activation import Activation, ActivationSpec, activate, fused_activation
 from jaxglue.moe.fused import Adapter
-from jaxglue.moe.grouped import grouped_matmul
+from jaxglue.moe.grouped import fused_backend, grouped_matmul
 from jaxglue.moe.routing import Routing
 from jaxglue.quant.mxfp4 import MXFP4
-
-Activation = Literal["swiglu", "gpt_oss"]
-GPT_OSS_ALPHA = 1.702
-GPT_OSS_LIMIT = 7.0
-
 
 Pair = tuple[Float[Array, "E R in"], Float[Array, "E out R"]]
 
@@ -67,6 +63,8 @@ def moe_mlp(
     Raises:
         ValueError: shapes that do not fit, an unknown activation, or a named backend that cannot serve.
     """
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, got {activation!r}")
     if x.shape[0] != routing.expert_ids.shape[0]:
         raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
     lora = lora or ExpertLora()
@@ -74,28 +72,19 @@ def moe_mlp(
     rows = dispatch(x, routing)
     projected = matmul(rows, gate_up, bias=gate_up_bias, adapter=_scaled(lora.gate_up, lora.scale))
     projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
-    hidden = (activate(projected, activation) * routing.row_weights[:, None]).astype(x.dtype)
+    hidden = _weighted_activation(projected, routing.row_weights, activation, backend)
     out = combine(matmul(hidden, down, adapter=_scaled(lora.down, lora.scale)), routing)
     if down_bias is None:
         return out
     return (out + routing.dense_weights @ down_bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[Array, "S F"]:
-    """The gated activation, in float32.
-
-    Raises:
-        ValueError: the activation is unknown.
-    """
-    projected = projected.astype(jnp.float32)
-    if activation == "swiglu":
-        gate, up = jnp.split(projected, 2, axis=-1)
-        return jax.nn.silu(gate) * up
-    if activation == "gpt_oss":
-        gate = jnp.minimum(projected[:, ::2], GPT_OSS_LIMIT)
-        up = jnp.clip(projected[:, 1::2], -GPT_OSS_LIMIT, GPT_OSS_LIMIT)
-        return gate * jax.nn.sigmoid(GPT_OSS_ALPHA * gate) * (up + 1.0)
-    raise ValueError(f"activation must be swiglu or gpt_oss, got {activation!r}")
+def _weighted_activation(projected, weights, activation: Activation, backend: str):
+    """activation(projected[s]) · weights[s] in projected's dtype."""
+    fused = fused_backend(projected.dtype, backend)
+    if fused is not None:
+        return fused_activation(ActivationSpec(backend=fused, activation=activation), projected, weights)
+    return (activate(projected, activation) * weights[:, None]).astype(projected.dtype)
 
 
 def _scaled(pair: Pair | None, scale: float) -> Adapter | None:

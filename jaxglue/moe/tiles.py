@@ -25,6 +25,11 @@ class Tiles:
     band: int = 8
     """Row tiles that take turns before the next column of tiles: those that run at one time share what they load."""
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled for."""
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "BAND": self.band}
+
     def fitted(self, *, m: int, n: int, k: int) -> "Tiles":
         """No larger than a problem needs, as for the rank of an adapter."""
         block_n = fit(self.block_n, n)

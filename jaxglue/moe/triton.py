@@ -8,9 +8,10 @@ from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
 
 from jaxglue.moe import kernels
+from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank
 from jaxglue.moe.groups import Groups
-from jaxglue.moe.tiles import KernelTiles, Tiles, fit, kernel_tiles
+from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles
 
 # jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
@@ -46,10 +47,12 @@ class TritonBackend:
             (lhs, rhs, table if bias is None else bias, hidden, expand, table, groups.offsets),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
-            tiles,
-            {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1], "BLOCK_R": fit(tiles.block_k, rank)}
+            tiles.constants
+            | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1], "BLOCK_R": fit(tiles.block_k, rank)}
             | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
             | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors},
+            tiles.num_warps,
+            tiles.num_stages,
         )
         return out
 
@@ -65,31 +68,47 @@ class TritonBackend:
             (lhs, rhs, groups.offsets),
             (jax.ShapeDtypeStruct((E, K, N), dtype),),
             (triton.cdiv(K, tiles.block_m) * triton.cdiv(N, tiles.block_n), E),
-            tiles,
-            {"K": K, "N": N, "DESCRIPTORS": descriptors},
+            tiles.constants | {"K": K, "N": N, "DESCRIPTORS": descriptors},
+            tiles.num_warps,
+            tiles.num_stages,
         )
         return out
+
+    def activate(self, projected, weights, activation: Activation):
+        """See `GroupedBackend`."""
+        S, F = projected.shape[0], projected.shape[1] // 2
+        out_type = jax.ShapeDtypeStruct((S, F), projected.dtype)
+        arrays, constants = (projected, weights), _activation_constants(F, activation)
+        return self._launch(kernels.activation_kernel, arrays, (out_type,), (S,), constants)[0]
+
+    def activate_gradient(self, projected, weights, dout, activation: Activation):
+        """See `GroupedBackend`."""
+        out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
+        constants = _activation_constants(dout.shape[1], activation)
+        grid = (dout.shape[0],)
+        return self._launch(kernels.activation_gradient_kernel, (projected, weights, dout), out_types, grid, constants)
 
     def _descriptors(self, *arrays) -> bool:
         """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
         aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
         return self.compute_capability >= 90 and aligned
 
-    def _launch(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
+    def _launch(self, kernel, arrays, out_type, grid, constants, num_warps: int = 4, num_stages: int = 1):
         return triton_call(
             *arrays,
             kernel=kernel,
             out_type=out_type,
             grid=grid,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_warps=num_warps,
+            num_stages=num_stages,
             compute_capability=self.compute_capability,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            BLOCK_K=tiles.block_k,
-            BAND=tiles.band,
             **constants,
         )
+
+
+def _activation_constants(F: int, activation: Activation) -> dict:
+    constants = {"F": F, "GPT_OSS": activation == "gpt_oss", "BLOCK": fit(1024, F)}
+    return constants | {"ALPHA": GPT_OSS_ALPHA, "LIMIT": GPT_OSS_LIMIT}
 
 
 def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:

@@ -10,8 +10,7 @@ def interpreted_backend(interpreted):
     from jaxglue.moe.triton import TritonBackend
 
     class InterpretedBackend(TritonBackend):
-        def _launch(self, kernel, arrays, out_type, grid, tiles, constants):
-            blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "BAND": tiles.band}
-            return launch(kernel, arrays, out_type, grid, constants | blocks)
+        def _launch(self, kernel, arrays, out_type, grid, constants, num_warps=4, num_stages=1):
+            return launch(kernel, arrays, out_type, grid, constants)
 
     return InterpretedBackend

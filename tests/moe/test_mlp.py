@@ -10,6 +10,7 @@ import pytest
 from jaxglue.memory import names
 from jaxglue.moe import ExpertLora, moe_mlp, route
 from jaxglue.moe import grouped as grouped_module
+from jaxglue.moe import mlp as mlp_module
 from jaxglue.moe.tiles import KernelTiles, Tiles
 
 M, D, F, E, X, R = 19, 16, 24, 5, 2, 4
@@ -87,7 +88,8 @@ def test_output_and_all_gradients_match_every_expert(activation, transpose):
 def test_the_kernels_match_every_expert(activation, transpose, interpreted_backend, monkeypatch):
     tiles = Tiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
     backend = interpreted_backend(tiles=KernelTiles(matmul=tiles, outer=tiles), compute_capability=80)
-    monkeypatch.setattr(grouped_module, "_fused_backend", lambda dtype, name: backend)
+    for module in (grouped_module, mlp_module):
+        monkeypatch.setattr(module, "fused_backend", lambda dtype, name: backend)
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
@@ -104,7 +106,7 @@ def test_a_policy_can_keep_the_projections_by_name():
 
 def test_arguments_that_do_not_fit_are_refused():
     arguments = random_layer(transpose=True)
-    with pytest.raises(ValueError, match="activation must be swiglu or gpt_oss, got 'relu'"):
+    with pytest.raises(ValueError, match="activation must be one of swiglu, gpt_oss, got 'relu'"):
         ours(arguments, activation="relu", transpose=True)
     with pytest.raises(ValueError, match="routing is for 19 tokens, but x has 18"):
         ours(arguments | {"x": arguments["x"][1:]}, activation="swiglu", transpose=True)
