@@ -49,13 +49,13 @@ class Routing:
     @property
     def row_weights(self) -> Float[Array, " M*k"]:
         """Weight of each row."""
-        return self.weights.reshape(-1)[self.permutation]
+        return _to_rows(self.weights, self.permutation, self.inverse)
 
     @property
     def dense_weights(self) -> Float[Array, "M E"]:
         """Weight of every expert for each token; zero where it does not serve."""
         served = jax.nn.one_hot(self.expert_ids, self.group_sizes.shape[0], dtype=jnp.float32)
-        return jnp.einsum("mk,mke->me", self.weights, served)
+        return (self.weights[:, :, None] * served).sum(1)
 
 
 def route(
@@ -112,3 +112,12 @@ def _choose(logits, k: int, order: Order, normalise: bool):
         chosen, expert_ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
         return chosen / chosen.sum(-1, keepdims=True) if normalise else chosen, expert_ids
     raise ValueError(f"order must be softmax_topk or topk_softmax, got {order!r}")
+
+
+@jax.custom_vjp
+def _to_rows(values: Float[Array, "M k"], permutation, inverse) -> Float[Array, " M*k"]:
+    """The value of each row's assignment; JAX's own transpose would be a scatter with atomics."""
+    return values.reshape(-1)[permutation]
+
+
+_to_rows.defvjp(lambda values, p, inverse: (_to_rows(values, p, inverse), inverse), lambda inv, d: (d[inv], None, None))

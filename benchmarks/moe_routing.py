@@ -1,0 +1,214 @@
+"""One mixture-of-experts layer, frozen weights: ways to send tokens to experts, forward and with the gradient to x.
+
+python benchmarks/moe_routing.py --json benchmarks/results/moe_routing.json
+
+The limit is the experts' matmuls on the assignments alone at the speed of a large bfloat16 matmul. The slow ways run
+only for one number of tokens and an even load.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from measure import milliseconds, table, write_results
+
+from jaxglue.moe import moe_mlp, route
+from jaxglue.moe.activation import activate
+
+LIMIT = 790e12  # FLOP/s of a large bfloat16 matmul on an H200
+CAPACITY = 2  # of the padded way, in even loads; what is beyond is dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The experts of one layer of a model: E of them, X for each token."""
+
+    D: int
+    F: int
+    E: int
+    X: int
+    order: str
+    activation: str
+    transpose: bool
+
+    def route(self, logits):
+        return route(logits, self.X, order=self.order, normalise=True)
+
+    def flops(self, tokens: int) -> int:
+        """Of the forward pass; the gradient to x takes as many again."""
+        return 6 * tokens * self.X * self.D * self.F
+
+
+MODELS = {
+    "gpt-oss-20b": Layer(D=2880, F=2880, E=32, X=4, order="topk_softmax", activation="gpt_oss", transpose=False),
+    "Qwen3-30B-A3B": Layer(D=2048, F=768, E=128, X=8, order="softmax_topk", activation="swiglu", transpose=True),
+}
+
+
+def ours(layer: Layer, x, logits, gate_up, down):
+    options = {"activation": layer.activation, "transpose_rhs": layer.transpose}
+    return moe_mlp(x, layer.route(logits), gate_up, down, **options)
+
+
+def ragged_dot(layer: Layer, x, logits, gate_up, down):
+    routing, (gate_up, down) = layer.route(logits), _plain(layer, gate_up, down)
+    hidden = activate(jax.lax.ragged_dot(x[routing.tokens], gate_up, routing.group_sizes), layer.activation)
+    out = jax.lax.ragged_dot(hidden.astype(x.dtype), down, routing.group_sizes)
+    out = out.astype(jnp.float32) * routing.row_weights[:, None]
+    return out[routing.inverse].sum(1).astype(x.dtype)
+
+
+def every_expert(layer: Layer, x, logits, gate_up, down):
+    """One expert after the other, each on every token."""
+    weights = layer.route(logits).dense_weights
+
+    def add(out, expert):
+        gate_up, down, weight = expert
+        y = _expert(layer, x, gate_up, down)
+        return out + y * weight[:, None], None
+
+    experts = (*_plain(layer, gate_up, down), weights.T)
+    return jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), experts)[0].astype(x.dtype)
+
+
+def padded(layer: Layer, x, logits, gate_up, down):
+    """Each expert gets room for CAPACITY even loads; assignments beyond it are dropped."""
+    routing, (gate_up, down) = layer.route(logits), _plain(layer, gate_up, down)
+    room = CAPACITY * x.shape[0] * layer.X // layer.E
+    rows = routing.groups.offsets[:-1, None] + jnp.arange(room)
+    used = jnp.arange(room) < routing.group_sizes[:, None]
+    inputs = jnp.where(used[..., None], x[routing.tokens.at[rows].get(mode="clip")], 0)
+    projected = jnp.einsum("ecd,edf->ecf", inputs, gate_up)
+    hidden = activate(projected.reshape(-1, projected.shape[-1]), layer.activation).astype(x.dtype)
+    out = jnp.einsum("ecf,efd->ecd", hidden.reshape(layer.E, room, -1), down).astype(jnp.float32)
+    weights = jnp.where(used, routing.row_weights.at[rows].get(mode="clip"), 0)
+    place = jnp.where(used, routing.tokens.at[rows].get(mode="clip"), x.shape[0])
+    return jnp.zeros(x.shape, jnp.float32).at[place].add(out * weights[..., None], mode="drop").astype(x.dtype)
+
+
+def masked_loop(layer: Layer):
+    """(forward, step): a Python loop that asks the GPU for every expert's tokens, as PyTorch models do."""
+    routed = jax.jit(lambda logits: (layer.route(logits).expert_ids, layer.route(logits).dense_weights))
+    count = jax.jit(lambda expert_ids, e: (expert_ids == e).sum())
+
+    @jax.jit
+    def forward_expert(x, index, weights, e, gate_up, down):
+        gate_up, down = _plain(layer, gate_up[e], down[e])
+        y = _expert(layer, x[index], gate_up, down)
+        return jnp.zeros(x.shape, jnp.float32).at[index].add(y * weights[index, e][:, None], mode="drop")
+
+    @jax.jit
+    def step_expert(x, index, weights, e, gate_up, down, dout):
+        out, pull = jax.vjp(lambda x: forward_expert(x, index, weights, e, gate_up, down), x)
+        return out, pull(dout.astype(jnp.float32))[0]
+
+    def loop(function, x, logits, *rest):
+        expert_ids, weights = routed(logits)
+        total = None
+        for e in range(layer.E):
+            size = max(256, 1 << (int(count(expert_ids, e)) - 1).bit_length())  # few shapes, as few compilations
+            index = jnp.nonzero((expert_ids == e).any(1), size=size, fill_value=x.shape[0])[0]
+            result = function(x, index, weights, e, *rest)
+            total = result if total is None else jax.tree.map(jnp.add, total, result)
+        return total
+
+    return lambda *a: loop(forward_expert, *a), lambda *a: loop(step_expert, *a)
+
+
+def _plain(layer: Layer, gate_up, down):
+    return (gate_up.mT, down.mT) if layer.transpose else (gate_up, down)
+
+
+def _expert(layer: Layer, x, gate_up, down):
+    return (activate(x @ gate_up, layer.activation).astype(x.dtype) @ down).astype(jnp.float32)
+
+
+WAYS = {"ours": ours, "ragged_dot": ragged_dot, "padded": padded, "every expert": every_expert, "masked loop": None}
+
+
+def random_inputs(layer: Layer, tokens: int):
+    """(x, gate_up, down, dout)."""
+    shapes = [(tokens, layer.D), (layer.E, layer.D, 2 * layer.F), (layer.E, layer.F, layer.D), (tokens, layer.D)]
+    if layer.transpose:
+        shapes[1:3] = [(E, columns, rows) for E, rows, columns in shapes[1:3]]
+    scales = (1.0, layer.D**-0.5, layer.F**-0.5, 1.0)
+    keys = jax.random.split(jax.random.key(0), 4)
+    normal = jax.jit(lambda key, scale, shape: scale * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=2)
+    return [normal(key, scale, shape) for key, scale, shape in zip(keys, scales, shapes, strict=True)]
+
+
+def router_logits(layer: Layer, tokens: int, load: str):
+    """Random; `skewed` makes expert e about (e + 1) times rarer than the first."""
+    logits = jax.random.normal(jax.random.key(1), (tokens, layer.E))
+    return logits - jnp.log(jnp.arange(1.0, layer.E + 1)) if load == "skewed" else logits
+
+
+def functions(layer: Layer, way: str):
+    """(forward, step): the step also gives the gradient to x."""
+    if way == "masked loop":
+        return masked_loop(layer)
+    function = WAYS[way]
+
+    def step(x, logits, gate_up, down, dout):
+        out, pull = jax.vjp(lambda x: function(layer, x, logits, gate_up, down), x)
+        return out, pull(dout)[0]
+
+    return jax.jit(lambda *a: function(layer, *a)), jax.jit(step)
+
+
+def routing_milliseconds(layer: Layer, logits) -> float:
+    """Of one of several routings in a program, so that calling it does not count."""
+    several = jnp.stack([jnp.roll(logits, shift, axis=0) for shift in range(8)])
+    return milliseconds(jax.jit(lambda several: jax.lax.map(layer.route, several)), several) / len(several)
+
+
+def results_of(model: str, tokens: int, ways: list[str], loads: list[str]):
+    """Rows of the table."""
+    layer = MODELS[model]
+    x, gate_up, down, dout = random_inputs(layer, tokens)
+    for way in ways:
+        forward, step = functions(layer, way)
+        for load in loads if way in ("ours", "padded") else loads[:1]:
+            logits = router_logits(layer, tokens, load)
+            times = milliseconds(forward, x, logits, gate_up, down), milliseconds(step, x, logits, gate_up, down, dout)
+            floor = layer.flops(tokens) / LIMIT * 1e3
+            sizes = np.asarray(layer.route(logits).group_sizes)
+            dropped = np.maximum(sizes - CAPACITY * sizes.mean(), 0).sum() / sizes.sum() if way == "padded" else 0.0
+            yield {
+                "model": model,
+                "tokens": tokens,
+                "load": f"{load} (largest {sizes.max() / sizes.mean():.1f} × even)",
+                "way": way,
+                "forward ms": round(times[0], 3),
+                "forward + dx ms": round(times[1], 3),
+                "of the limit, forward": f"{floor / times[0]:.0%}",
+                "of the limit, both": f"{2 * floor / times[1]:.0%}",
+                "routing": f"{routing_milliseconds(layer, logits) / times[1]:.1%}" if way == "ours" else "",
+                "dropped": f"{dropped:.0%}",
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16_384, 32_768])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--loads", nargs="+", choices=["even", "skewed"], default=["even", "skewed"])
+    parser.add_argument("--slow-tokens", type=int, nargs="*", default=[8192], help="where the slow ways run")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    args = parser.parse_args()
+    results = []
+    for model in args.models:
+        for tokens in args.tokens:
+            for row in results_of(model, tokens, list(WAYS) if tokens in args.slow_tokens else ["ours"], args.loads):
+                results.append(row)
+                print(*row.values(), sep="  ", flush=True)
+    print(table(results))
+    if args.json:
+        write_results(args.json, results)
+
+
+if __name__ == "__main__":
+    main()
