@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxglue.attention import BACKENDS
 from jaxglue.data import DataConfig
 from jaxglue.lora import LoraConfig
-from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.policy import check_remat
 from jaxglue.training.optimizer import OptimizerConfig
 
 
@@ -28,11 +28,16 @@ class ModelConfig:
     """Of activations, matmuls and frozen weights; auto is bfloat16 on GPUs, float32 on CPUs. What trains is float32."""
     attention: Literal[BACKENDS] = "auto"  # type: ignore[valid-type]
     """Attention backend; auto picks by GPU and shape, and says what it picked."""
-    remat: str = "dots"
-    """What each layer keeps for its backward pass: none (of it is recomputed), dots, full (recomputation)."""
+    remat: str = "auto"
+    """What each layer keeps for its backward pass: none (is recomputed), dots, full (recomputation), offload, a mix
+    such as "dots; offload:gate,up", or auto, which takes the fastest that fits the GPU (see docs/memory.md)."""
+    weights: Literal["device", "host"] = "device"
+    """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer."""
 
     def __post_init__(self):
-        parse_policy(self.remat)
+        check_remat(self.remat)
+        if self.weights == "host" and self.method == "full":
+            raise ValueError("--weights host streams frozen weights, and with --method full none are: leave one out")
 
     @property
     def compute_dtype(self) -> jnp.dtype:

@@ -16,6 +16,10 @@ _PARTS_PER_PROGRAM = 8
 """Parts updated by one program: more are fewer launches, but longer to compile."""
 
 
+Place = str | int
+"""Where a part stands in a parameter tree: its name, or the index of a layer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW, its learning-rate schedule and clipping."""
@@ -38,6 +42,8 @@ class OptimizerConfig:
     """Added to the root of the mean square."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 clips nothing."""
+    update_in_backward: bool = False
+    """Update each layer as soon as its gradients are there, so that those of one layer exist at a time."""
 
     def __post_init__(self):
         if self.learning_rate <= 0:
@@ -47,6 +53,8 @@ class OptimizerConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if self.weight_decay < 0 or self.clip_norm < 0:
             raise ValueError("weight_decay and clip_norm must not be negative")
+        if self.update_in_backward and self.clip_norm:
+            raise ValueError("--update-in-backward needs --clip-norm 0: the global norm is known only after it")
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -79,6 +87,7 @@ class Optimizer:
         self._init = jax.jit(self._adamw.init)
         self._square_norm = jax.jit(optax.tree.norm, static_argnames="squared")
         self._clip_scale = jax.jit(self._norm_and_scale)
+        self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
         self._update = jax.jit(self._update_parts, donate_argnums=(0, 1))
 
     def init(self, trainable: Tree) -> list[Any]:
@@ -107,10 +116,22 @@ class Optimizer:
                 _set_part(updated, place, part)
         return updated, new_state, values
 
+    def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
+        """The learning rate after `step` optimiser steps, as `update` reports it."""
+        return {"learning_rate": self._learning_rate(np.int32(step))}
+
+    def update_part(self, trainable: Tree, state: list[Any], place: Place, gradient: Tree) -> tuple[Tree, list[Any]]:
+        """(trainable, state) with one part updated, without clipping; the part's old arrays are donated."""
+        index = places(trainable).index(place)
+        (part,), (part_state,) = self._update([_part(trainable, place)], [state[index]], [gradient], np.float32(1))
+        trainable = {**trainable, "layers": list(trainable["layers"])}
+        _set_part(trainable, place, part)
+        return trainable, [*state[:index], part_state, *state[index + 1 :]]
+
     def _norm_and_scale(self, squares: list[Array], step: Array) -> tuple[Array, dict[str, Array]]:
         norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
         scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12)) if self._clip_norm else jnp.float32(1)
-        return scale, {"grad_norm": norm, "learning_rate": jnp.asarray(self.schedule(step), jnp.float32)}
+        return scale, {"grad_norm": norm, "learning_rate": self._learning_rate(step)}
 
     def _update_parts(self, parts: list[Tree], states: list[Any], gradients: list[Tree], scale: Array):
         """(new parts, new states)."""
@@ -122,10 +143,6 @@ class Optimizer:
         gradient = jax.tree.map(lambda g: g * scale, gradient)
         changes, state = self._adamw.update(gradient, state, part)
         return optax.apply_updates(part, changes), state
-
-
-Place = str | int
-"""Where a part stands in a parameter tree: its name, or the index of a layer."""
 
 
 def places(tree: Tree) -> list[Place]:

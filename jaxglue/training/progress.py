@@ -19,7 +19,8 @@ class StepReport:
     loss: float
     """Nats per target token."""
     learning_rate: float
-    grad_norm: float
+    grad_norm: float | None
+    """None when layers are updated before all gradients are there."""
     tokens_per_second: float
     mfu: float | None
     """0–1; None on a device with an unknown peak."""

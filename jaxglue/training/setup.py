@@ -19,9 +19,7 @@ from jaxglue.lora import add_lora
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.training.config import TrainConfig
-
-_OPTIMIZER_BYTES = 16
-"""Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
+from jaxglue.training.remat import RematChoice, choose_remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +30,7 @@ class Setup:
     model: DecoderConfig
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
+    remat: RematChoice
     batches: BatchIterator
     eval_batches: EvalBatches | None
     total_steps: int
@@ -82,10 +81,9 @@ class Setup:
             "batch": f"{run.accumulation} × {run.batch_size} rows of {data.seq_len:,} tokens",
             "steps": f"{self.total_steps:,} ({self.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
             "dtype": self.config.model.compute_dtype,
-            "remat": self.config.model.remat,
+            "remat": self.remat,
             "attention": f"{attention.name}: {attention.reason}",
             "devices": ", ".join(sorted({device.device_kind for device in jax.devices()})),
-            "memory": f"about {self._weight_bytes() / 2**30:.2f} GiB of weights and optimiser, without activations",
             "output": run.output,
         }
 
@@ -99,10 +97,6 @@ class Setup:
             window=next((window for window in self.model.layer_windows if window), None),
         )
         return choose_backend(shape, backend=self.config.model.attention, capability=compute_capability())
-
-    def _weight_bytes(self) -> int:
-        total, trained = self.parameter_counts
-        return (total - trained) * self.config.model.compute_dtype.itemsize + trained * _OPTIMIZER_BYTES
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -126,6 +120,7 @@ def prepare(config: TrainConfig) -> Setup:
     batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)
     total_steps = run.steps or batches.total_steps
     assert total_steps is not None
+    remat = choose_remat(config, model, mean_visible_keys(data.train.lengths))
     eval_batches = (
         EvalBatches(data.eval, **shared, max_segments=batches.max_segments) if data.eval is not None else None
     )
@@ -134,6 +129,7 @@ def prepare(config: TrainConfig) -> Setup:
         model=model,
         tokenizer=tokenizer,
         data=data,
+        remat=remat,
         batches=batches,
         eval_batches=eval_batches,
         total_steps=total_steps,

@@ -19,8 +19,7 @@ from jaxglue.hf.export import save_model
 from jaxglue.hf.files import write_json
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.executor import Executor, frozen_to_host
 from jaxglue.memory.transfer import commit
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.training.checkpoint import Checkpoints
@@ -28,7 +27,7 @@ from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.metrics import MetricsWriter
-from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer import Optimizer, Place
 from jaxglue.training.output import output_folder
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
@@ -77,7 +76,7 @@ class _StepResult(NamedTuple):
 
     step: int
     values: dict[str, jax.Array]
-    """loss, learning_rate and grad_norm."""
+    """loss, learning_rate and, unless layers are updated in the backward pass, grad_norm."""
     tokens: int
 
 
@@ -93,9 +92,10 @@ class Trainer:
         self._executor = Executor(
             self._structure,
             setup.model,
-            policy=parse_policy(model.remat),
+            policy=setup.remat.policies,
             dtype=model.compute_dtype,
             attention=model.attention,
+            stream_weights=model.weights == "host",
         )
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps)
         self._optimizer_state = self._optimizer.init(self._trainable)
@@ -142,7 +142,8 @@ class Trainer:
                 stop = interrupt.requested
                 evaluate = self._setup.eval_batches is not None and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
-                while len(in_flight) > (_STEPS_IN_FLIGHT if self._warm and not (evaluate or save) else 0):
+                drain = evaluate or save or self._is_log_due(self._step) or not self._warm
+                while len(in_flight) > (0 if drain else _STEPS_IN_FLIGHT):
                     self._record(in_flight.popleft(), metrics, progress)
                 with self._meter.paused():
                     eval_loss = self._evaluate(metrics, progress) if evaluate else None
@@ -156,19 +157,28 @@ class Trainer:
         tokens = sum(int((batch.segments.segment_ids > 0).sum()) for batch in micro_batches)
         key = self._dropout_key()
         compiled = self._executor.compilations()
-        loss, gradients = self._executor.loss_and_gradients(
-            self._trainable, self._frozen, jax.device_put(micro_batches), targets, key
-        )
+        arguments = (self._trainable, self._frozen, jax.device_put(micro_batches), targets)
+        if self._config.optimizer.update_in_backward:
+            loss = self._executor.loss_and_update(*arguments, self._update_part, key)
+            values = self._optimizer.learning_rate(self._step)
+        else:
+            loss, gradients = self._executor.loss_and_gradients(*arguments, key)
+            self._trainable, self._optimizer_state, values = self._optimizer.update(
+                self._trainable, self._optimizer_state, gradients, self._step
+            )
         if self._warm and self._executor.compilations() > compiled:
             _log.warning("step %d compiled programs again: its batch has other shapes", self._step + 1)
-        self._trainable, self._optimizer_state, values = self._optimizer.update(
-            self._trainable, self._optimizer_state, gradients, self._step
-        )
         self._step += 1
         result = _StepResult(self._step, {"loss": loss, **values}, tokens)
         for value in result.values.values():
             value.copy_to_host_async()  # now, as a copy asked for later would wait for the steps after this one
         return result
+
+    def _update_part(self, place: Place, gradient: Tree) -> None:
+        if jax.tree.leaves(gradient):
+            self._trainable, self._optimizer_state = self._optimizer.update_part(
+                self._trainable, self._optimizer_state, place, gradient
+            )
 
     def _dropout_key(self) -> jax.Array | None:
         if self._config.model.method == "full" or not self._config.lora.dropout:
@@ -177,7 +187,7 @@ class Trainer:
 
     def _record(self, result: _StepResult, metrics: MetricsWriter, progress: TrainingProgress) -> None:
         """Waits for a step's values, writes them down, and shows them when a line is due."""
-        values = {name: float(value) for name, value in result.values.items()}
+        values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
         if not self._warm:
             self._warm = True
             self._first_loss = values["loss"] if self._first_loss is None else self._first_loss
@@ -187,9 +197,9 @@ class Trainer:
         self._last_loss = values["loss"]
         self._meter.add(result.tokens)
         progress.advance(result.step)
-        if result.step % self._run.log_every == 0 or result.step == self._setup.total_steps:
+        if self._is_log_due(result.step):
             memory_gb = memory_use(jax.local_devices()).used / 1e9
-            report = StepReport(**values, **self._meter.read()._asdict(), memory_gb=memory_gb)
+            report = StepReport(**{"grad_norm": None, **values}, **self._meter.read()._asdict(), memory_gb=memory_gb)
             progress.report(result.step, report)
             values = dataclasses.asdict(report)
         metrics.write(result.step, values)
@@ -200,6 +210,9 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return self._step % every == 0 or self._step == self._setup.total_steps
+
+    def _is_log_due(self, step: int) -> bool:
+        return step % self._run.log_every == 0 or step == self._setup.total_steps
 
     def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float:
         """Mean loss per held-out target token."""
@@ -288,4 +301,6 @@ def _build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))
     structure, trainable, frozen = split_model(model, trainable_filter(config))
+    if config.model.weights == "host":
+        frozen = frozen_to_host(frozen)
     return structure, commit(trainable), commit(frozen)

@@ -61,3 +61,5 @@ def test_impossible_settings_are_refused():
         OptimizerConfig(learning_rate=0)
     with pytest.raises(ValueError, match=r"beta2=1\.5 must be between 0 and 1"):
         OptimizerConfig(beta2=1.5)
+    with pytest.raises(ValueError, match="--update-in-backward needs --clip-norm 0"):
+        OptimizerConfig(update_in_backward=True)

@@ -80,6 +80,14 @@ def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tm
     assert after.keys() == before.keys() and min(moved) > 1e-5
 
 
+def test_updating_in_the_backward_pass_changes_no_loss(make_config, tmp_path):
+    options = {"method": "full", "steps": 4, "learning_rate": 1e-3, "clip_norm": 0.0, "accumulation": 2}
+    train(make_config(**options, output=tmp_path / "after"))
+    train(make_config(**options, update_in_backward=True))
+    expected, got = losses(tmp_path / "after"), losses(tmp_path / "run")
+    np.testing.assert_allclose([*got.values()], [*expected.values()], rtol=1e-6)
+
+
 def test_profiled_steps_leave_a_trace(make_config, tmp_path):
     train(make_config(steps=6, profile=2))
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))

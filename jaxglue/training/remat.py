@@ -1,0 +1,69 @@
+"""Which remat policy a run uses, and whether it fits the GPU: decided before the weights are loaded."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+import psutil
+
+from jaxglue.memory.gpus import GIB
+from jaxglue.memory.planner import Plan, Planner, Workload, pinned_memory
+from jaxglue.memory.policy import AUTO, RematPolicy, parse_policies
+from jaxglue.memory.rates import device_gpu
+from jaxglue.models.config import DecoderConfig
+from jaxglue.training.config import TrainConfig
+
+_ON_CPU = "dots"
+"""What auto stands for without a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RematChoice:
+    """A policy for every layer and why."""
+
+    policies: tuple[RematPolicy, ...]
+    text: str
+    """The policies as `--remat` takes them, with what is predicted of them."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float) -> RematChoice:
+    """The policy that the run asked for, checked against the GPU's memory, or the fastest that fits.
+
+    Args:
+        config: of the run.
+        model: the model's shape.
+        visible_keys: mean number of keys that a query attends to.
+
+    Raises:
+        ValueError: it does not fit, with the nearest setting that does, or the policy is not for this model.
+    """
+    remat = config.model.remat
+    if jax.default_backend() == "cpu":
+        text = _ON_CPU if remat == AUTO else remat
+        reason = " (auto, without a GPU)" if remat == AUTO else ""
+        return RematChoice(policies=parse_policies(text, model.num_hidden_layers), text=text + reason)
+    workload = Workload(
+        config=model,
+        batch_size=config.run.batch_size,
+        seq_len=config.data.seq_len,
+        lora=config.lora if config.model.method == "lora" else None,
+        visible_keys=visible_keys,
+        accumulation=config.run.accumulation,
+        update_in_backward=config.optimizer.update_in_backward,
+        dtype=config.model.compute_dtype,
+    )
+    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    host_memory = pinned_memory(psutil.virtual_memory().available, limit)
+    planner = Planner(workload, device_gpu(jax.devices()[0]))
+    plan = planner.resolve(remat, stream_weights=config.model.weights == "host", host_memory=host_memory)
+    return RematChoice(
+        policies=plan.policies, text=f"{plan.remat}{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
+    )
+
+
+def _predicted(plan: Plan) -> str:
+    host = f" and {plan.host_bytes / GIB:.1f} GiB on the host" if plan.host_bytes else ""
+    return f"predicted {plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
