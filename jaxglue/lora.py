@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on the linear layers of a model."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on the linear layers and the experts of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import Linear
+from jaxglue.models.moe_layers import ExpertLinear
 
 ALL_LINEAR = "all-linear"
 
@@ -24,7 +25,8 @@ class LoraConfig:
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linear layers to adapt, such as q_proj; all-linear for every one in the decoder layers."""
+    """Names of the linear layers to adapt, such as q_proj, or of the experts' gate_up_proj and down_proj; all-linear
+    for every one in the decoder layers, experts included and routers left out."""
 
     def __post_init__(self):
         if self.rank < 1:
@@ -41,10 +43,10 @@ class LoraConfig:
 
 
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Adds an adapter to every targeted linear layer of the decoder layers, in place.
+    """Adds an adapter to every targeted linear layer, or experts' projection, of the decoder layers, in place.
 
     Raises:
-        ValueError: a target that no layer has.
+        ValueError: a target that no layer has, or dropout on experts.
     """
     linears = list(_linears(model))
     known = {name.rsplit(".", 1)[-1] for name, _ in linears}
@@ -59,9 +61,9 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
             linear.add_lora(rank=config.rank, scale=config.scale, dropout=config.dropout, name=kind, rngs=rngs)
 
 
-def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:
-    """The linear layers of the decoder layers with their paths, in the order of the model."""
+def _linears(model: CausalLM) -> Iterator[tuple[str, Linear | ExpertLinear]]:
+    """The linear layers and experts of the decoder layers with their paths, in the order of the model."""
     for index, layer in enumerate(model.layers):
         for path, module in nnx.iter_modules(layer):
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | ExpertLinear):
                 yield ".".join(["layers", str(index), *map(str, path)]), module

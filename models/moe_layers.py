@@ -12,7 +12,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.models.layers import project
 from jaxglue.moe import ExpertLora, Routing, auxiliary_loss, moe_mlp, route, z_loss
-from jaxglue.moe.mlp import Activation
+from jaxglue.moe.activation import Activation
 from jaxglue.quant.mxfp4 import BLOCK, MXFP4
 
 
@@ -35,20 +35,15 @@ class ExpertLinear(nnx.Module):
         self, config: DecoderConfig, layout: ExpertLayout, in_features: int, out_features: int, *, dtype, rngs: nnx.Rngs
     ):
         assert config.moe is not None
-        E, std = config.moe.num_experts, config.initializer_range
-        if config.moe.mxfp4:
-            _check_blocks(in_features)
-            shape = (E, out_features, in_features // BLOCK)
-            self.weight = None
-            self.blocks = nnx.Param(jax.random.bits(rngs.params(), (*shape, BLOCK // 2), jnp.uint8))
-            self.scales = nnx.Param(jnp.full(shape, mxfp4_scale(std), jnp.uint8))
-        else:
-            shape = (E, out_features, in_features) if layout.transposed else (E, in_features, out_features)
-            self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std)
-            self.blocks = self.scales = None
+        E, std, mxfp4 = config.moe.num_experts, config.initializer_range, config.moe.mxfp4
+        shape = (E, out_features, in_features) if layout.transposed else (E, in_features, out_features)
+        blocks = (E, out_features, _blocks(in_features) if mxfp4 else 0)
+        self.weight = None if mxfp4 else nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std)
+        self.blocks = nnx.Param(jax.random.bits(rngs.params(), (*blocks, BLOCK // 2), jnp.uint8)) if mxfp4 else None
+        self.scales = nnx.Param(jnp.full(blocks, mxfp4_scale(std), jnp.uint8)) if mxfp4 else None
         self.bias = nnx.Param(jnp.zeros((E, out_features), dtype)) if layout.bias else None
-        self.lora_A = nnx.data(None)
-        self.lora_B = nnx.data(None)
+        self.lora_A: nnx.LoRAParam | None = nnx.data(None)
+        self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
         self.in_features, self.out_features = in_features, out_features
         self.transposed = layout.transposed or config.moe.mxfp4
@@ -81,12 +76,13 @@ class ExpertLinear(nnx.Module):
     @property
     def adapter(self) -> tuple[Array, Array] | None:
         """A and B, or None where there is no adapter."""
-        return None if self.lora_A is None else (self.lora_A[...], self.lora_B[...])
+        return None if self.lora_A is None or self.lora_B is None else (self.lora_A[...], self.lora_B[...])
 
 
-def _check_blocks(in_features: int) -> None:
-    if in_features % BLOCK:
-        raise ValueError(f"MXFP4 experts need sizes that are multiples of {BLOCK}, got {in_features}")
+def _blocks(features: int) -> int:
+    if features % BLOCK:
+        raise ValueError(f"MXFP4 experts need sizes that are multiples of {BLOCK}, got {features}")
+    return features // BLOCK
 
 
 def mxfp4_scale(std: float) -> int:

@@ -1,13 +1,14 @@
 """LoRA adapters as PEFT stores them: adapter_config.json beside adapter_model.safetensors."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxglue.hf.expert_adapter import from_peft, target_parameters, to_peft
 from jaxglue.hf.files import atomic_file, read_json, write_json
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.lora import LoraConfig
@@ -15,8 +16,8 @@ from jaxglue.lora import LoraConfig
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 
-_KEY = re.compile(r"base_model\.model\.(?P<linear>model\.layers\.\d+\..+)\.(?P<matrix>lora_[AB])\.weight")
-_READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"}
+_KEY = re.compile(r"base_model\.model\.(?P<name>model\.layers\.\d+\..+\.lora_[AB])\.weight")
+_READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "target_parameters"}
 _HARMLESS = {  # say where the adapter is from, or choose layers that the tensors' names show anyway
     "auto_mapping",
     "base_model_name_or_path",
@@ -39,7 +40,8 @@ def save_adapter(
 
     Args:
         folder: made if needed; an adapter in it is replaced, each file atomically.
-        tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R] and so on.
+        tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R] and so on; for experts
+            `model.layers.0.mlp.experts.down_proj.lora_A` [E, R, in], `….lora_B` [E, out, R].
         config: what the adapter was trained with.
         base_model: folder or hub name of the model that the adapter belongs to.
 
@@ -47,23 +49,25 @@ def save_adapter(
         OSError: the disk is full, ….
     """
     folder = Path(folder)
-    by_key = {_key(name): tensor for name, tensor in tensors.items()}
+    experts = target_parameters(tensors)
+    by_key = {_key(key): array for key, array in (to_peft(*item, experts) for item in tensors.items())}
     specs = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in by_key.items()}
     with atomic_file(folder / TENSORS) as temporary:
-        write_file(temporary, specs, lambda key: np.asarray(by_key[key]))
-    write_json(folder / CONFIG, _to_peft(config, _kinds(tensors), base_model))
+        write_file(temporary, specs, by_key.__getitem__)
+    linears = _kinds(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    write_json(folder / CONFIG, _to_peft(config, linears, experts, base_model))
 
 
 def _key(name: str) -> str:
     return f"base_model.model.{name}.weight"
 
 
-def _kinds(names: Mapping[str, Any]) -> list[str]:
+def _kinds(names: Iterable[str]) -> list[str]:
     """The adapted layers' own names, such as q_proj."""
     return sorted({name.split(".")[-2] for name in names})
 
 
-def _to_peft(config: LoraConfig, targets: list[str], base_model: str) -> dict[str, Any]:
+def _to_peft(config: LoraConfig, targets: list[str], experts: list[str], base_model: str) -> dict[str, Any]:
     return {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -75,6 +79,7 @@ def _to_peft(config: LoraConfig, targets: list[str], base_model: str) -> dict[st
         "peft_type": "LORA",
         "r": config.rank,
         "target_modules": targets,
+        **({"target_parameters": experts} if experts else {}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": config.rslora,
@@ -98,7 +103,7 @@ def load_adapter(folder: str | Path) -> tuple[LoraConfig, dict[str, np.ndarray]]
     raw = read_json(folder / CONFIG)
     _refuse_unsupported(folder / CONFIG, raw)
     files = TensorFiles([folder / TENSORS])
-    tensors = {_parameter(folder, key): files.read(key).astype(np.float32) for key in files.tensors}
+    tensors = dict(_parameter(folder, key, files.read(key).astype(np.float32), raw) for key in files.tensors)
     config = LoraConfig(
         rank=raw["r"],
         alpha=float(raw["lora_alpha"]),
@@ -133,11 +138,12 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: not supported: {', '.join(unsupported)}")
 
 
-def _parameter(folder: Path, key: str) -> str:
-    match = _KEY.fullmatch(key)
-    if not match:
+def _parameter(folder: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) -> tuple[str, np.ndarray]:
+    """Our name and array of one tensor."""
+    if not (match := _KEY.fullmatch(key)):
         raise ValueError(f"{folder / TENSORS}: {key} is not the LoRA matrix of a linear layer in model.layers")
-    return f"{match['linear']}.{match['matrix']}"
+    expert = from_peft(match["name"], array, raw.get("target_parameters") or (), raw["r"])
+    return expert or (match["name"], array)
 
 
 def _check_shapes(path: Path, tensors: Mapping[str, np.ndarray], rank: int) -> None:
@@ -145,6 +151,6 @@ def _check_shapes(path: Path, tensors: Mapping[str, np.ndarray], rank: int) -> N
         a, b = tensors.get(f"{linear}.lora_A"), tensors.get(f"{linear}.lora_B")
         if a is None or b is None:
             raise ValueError(f"{path}: {linear} has only one of lora_A and lora_B")
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        if min(a.ndim, b.ndim) < 2 or a.shape[-2] != rank or b.shape[-1] != rank or a.shape[:-2] != b.shape[:-2]:
             shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
             raise ValueError(f"{path}: {linear} has {shapes}, expected [{rank}, in] and [out, {rank}]")

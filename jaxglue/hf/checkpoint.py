@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxglue.hf.experts import find_source
 from jaxglue.hf.files import atomic_folder, read_json
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 
@@ -81,9 +82,11 @@ def _no_safetensors(folder: Path) -> str:
 def load_tensors(
     folder: str | Path,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    put: Callable[[str, np.ndarray], Any] | None = None,
+    put: Callable[[str, np.ndarray | jax.Array], Any] | None = None,
 ) -> dict[str, Any]:
     """Streams the wanted parameters from a folder, casting each to its wanted dtype.
+
+    Experts are taken as they are stored (see `find_source`): stacked, or expanded from MXFP4, where need be.
 
     A few tensors at a time are on the host, so that the disk reads one while another goes to its device: each is
     waited for before the next one is read in its place.
@@ -92,43 +95,46 @@ def load_tensors(
         folder: a local Hugging Face model folder.
         wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); a `sharding` in it is where the tensor
             goes.
-        put: what becomes of a cast host array (quantise it, shard it, …); by default `jax.device_put` to the wanted
-            sharding. It is called from several threads.
+        put: what becomes of a cast array, which is on the host unless it was expanded (quantise it, shard it, …); by
+            default `jax.device_put` to the wanted sharding. It is called from several threads.
 
     Raises:
         ValueError: what `open_checkpoint` raises; missing, extra or mis-shaped tensors, all named before any is loaded.
     """
     files = open_checkpoint(folder)
-    _check_tensors(folder, files, wanted)
+    sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
+    _check_tensors(folder, files, {name: shape for source in sources.values() for name, shape in source.shapes.items()})
     put = put or (lambda name, array: jax.device_put(array, wanted[name].sharding))
 
     def load(name: str) -> Any:
-        return jax.block_until_ready(put(name, files.read(name).astype(wanted[name].dtype, copy=False)))
+        return jax.block_until_ready(put(name, sources[name].read(files).astype(wanted[name].dtype, copy=False)))
 
     with ThreadPoolExecutor(_READERS) as readers:
         return dict(zip(wanted, readers.map(load, wanted), strict=True))
 
 
-def _check_tensors(folder: str | Path, files: TensorFiles, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_tensors(folder: str | Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
     found = files.tensors
-    missing = [name for name in specs if name not in found]
-    extra = [f"{name} in {found[name].file.name}" for name in found if name not in specs and not _ignored(name, specs)]
+    missing = [name for name in shapes if name not in found]
+    extra = [
+        f"{name} in {found[name].file.name}" for name in found if name not in shapes and not _ignored(name, shapes)
+    ]
     misshaped = [
-        f"{name} in {found[name].file.name} is {list(found[name].shape)}, config.json says {list(spec.shape)}"
-        for name, spec in specs.items()
-        if name in found and found[name].shape != spec.shape
+        f"{name} in {found[name].file.name} is {list(found[name].shape)}, config.json says {list(shape)}"
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != shape
     ]
     problems = {"missing": missing, "not part of the model": extra, "of another shape": misshaped}
     if any(problems.values()):
         lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         raise ValueError("\n".join([f"the tensors in {folder} are not those that its config.json describes:", *lines]))
-    if _HEAD in found and _HEAD not in specs:
+    if _HEAD in found and _HEAD not in shapes:
         _check_tied(files)
 
 
-def _ignored(name: str, specs: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
+def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Buffers of old checkpoints, and the second copy of a tied embedding (compared in `_check_tied`)."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == _HEAD and _EMBEDDING in specs)
+    return name.endswith(".rotary_emb.inv_freq") or (name == _HEAD and _EMBEDDING in shapes)
 
 
 def _check_tied(files: TensorFiles, rows: int = 4096) -> None:

@@ -1,17 +1,21 @@
 """Complete Hugging Face model folders from what was trained, written tensor by tensor."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
-from jaxglue.hf.files import atomic_folder
+from jaxglue.hf.experts import Index, expert_parts, part_shape, read_expanded
+from jaxglue.hf.files import atomic_folder, write_json
+from jaxglue.hf.merge import load_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
+from jaxglue.quant.mxfp4 import BLOCK
 
 _COPIED = (  # what belongs to a model beside its weights; other files of the base's folder stay behind
     "config.json",
@@ -25,12 +29,16 @@ _COPIED = (  # what belongs to a model beside its weights; other files of the ba
     "LICENSE*",
     "NOTICE*",
 )
+_SPLIT_EXPERTS = {"qwen3_moe"}
+"""Model types whose checkpoints hold a tensor for each expert."""
 
 
 def export_adapter(
     adapter: str | Path, base: str | Path, output: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Writes the base model with an adapter merged in: W + scale · B · A in float32, cast to the base's dtype.
+
+    Where it changes experts that the base holds in MXFP4, all experts are written in bfloat16.
 
     Args:
         adapter: a PEFT folder.
@@ -44,44 +52,44 @@ def export_adapter(
     """
     read_config(base)
     files = open_checkpoint(base)
-    factors = _factors(adapter)
-    for name, (b, a) in factors.items():
-        _require_fit(name, (b.shape[0], a.shape[1]), files.tensors.get(name), adapter, base)
+    deltas = load_deltas(adapter, files.tensors)
+    expands = any(f"{name}_blocks" in files.tensors for name in deltas)
+    specs = _merged_specs(files.tensors, expands=expands)
+    for name, delta in deltas.items():
+        _require_fit(name, delta.shape, specs.get(name), adapter, base)
 
     def merged(name: str) -> np.ndarray:
-        weight = files.read(name)
-        if name not in factors:
-            return weight
-        b, a = factors[name]
-        total = b @ a
-        total += weight.astype(np.float32)
-        return total.astype(weight.dtype)
+        weight = files.read(name) if name in files.tensors else np.asarray(read_expanded(files, name))
+        return deltas[name].add_to(weight) if name in deltas else weight
 
-    specs = {name: jax.ShapeDtypeStruct(info.shape, info.dtype) for name, info in files.tensors.items()}
     with atomic_folder(Path(output)) as temporary:
-        _copy_files(base, temporary)
+        _copy_files(base, temporary, specs)
         write_shards(temporary, specs, merged, max_shard_bytes)
 
 
-def _factors(adapter: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Name of an adapted weight → (scale · B [out, R], A [R, in]) in float32."""
-    config, lora = load_adapter(adapter)
-    linears = dict.fromkeys(name.rpartition(".")[0] for name in lora)
-    scale = np.float32(config.scale)
-    return {f"{linear}.weight": (scale * lora[f"{linear}.lora_B"], lora[f"{linear}.lora_A"]) for linear in linears}
+def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the merged folder holds: the base's tensors, those in MXFP4 expanded where wanted."""
+    specs = {}
+    for name, info in tensors.items():
+        if not expands or not name.endswith(("_blocks", "_scales")):
+            specs[name] = jax.ShapeDtypeStruct(info.shape, info.dtype)
+        elif name.endswith("_blocks"):
+            E, out_features, blocks, _ = info.shape
+            specs[name.removesuffix("_blocks")] = jax.ShapeDtypeStruct((E, blocks * BLOCK, out_features), jnp.bfloat16)
+    return specs
 
 
 def _require_fit(
-    name: str, shape: tuple[int, int], info: TensorInfo | None, adapter: str | Path, base: str | Path
+    name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path, base: str | Path
 ) -> None:
-    if info is None:
+    if spec is None:
         raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, which the base does not have")
-    if info.shape != shape:
+    if spec.shape != shape:
         raise ValueError(
-            f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(info.shape)}"
+            f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(spec.shape)}"
         )
-    if info.dtype.kind in "iub":
-        raise ValueError(f"{name} in {info.file} is quantised ({info.dtype}): merge into the unquantised checkpoint")
+    if spec.dtype.kind in "iub":
+        raise ValueError(f"{name} in {base} is quantised ({spec.dtype}): merge into the unquantised checkpoint")
 
 
 def save_model(
@@ -104,15 +112,39 @@ def save_model(
     Raises:
         OSError: the disk is full, ….
     """
-    specs = {name: jax.ShapeDtypeStruct(tensor.shape, dtype or tensor.dtype) for name, tensor in tensors.items()}
+    places = _places(tensors, split_experts=read_config(base).get("model_type") in _SPLIT_EXPERTS)
+    specs = {
+        name: jax.ShapeDtypeStruct(part_shape(tensors[parameter].shape, index), dtype or tensors[parameter].dtype)
+        for name, (parameter, index) in places.items()
+    }
+
+    @lru_cache(maxsize=1)  # the experts of a layer follow one another
+    def on_host(parameter: str) -> np.ndarray:
+        return np.asarray(tensors[parameter].astype(dtype or tensors[parameter].dtype))
+
+    def read(name: str) -> np.ndarray:
+        parameter, index = places[name]
+        return on_host(parameter)[index]
+
     with atomic_folder(Path(folder), replace=True) as temporary:
-        _copy_files(base, temporary)
-        write_shards(
-            temporary, specs, lambda name: np.asarray(tensors[name].astype(specs[name].dtype)), max_shard_bytes
-        )
+        _copy_files(base, temporary, specs)
+        write_shards(temporary, specs, read, max_shard_bytes)
 
 
-def _copy_files(base: str | Path, output: Path) -> None:
+def _places(tensors: Mapping[str, jax.Array], *, split_experts: bool) -> dict[str, tuple[str, Index]]:
+    """Name in the checkpoint → the parameter that holds the tensor, and where."""
+    places: dict[str, tuple[str, Index]] = {}
+    for parameter, tensor in tensors.items():
+        parts = expert_parts(parameter, tensor.shape) if split_experts else {}
+        places |= {name: (parameter, index) for name, index in (parts or {parameter: ()}).items()}
+    return places
+
+
+def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:
+    """Copies what belongs to the base beside its weights; `names` are those of the weights in `output`."""
     for pattern in _COPIED:
         for path in filter(Path.is_file, Path(base).glob(pattern)):
             shutil.copyfile(path, output / path.name)
+    config = read_config(output)
+    if config.pop("quantization_config", None) and not any(name.endswith("_blocks") for name in names):
+        write_json(output / "config.json", config)

@@ -14,16 +14,24 @@ from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.parameters import abstract_parameters, hf_name, set_parameters
 
 
-def load_model(folder: str | Path, *, dtype=jnp.bfloat16) -> CausalLM:
+def load_model(folder: str | Path, *, dtype=jnp.bfloat16, expand_experts: bool = False) -> CausalLM:
     """The model in a local Hugging Face folder, its weights streamed to the default device in `dtype`.
+
+    Args:
+        folder: config.json and safetensors.
+        dtype: of all weights but experts in MXFP4.
+        expand_experts: whether experts in MXFP4 are expanded to `dtype` too.
 
     Raises:
         ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes.
     """
     config = config_from_hf(read_config(folder))
+    if expand_experts:
+        config = config.expanded
     return _with_parameters(config, dtype, partial(load_tensors, folder))
 
 
@@ -51,9 +59,13 @@ def _draw(specs: dict[str, jax.ShapeDtypeStruct], std: float, key: jax.Array) ->
 
 
 def _initial(name: str, spec: jax.ShapeDtypeStruct, std: float, key: jax.Array) -> jax.Array:
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return jnp.zeros(spec.shape, spec.dtype)
-    if len(spec.shape) == 1:
+    if name.endswith("_blocks"):
+        return jax.random.bits(key, spec.shape, spec.dtype)
+    if name.endswith("_scales"):
+        return jnp.full(spec.shape, mxfp4_scale(std), spec.dtype)
+    if len(spec.shape) == 1 and not name.endswith("sinks"):
         return jnp.ones(spec.shape, spec.dtype)
     return _normal(key, spec.shape, spec.dtype, std)
 

@@ -1,6 +1,6 @@
 """Our models against transformers and PEFT (see tests/goldens), all documents of a golden in one packed row."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 import jax
@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from jaxglue.hf.expert_adapter import from_peft
 from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.parameters import hf_name
 from jaxglue.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-MODELS = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
+DENSE = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]
+MODELS = [*DENSE, "qwen3_moe", "qwen3_moe_mixed", "gpt_oss"]
 PADDING = 3
 
 
@@ -42,21 +44,23 @@ def loss_and_gradients(model, tokens, segments, trainable):
     return nnx.value_and_grad(mean_loss, argnums=nnx.DiffState(0, trainable), has_aux=True)(model)
 
 
-def golden_gradients(golden):
-    """By Hugging Face's name, without what PEFT adds to it."""
+def golden_gradients(golden, rank):
+    """By our name and in our shape."""
     gradients = {name.removeprefix("grad."): array for name, array in golden.items() if name.startswith("grad.")}
-    return {
+    plain = {
         name.removeprefix("base_model.model.").removesuffix(".default.weight"): array
         for name, array in gradients.items()
     }
+    experts = ("mlp.experts.down_proj", "mlp.experts.gate_up_proj")
+    return dict(from_peft(name, array, experts, rank) or (name, array) for name, array in plain.items())
 
 
-def assert_parity(model, golden, trainable=nnx.Param):
+def assert_parity(model, golden, trainable=nnx.Param, rank=1):
     (loss, logits), state = loss_and_gradients(model, *packed_row(golden), trainable)
     np.testing.assert_allclose(logits[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
     gradients = {hf_name(".".join(map(str, path))): gradient[...] for path, gradient in nnx.to_flat_state(state)}
-    expected = golden_gradients(golden)
+    expected = golden_gradients(golden, rank)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         error = np.linalg.norm(gradient - expected[name]) / np.linalg.norm(expected[name])
@@ -72,13 +76,21 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name):
     assert_folder_parity(GOLDENS / name)
 
 
-def test_adapters_logits_loss_and_gradients_are_those_of_peft():
-    model = load_model(GOLDENS / "qwen3_tied", dtype=jnp.float32)
-    add_adapter(model, GOLDENS / "adapter")
-    assert_parity(model, load_file(GOLDENS / "adapter.safetensors"), nnx.LoRAParam)
+@pytest.mark.parametrize(
+    ("base", "adapter", "golden"),
+    [
+        ("qwen3_tied", "adapter", "adapter.safetensors"),
+        ("qwen3_moe", "qwen3_moe_adapter", "qwen3_moe_adapter/golden.safetensors"),
+        ("gpt_oss", "gpt_oss_adapter", "gpt_oss_adapter/golden.safetensors"),
+    ],
+)
+def test_adapters_logits_loss_and_gradients_are_those_of_peft(base, adapter, golden):
+    model = load_model(GOLDENS / base, dtype=jnp.float32)
+    config = add_adapter(model, GOLDENS / adapter)
+    assert_parity(model, load_file(GOLDENS / golden), nnx.LoRAParam, config.rank)
 
 
-@pytest.mark.parametrize("name", ["qwen3_window_bias", "llama_tied_llama3"])
+@pytest.mark.parametrize("name", ["qwen3_window_bias", "llama_tied_llama3", "qwen3_moe_mixed", "gpt_oss"])
 def test_packed_row_equals_its_documents_one_by_one(name):
     model, golden = load_model(GOLDENS / name, dtype=jnp.float32), load_file(GOLDENS / name / "golden.safetensors")
     lengths = golden["lengths"].tolist()
@@ -91,11 +103,11 @@ def test_packed_row_equals_its_documents_one_by_one(name):
     np.testing.assert_allclose(packed, expected, rtol=0, atol=1e-5)
 
 
-def test_live_parity(tmp_path):
+@pytest.mark.parametrize("script", ["make_models", "make_moe"])
+def test_live_parity(script, tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    spec = importlib.util.spec_from_file_location("make_models", GOLDENS / "make_models.py")
-    goldens = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(goldens)
+    monkeypatch.syspath_prepend(GOLDENS)
+    goldens = importlib.import_module(script)
     for seed, (name, config) in enumerate(goldens.MODELS.items(), start=100):
         goldens.make(tmp_path / name, config, seed)
         assert_folder_parity(tmp_path / name)

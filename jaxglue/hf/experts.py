@@ -1,0 +1,88 @@
+"""How the experts of a layer lie in a checkpoint: in one tensor, in one for each expert, or in MXFP4 blocks."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.quant.mxfp4 import BLOCK, MXFP4, dequantise
+
+Index = tuple[int | slice, ...]
+Shape = tuple[int, ...]
+
+_EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)")
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a parameter comes from."""
+
+    shapes: dict[str, Shape]
+    """Tensors of the checkpoint that it needs, with the shapes that they must have."""
+    read: Callable[[TensorFiles], np.ndarray | jax.Array]
+
+
+def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
+    """How to read the parameter of this name from these files, whatever they hold."""
+    if name not in files.tensors:
+        if f"{name}_blocks" in files.tensors:
+            return _expanded(name, shape)
+        parts = expert_parts(name, shape)
+        if parts and next(iter(parts)) in files.tensors:
+            return _stacked(parts, shape)
+    return Source(shapes={name: shape}, read=lambda files: files.read(name))
+
+
+def expert_parts(name: str, shape: Shape) -> dict[str, Index]:
+    """Tensor of one expert → its place in the parameter of all of them, [E, out, in]; empty for other parameters.
+
+    Qwen3-MoE's checkpoints hold `experts.3.gate_proj.weight`, where its modules in transformers 5 hold one
+    `experts.gate_up_proj`.
+    """
+    if not (match := _EXPERTS.fullmatch(name)):
+        return {}
+    halves = _HALVES[match["projection"]]
+    rows = shape[1] // len(halves)
+    return {
+        f"{match['experts']}.{expert}.{half}.weight": (expert, slice(i * rows, (i + 1) * rows))
+        for expert in range(shape[0])
+        for i, half in enumerate(halves)
+    }
+
+
+def _stacked(parts: dict[str, Index], shape: Shape) -> Source:
+    def read(files: TensorFiles) -> np.ndarray:
+        whole = np.empty(shape, files.tensors[next(iter(parts))].dtype)
+        for tensor, index in parts.items():
+            whole[index] = files.read(tensor)
+        return whole
+
+    return Source(shapes={tensor: part_shape(shape, index) for tensor, index in parts.items()}, read=read)
+
+
+def part_shape(shape: Shape, index: Index) -> Shape:
+    """Shape of a part of an array."""
+    return np.broadcast_to(0, shape)[index].shape
+
+
+def _expanded(name: str, shape: Shape) -> Source:
+    E, in_features, out_features = shape
+    scales = (E, out_features, in_features // BLOCK)
+    shapes = {f"{name}_blocks": (*scales, BLOCK // 2), f"{name}_scales": scales}
+    return Source(shapes=shapes, read=partial(read_expanded, name=name))
+
+
+def read_expanded(files: TensorFiles, name: str) -> jax.Array:
+    """The experts that `<name>_blocks` and `<name>_scales` hold, [E, in, out] in bfloat16, on the default device."""
+    return _expand(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
+
+
+@jax.jit
+def _expand(blocks, scales) -> jax.Array:
+    return dequantise(MXFP4(blocks=blocks, scales=scales), jnp.bfloat16).mT

@@ -1,0 +1,210 @@
+"""Checkpoints and adapters of mixture-of-experts models (see tests/goldens/make_moe*.py)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.export import export_adapter, save_model
+from jaxglue.hf.loading import add_adapter, load_model, random_model
+from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.models import config_from_hf
+from jaxglue.parameters import flatten_names, split_model
+from jaxglue.segments import pack_segments
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+NAMES = ["qwen3_moe", "gpt_oss", "gpt_oss_mxfp4"]
+BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"
+ONE_EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@nnx.jit
+def forward(model, tokens, segments):
+    return model(tokens, segments)
+
+
+def assert_logits(model, golden):
+    tokens, lengths = golden["tokens"][None], golden["lengths"].tolist()
+    logits = forward(model, tokens, pack_segments([lengths], seq_len=tokens.shape[1]))[0]
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
+
+
+def parameters(model):
+    return flatten_names(split_model(model, nnx.Param)[1])
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Copies a golden model and changes its tensors."""
+
+    def make(name, change):
+        folder = shutil.copytree(GOLDENS / name, tmp_path / name)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_mxfp4_gives_transformers_logits_in_blocks_and_expanded(expand):
+    model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32, expand_experts=expand)
+    dtypes = {array.dtype for name, array in parameters(model).items() if "experts.down_proj" in name}
+    assert dtypes == ({jnp.dtype("float32")} if expand else {jnp.dtype("uint8"), jnp.dtype("float32")})
+    assert_logits(model, load_file(GOLDENS / "gpt_oss_mxfp4/golden.safetensors"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_folder_gives_transformers_logits(name, tmp_path):
+    export_adapter(GOLDENS / f"{name}_adapter", GOLDENS / name, tmp_path / "merged")
+    assert "quantization_config" not in read_config(tmp_path / "merged")
+    model = load_model(tmp_path / "merged", dtype=jnp.float32)
+    assert_logits(model, load_file(GOLDENS / f"{name}_adapter/merged.safetensors"))
+
+
+def test_adapter_on_blocks_is_the_merged_folder_up_to_its_bfloat16():
+    model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32)
+    add_adapter(model, GOLDENS / "gpt_oss_mxfp4_adapter")
+    golden = load_file(GOLDENS / "gpt_oss_mxfp4_adapter/merged.safetensors")
+    tokens = golden["tokens"][None]
+    logits = forward(model, tokens, pack_segments([golden["lengths"].tolist()], seq_len=tokens.shape[1]))[0]
+    assert np.linalg.norm(logits - golden["logits"]) < 0.03 * np.linalg.norm(golden["logits"])
+
+
+def test_adapter_of_attention_alone_leaves_the_blocks_in_place(tmp_path):
+    config, tensors = load_adapter(GOLDENS / "gpt_oss_mxfp4_adapter")
+    attention = {name: tensor for name, tensor in tensors.items() if "experts" not in name}
+    save_adapter(tmp_path / "adapter", attention, config, "gpt_oss_mxfp4")
+    export_adapter(tmp_path / "adapter", GOLDENS / "gpt_oss_mxfp4", tmp_path / "merged")
+    before, after = (load_file(path / "model.safetensors") for path in (GOLDENS / "gpt_oss_mxfp4", tmp_path / "merged"))
+    assert before.keys() == after.keys()
+    np.testing.assert_array_equal(after[BLOCKS], before[BLOCKS])
+    assert "quantization_config" in read_config(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_we_still_write_what_peft_loaded(name, tmp_path):
+    folder = GOLDENS / f"{name}_adapter"
+    config, tensors = load_adapter(folder)
+    save_adapter(tmp_path / "adapter", tensors, config, name)
+    assert (tmp_path / "adapter/adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
+    ours, golden = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "adapter", folder))
+    assert ours.keys() == golden.keys()
+    for name, array in golden.items():
+        np.testing.assert_array_equal(ours[name], array)
+
+
+def test_trained_experts_are_saved_one_by_one_and_load_again(tmp_path):
+    model = load_model(GOLDENS / "qwen3_moe_mixed", dtype=jnp.float32)
+    save_model(tmp_path / "model", parameters(model), GOLDENS / "qwen3_moe_mixed")
+    saved, golden = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "model", GOLDENS / "qwen3_moe_mixed")
+    )
+    assert saved.keys() == golden.keys()
+    for name, array in golden.items():
+        np.testing.assert_array_equal(saved[name], array)
+
+
+def test_expanded_experts_are_saved_without_a_quantization_config(tmp_path):
+    model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32, expand_experts=True)
+    save_model(tmp_path / "model", parameters(model), GOLDENS / "gpt_oss_mxfp4")
+    again = load_model(tmp_path / "model", dtype=jnp.float32)
+    assert_logits(again, load_file(GOLDENS / "gpt_oss_mxfp4/golden.safetensors"))
+
+
+def test_a_missing_expert_is_named(changed):
+    folder = changed("qwen3_moe", lambda tensors: tensors.pop(ONE_EXPERT))
+    with pytest.raises(ValueError, match=f"1 missing: {ONE_EXPERT}"):
+        load_model(folder)
+
+
+def test_truncated_blocks_are_named(changed):
+    folder = changed("gpt_oss_mxfp4", lambda tensors: tensors.update({BLOCKS: tensors[BLOCKS][:, :-1].copy()}))
+    with pytest.raises(ValueError, match=rf"of another shape: {BLOCKS} in .* is \[3, 31, 1, 16\].* \[3, 32, 1, 16\]"):
+        load_model(folder)
+
+
+def test_random_blocks_are_about_as_large_as_other_weights():
+    config = config_from_hf({**read_config(GOLDENS / "gpt_oss_mxfp4"), "initializer_range": 0.02})
+    assert config.moe.mxfp4
+    blocks = parameters(random_model(config))
+    experts = random_model(config.expanded)
+    assert BLOCKS in blocks and BLOCKS not in parameters(experts)
+    values = load_values(random_model(config))
+    assert 0.01 < values.std() < 0.04
+
+
+def load_values(model):
+    from jaxglue.quant.mxfp4 import dequantise
+
+    return np.asarray(dequantise(model.layers[0].mlp.experts.gate_up_proj.matrix, jnp.float32))
+
+
+def test_all_linear_means_attention_and_experts():
+    model = load_model(GOLDENS / "gpt_oss", dtype=jnp.float32)
+    add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    names = {name.split(".")[-2] for name in flatten_names(split_model(model, nnx.LoRAParam)[1])}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("base", "config", "message"),
+    [
+        ("qwen3_tied", LoraConfig(targets=("gate_up_proj",)), "targets gate_up_proj do not exist in this model"),
+        ("gpt_oss", LoraConfig(targets=("router",)), "targets router do not exist in this model: use .*gate_up_proj"),
+        ("gpt_oss", LoraConfig(dropout=0.1), r"dropout=0.1 is not supported for the adapters of experts"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(base, config, message):
+    model = load_model(GOLDENS / base, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=message):
+        add_lora(model, config, rngs=nnx.Rngs(0))
+
+
+def test_an_adapter_of_experts_does_not_fit_a_dense_model(tmp_path):
+    with pytest.raises(ValueError, match="targets gate_up_proj do not exist in this model"):
+        add_adapter(load_model(GOLDENS / "qwen3_tied", dtype=jnp.float32), GOLDENS / "qwen3_moe_adapter")
+    with pytest.raises(
+        ValueError, match=r"it adapts model\.layers\.0\.mlp\.experts\.\S+, which the base does not have"
+    ):
+        export_adapter(GOLDENS / "qwen3_moe_adapter", GOLDENS / "qwen3_tied", tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_parameters": []}, "adapts experts, but target_parameters names no"),
+        ({"r": 7}, r"has shape \[12, 16\], expected \[experts · 7, in\]"),
+    ],
+)
+def test_an_adapter_whose_config_does_not_fit_is_refused(change, message, tmp_path):
+    folder = shutil.copytree(GOLDENS / "gpt_oss_adapter", tmp_path / "adapter")
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=message):
+        load_adapter(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_live_transformers_and_peft_load_what_we_write(name, tmp_path):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    folder = GOLDENS / f"{name}_adapter"
+    export_adapter(folder, GOLDENS / name, tmp_path / "merged")
+    config, tensors = load_adapter(folder)
+    save_adapter(tmp_path / "adapter", tensors, config, name)
+    base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (GOLDENS / name, tmp_path / "merged"))
+    golden = load_file(folder / "golden.safetensors")
+    document = torch.tensor(golden["tokens"][: golden["lengths"][0]])[None].long()
+    for model in (peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), merged):
+        logits = model.eval()(document).logits[0].detach().numpy()
+        np.testing.assert_allclose(logits, golden["logits"][: len(logits)], rtol=0, atol=1e-4)
