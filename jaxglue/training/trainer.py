@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 
 from jaxglue.cli import to_toml
-from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.export import save_model
 from jaxglue.hf.files import write_json
-from jaxglue.hf.loading import load_model, random_model
-from jaxglue.lora import add_lora
-from jaxglue.memory.executor import Executor, frozen_to_host
-from jaxglue.memory.transfer import commit
-from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
+from jaxglue.memory.executor import Executor
+from jaxglue.parameters import Tree
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
@@ -32,10 +25,11 @@ from jaxglue.training.output import output_folder
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
 from jaxglue.training.samples import Samples
-from jaxglue.training.setup import Setup, prepare, trainable_filter
+from jaxglue.training.setup import Setup, prepare
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.summary import RunSummary, print_panel, summary_json, summary_rows
 from jaxglue.training.throughput import Meter, memory_use
+from jaxglue.training.weights import build_parameters, export_result
 
 _log = logging.getLogger(__name__)
 _STEPS_IN_FLIGHT = 2
@@ -86,7 +80,7 @@ class Trainer:
     def __init__(self, setup: Setup, folder: Path, console: Console, timer: StartupTimer):
         self._setup, self._config, self._run = setup, setup.config, setup.config.run
         self._folder, self._console, self._timer = folder, console, timer
-        self._structure, self._trainable, self._frozen = _build_parameters(setup)
+        self._structure, self._trainable, self._frozen = build_parameters(setup)
         timer.stage("weights")
         model = self._config.model
         self._executor = Executor(
@@ -124,7 +118,9 @@ class Trainer:
             return None
         self._samples.answer("after", self._step, self._trainable, self._frozen)
         save_loss_curve(metrics.path, self._folder / "loss.png")
-        summary = self._summarise(self._export(), metrics.path, time.monotonic() - begun)
+        summary = self._summarise(
+            export_result(self._setup, self._trainable, self._folder), metrics.path, time.monotonic() - begun
+        )
         write_json(self._folder / "summary.json", summary_json(summary))
         print_panel(self._console, "done", summary_rows(summary))
         return summary
@@ -254,20 +250,6 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {"trainable": self._trainable, "optimizer": self._optimizer_state}
 
-    def _export(self) -> Path:
-        """Writes the adapter, or the whole model, for other programs."""
-        names = flatten_names(self._trainable)
-        base = self._config.model.model
-        if self._config.model.method == "lora":
-            folder = self._folder / "adapter"
-            save_adapter(folder, names, self._config.lora, base)
-            self._setup.tokenizer.save_pretrained(folder)
-        else:
-            folder = self._folder / "model"
-            dtype = jnp.float32 if self._config.model.dtype == "float32" else jnp.bfloat16
-            save_model(folder, names, base, dtype=dtype)
-        return folder
-
     def _summarise(self, result: Path, metrics: Path, seconds: float) -> RunSummary:
         speed = self._meter.total()
         best = self._best_eval or (None, None)
@@ -288,19 +270,3 @@ class Trainer:
             metrics=metrics,
             curve=self._folder / "loss.png",
         )
-
-
-def _build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
-    """Loads or draws the weights: frozen ones in the compute dtype, those that train in float32."""
-    config, seed = setup.config, setup.config.data.seed
-    dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
-    if config.model.random_weights:
-        model = random_model(setup.model, dtype=dtype, seed=seed)
-    else:
-        model = load_model(config.model.model, dtype=dtype)
-    if config.model.method == "lora":
-        add_lora(model, config.lora, rngs=nnx.Rngs(seed))
-    structure, trainable, frozen = split_model(model, trainable_filter(config))
-    if config.model.weights == "host":
-        frozen = frozen_to_host(frozen)
-    return structure, commit(trainable), commit(frozen)

@@ -1,0 +1,43 @@
+"""Weights at both ends of a run: from a model folder to parameter trees, and from those to what other programs load."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.export import save_model
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.lora import add_lora
+from jaxglue.memory.executor import frozen_to_host
+from jaxglue.memory.transfer import commit
+from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
+from jaxglue.training.setup import Setup, trainable_filter
+
+
+def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
+    """(structure, trainable, frozen), loaded or drawn: frozen ones in the compute dtype, those that train in float32."""
+    config, seed = setup.config, setup.config.data.seed
+    dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
+    if config.model.random_weights:
+        model = random_model(setup.model, dtype=dtype, seed=seed)
+    else:
+        model = load_model(config.model.model, dtype=dtype)
+    if config.model.method == "lora":
+        add_lora(model, config.lora, rngs=nnx.Rngs(seed))
+    structure, trainable, frozen = split_model(model, trainable_filter(config))
+    if config.model.weights == "host":
+        frozen = frozen_to_host(frozen)
+    return structure, commit(trainable), commit(frozen)
+
+
+def export_result(setup: Setup, trainable: Tree, folder: Path) -> Path:
+    """Writes the adapter, or the whole model, into the run's folder; returns where it is."""
+    tensors, base = flatten_names(trainable), setup.config.model.model
+    if setup.config.model.method == "full":
+        dtype = jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16
+        save_model(folder / "model", tensors, base, dtype=dtype)
+        return folder / "model"
+    save_adapter(folder / "adapter", tensors, setup.config.lora, base)
+    setup.tokenizer.save_pretrained(folder / "adapter")
+    return folder / "adapter"
