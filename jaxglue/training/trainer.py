@@ -118,9 +118,8 @@ class Trainer:
             return None
         self._samples.answer("after", self._step, self._trainable, self._frozen)
         save_loss_curve(metrics.path, self._folder / "loss.png")
-        summary = self._summarise(
-            export_result(self._setup, self._trainable, self._folder), metrics.path, time.monotonic() - begun
-        )
+        result = export_result(self._setup, self._trainable, self._folder)
+        summary = self._summarise(result, metrics.path, time.monotonic() - begun)
         write_json(self._folder / "summary.json", summary_json(summary))
         print_panel(self._console, "done", summary_rows(summary))
         return summary

@@ -16,7 +16,7 @@ from jaxglue.training.setup import Setup, trainable_filter
 
 
 def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
-    """(structure, trainable, frozen), loaded or drawn: frozen ones in the compute dtype, those that train in float32."""
+    """(structure, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
     config, seed = setup.config, setup.config.data.seed
     dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
     if config.model.random_weights:
