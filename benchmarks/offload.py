@@ -12,37 +12,26 @@ from pathlib import Path
 from step import run_case
 
 SERIAL = {"depth": 0, "run_ahead": 0}
+FULL, OFFLOAD, DOTS = ({"remat": [name]} for name in ("full", "offload", "dots"))
 CASES: dict[str, list[tuple[str, dict]]] = {
     "8b": [
-        ("full, on the device", {"remat": ["full"]}),
-        ("offload, two buffers", {"remat": ["offload"]}),
-        ("offload, one buffer", {"remat": ["offload"], **SERIAL}),
-        ("dots, on the device", {"remat": ["dots"]}),
+        ("full, on the device", FULL),
+        ("offload, two buffers", OFFLOAD),
+        ("offload, one buffer", {**OFFLOAD, **SERIAL}),
+        ("dots, on the device", DOTS),
     ],
-    "0.6b": [
-        ("full, on the device", {"remat": ["full"]}),
-        ("offload, two buffers", {"remat": ["offload"]}),
-        ("dots, on the device", {"remat": ["dots"]}),
-        ("none, on the device", {"remat": ["none"]}),
-    ],
+    "0.6b": [("full, on the device", FULL), ("offload, two buffers", OFFLOAD), ("dots, on the device", DOTS)],
     "xla": [
-        ("per layer, full", {"remat": ["full"]}),
-        ("per layer, offload", {"remat": ["offload"]}),
-        ("whole step unrolled, offload", {"remat": ["offload"], "executor": "unrolled"}),
-        ("whole step in a scan, offload", {"remat": ["offload"], "executor": "scan"}),
+        ("per layer, full", FULL),
+        ("per layer, offload", OFFLOAD),
+        ("whole step unrolled, offload", {**OFFLOAD, "executor": "unrolled"}),
+        ("whole step in a scan, offload", {**OFFLOAD, "executor": "scan"}),
     ],
-    "depth": [
-        ("16 layers, offload", {"remat": ["offload"], "layers": 16}),
-        ("64 layers, offload", {"remat": ["offload"], "layers": 64}),
-    ],
-    "14b": [
-        ("full, on the device", {"remat": ["full"]}),
-        ("offload, two buffers", {"remat": ["offload"]}),
-        ("offload, one buffer", {"remat": ["offload"], **SERIAL}),
-    ],
+    "depth": [("offload", {**OFFLOAD, "layers": 16}), ("offload", {**OFFLOAD, "layers": 64})],
+    "14b": [("offload, two buffers", OFFLOAD), ("offload, one buffer", {**OFFLOAD, **SERIAL})],
     "32b": [
-        ("weights and activations on the device", {"remat": ["full"]}),
-        ("weights and activations on the host", {"remat": ["offload"], "weights": "host"}),
+        ("full, weights on the device", FULL),
+        ("offload, weights on the host", {**OFFLOAD, "weights": "host"}),
     ],
 }
 SHAPES = {

@@ -140,8 +140,10 @@ def measure(args) -> dict:
     """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
     work = workload(args.shape, args.layers, args.tokens, args.method)
     parts = parameters(work, args.weights)
+    moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
     device = jax.devices()[0]
+    jax.block_until_ready(moments)
     weights = memory(device, "bytes_in_use")
     build = executor_step if args.executor == "layers" else whole_step
     step = build(args, work, *parts, batch)
@@ -188,7 +190,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--run-ahead", type=int, default=2)
     parser.add_argument("--executor", choices=("layers", "unrolled", "scan"), default="layers")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--trace", action="store_true")
     return parser
 

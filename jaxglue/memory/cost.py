@@ -17,7 +17,7 @@ from jaxglue.memory.gpus import Gpu
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
 """Names of the jitted functions that stand for attention kernels in a program to be costed."""
 _ALIASES = {"reshape", "squeeze", "expand_dims", "name", "reduce_precision", "optimization_barrier", "copy"}
-_KERNEL_SECONDS = 4e-6
+_KERNEL_SECONDS = 1.5e-6
 """A kernel's own time, however little it does."""
 
 
@@ -40,6 +40,7 @@ class _Value:
     is_argument: bool = False
     roots: frozenset["_Value"] = field(default_factory=frozenset)
     in_memory: bool = False
+    from_matmul: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention_seconds: dict[str, f
     arguments = [_Value(_size(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
     made = {value for value in results if not value.is_argument}
+    in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and not root.is_argument}
     for value in made:
         trace.materialise(value)
     total = sum(value.bytes for value in made)
-    return Cost(seconds=trace.seconds, temporary=max(trace.peak(made) - total, 0), results=total)
+    return Cost(seconds=trace.seconds, temporary=trace.peak(without=made | in_place), results=total)
 
 
 class _Trace:
@@ -90,9 +92,9 @@ class _Trace:
             value.in_memory = True
             self._kernel(value.roots, [value], self._copy(value.bytes + sum(root.bytes for root in value.roots)))
 
-    def peak(self, results: set[_Value]) -> int:
-        """Bytes of all values in memory but the arguments, when there are most."""
-        last: dict[_Value, int] = dict.fromkeys(results, len(self._kernels))
+    def peak(self, *, without: set[_Value]) -> int:
+        """Bytes of all values in memory but the arguments and the results, when there are most."""
+        last: dict[_Value, int] = {}
         for index, kernel in enumerate(self._kernels):
             for value in (*kernel.inputs, *kernel.outputs):
                 last[value] = max(last.get(value, index), index)
@@ -100,8 +102,9 @@ class _Trace:
         dying: dict[int, int] = {}
         for index, kernel in enumerate(self._kernels):
             for value in kernel.outputs:
-                live += value.bytes
-                dying[last[value]] = dying.get(last[value], 0) + value.bytes
+                size = 0 if value in without else value.bytes
+                live += size
+                dying[last[value]] = dying.get(last[value], 0) + size
             peak = max(peak, live + kernel.inner)
             live -= dying.get(index, 0)
         return peak
@@ -120,7 +123,10 @@ class _Trace:
         if name == "dot_general":
             flops = _dot_flops(eqn)
             moved = sum(value.bytes for value in (*inputs, *outputs))
+            outputs[0].from_matmul = True
             return self._opaque(inputs, outputs, max(flops / self._gpu.matmul, self._copy(moved)))
+        if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
+            return [self._accumulate(*inputs)]
         if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
             return self._reduce(inputs, outputs)
         return self._fuse(inputs, outputs)
@@ -128,6 +134,17 @@ class _Trace:
     def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
         return [replace(output, roots=roots) for output in outputs]
+
+    def _accumulate(self, left: _Value, right: _Value) -> _Value:
+        """A matmul adds its result to what is in memory already."""
+        total, other = (left, right) if left.from_matmul else (right, left)
+        if other.in_memory and other.bytes == total.bytes:
+            total, other = other, total
+            other.bytes = 0
+        else:
+            self._kernel(other.roots, [], self._copy(sum(root.bytes for root in other.roots)))
+        self._kernel([total, other], [], self._copy(total.bytes))
+        return total
 
     def _reduce(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         """A reduction fuses what it reads."""
@@ -148,6 +165,14 @@ class _Trace:
         cost = program_cost(body, self._gpu, attention_seconds=self._attention)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
         per_step = sum(_size(var.aval) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
+        carried = {
+            output.bytes
+            for output, var in zip(outputs, body.jaxpr.outvars, strict=True)
+            if output.bytes == _size(var.aval)
+        }
+        for value in inputs:  # a carry is updated in place
+            if value.bytes in carried and not value.is_argument:
+                value.bytes = 0
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
         return outputs
 

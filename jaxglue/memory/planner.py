@@ -25,6 +25,10 @@ from jaxglue.segments import PackedSegments
 
 MARGIN = 0.05
 """Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
+_TEMPORARIES = 1.5
+"""What XLA keeps beside arguments and results, measured, as a multiple of what the order of the program needs."""
+_WORKSPACE = int(0.2 * GIB)
+"""Bytes that programs and matmul libraries take, whatever the model."""
 _FORWARD_SHARE, _BACKWARD_SHARE = 0.35, 0.30
 """Of the matmul rate, reached by packed attention's forward and backward kernels."""
 _POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload")
@@ -220,20 +224,20 @@ class Planner:
         trained = _bytes(self._trainable)
         resident = 3 * trained + _bytes(self._frozen) - sum(weights)
         buffers = self._depth + 1
-        streamed = max(weights, default=0) * (buffers + 1)
+        streamed = max(weights, default=0) * (buffers + self._run_ahead)
         in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (buffers + self._run_ahead)
         per_layer = [_bytes(layer) for layer in self._trainable["layers"]]
         accumulates = self.workload.accumulation > 1
         gradients = trained if accumulates else trained - sum(per_layer)
         updates = self.workload.update_in_backward
         stored = sum(cost.saved for cost in costs) + costs[-1].offloaded
-        peak = stored + x + self._head.temporary + (trained if accumulates else 0)
+        peak = stored + x + _TEMPORARIES * self._head.temporary + (trained if accumulates else 0)
         for cost, layer_gradients in zip(reversed(costs), reversed(per_layer), strict=True):
             kept = gradients if accumulates else gradients + layer_gradients
-            peak = max(peak, stored + kept + 2 * x + cost.backward.temporary)
+            peak = max(peak, stored + kept + 2 * x + _TEMPORARIES * cost.backward.temporary)
             gradients = gradients if updates else kept
             stored -= cost.saved
-        return int(resident + streamed + in_flight + peak)
+        return int(_WORKSPACE + resident + streamed + in_flight + peak)
 
     def _trace_layer(self, graph, policy: RematPolicy) -> _LayerCost:
         index = self._structure.layers.index(graph)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxglue.memory import transfer
-from jaxglue.memory.gpus import Gpu, find_gpu
+from jaxglue.memory.gpus import SUSTAINED, Gpu, find_gpu
 
 _SIZE = 8192
 _BYTES = 2**28
@@ -44,7 +44,7 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
     return Gpu(
         name=device.device_kind,
         memory=(device.memory_stats() or {"bytes_limit": 0})["bytes_limit"],
-        matmul=2 * size**3 / matmul,
+        matmul=SUSTAINED * 2 * size**3 / matmul,
         copy=2 * block.nbytes / copy,
         link=block.nbytes / link,
     )
