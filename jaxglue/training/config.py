@@ -103,3 +103,7 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self):
+        if self.run.sample_prompt and self.model.weights == "host":
+            raise ValueError("--sample-prompt needs --weights device: answering reads all weights for every token")

@@ -228,6 +228,7 @@ class Trainer:
             "batches": self._setup.batches.get_state(),
             "best_eval": self._best_eval,
             "first_loss": self._first_loss,
+            "last_loss": self._last_loss,
         }
         checkpoints.save(self._step, self._state(), host, eval_loss=eval_loss)
 
@@ -243,7 +244,7 @@ class Trainer:
         self._step = restored.step
         self._setup.batches.set_state(restored.host["batches"])
         self._best_eval = restored.host["best_eval"] and tuple(restored.host["best_eval"])
-        self._first_loss = restored.host["first_loss"]
+        self._first_loss, self._last_loss = restored.host["first_loss"], restored.host["last_loss"]
         self._console.print(f"resumed from step {self._step}", highlight=False)
 
     def _state(self) -> dict[str, Any]:

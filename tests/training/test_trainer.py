@@ -65,6 +65,8 @@ def test_a_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, drop
     assert (resumed.first_loss, resumed.last_loss) == (whole.first_loss, whole.last_loss)
     expected, got = (load_adapter(tmp_path / name / "adapter")[1] for name in ("whole", "run"))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+    again = train(make_config(**options, resume=True))  # nothing is left to do
+    assert (again.steps, again.last_loss) == (whole.steps, whole.last_loss)
 
 
 def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tmp_path, model_folder, tiny_model):
