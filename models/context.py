@@ -12,10 +12,10 @@ from jaxglue.segments import PackedSegments
 
 
 class RouterLosses(NamedTuple):
-    """What the auxiliary losses of one layer's router count in the objective, scalars in float32."""
+    """What the auxiliary losses of routers count in the objective: load balancing and z-loss (see `jaxglue.moe`)."""
 
-    balance: Float[Array, ""]
-    z: Float[Array, ""]
+    balance: Float[Array, ""] | float = 0.0
+    z: Float[Array, ""] | float = 0.0
 
 
 class LayerContext(Protocol):

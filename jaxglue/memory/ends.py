@@ -7,7 +7,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.losses import linear_cross_entropy
 from jaxglue.memory.layer import add_trees
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.context import PackedContext
+from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.parameters import ModelStructure, Tree, merge_module
 from jaxglue.rope import rope_tables
 
@@ -15,7 +15,16 @@ from jaxglue.rope import rope_tables
 class EndFunctions:
     """Compiled functions around the stack of layers; every tree argument is the whole model's."""
 
-    def __init__(self, structure: ModelStructure, config: DecoderConfig, *, dtype, attention: str):
+    def __init__(
+        self,
+        structure: ModelStructure,
+        config: DecoderConfig,
+        *,
+        dtype,
+        attention: str,
+        router_losses: RouterLosses | None = None,
+    ):
+        self._router_losses = router_losses
         self._structure, self._config, self._dtype, self._attention = structure, config, dtype, attention
         self.head_parts = ("norm", "embed_tokens" if structure.lm_head is None else "lm_head")
         self._enter = jax.jit(self._embed_and_rope)
@@ -25,12 +34,16 @@ class EndFunctions:
         self.functions = (self._enter, self._embed_backward, self._head_loss, self._head_backward)
 
     def enter(
-        self, trainable: Tree, frozen: Tree, batch: Batch, key: PRNGKeyArray | None
+        self, trainable: Tree, frozen: Tree, batch: Batch, key: PRNGKeyArray | None, scale=None
     ) -> tuple[Float[Array, "B T D"], list[PackedContext]]:
-        """Embeds the tokens; every layer's context differs in its dropout key only."""
-        x, cos, sin, keys = self._enter(trainable["embed_tokens"], frozen["embed_tokens"], batch, key)
+        """Embeds the tokens; every layer's context differs in its dropout key only.
+
+        `scale` is that of the loss, where there will be a backward pass.
+        """
+        weights = trainable["embed_tokens"], frozen["embed_tokens"]
+        x, cos, sin, keys, router_losses = self._enter(*weights, batch, key, scale)
         shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
-        return x, [PackedContext(**shared, dropout_key=layer_key) for layer_key in keys]
+        return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
 
     def embed_backward(self, trainable: Tree, batch: Batch, dx: Float[Array, "B T D"], accumulated: Tree) -> Tree:
         """`accumulated` of the embedding plus its gradient, where it trains."""
@@ -48,11 +61,20 @@ class EndFunctions:
         """The final norm and the output projection's part of a tree, tied or not."""
         return {name: tree[name] for name in self.head_parts}
 
-    def _embed_and_rope(self, trainable: Tree, frozen: Tree, batch: Batch, key):
+    def _embed_and_rope(self, trainable: Tree, frozen: Tree, batch: Batch, key, scale):
         x = merge_module(self._structure.embed_tokens, trainable, frozen)(batch.tokens, self._dtype)
         cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
         count = len(self._structure.layers)
-        return x, cos, sin, [None] * count if key is None else list(jax.random.split(key, count))
+        keys = [None] * count if key is None else list(jax.random.split(key, count))
+        return x, cos, sin, keys, self._layers_router_losses(batch, scale)
+
+    def _layers_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
+        """What a layer's router losses count: the mean over layers, and over micro-batches by their targets."""
+        moe = self._config.moe
+        if self._router_losses is None or moe is None or scale is None:
+            return None
+        share = scale * batch.loss_weights.sum() / sum(moe.sparse_layers)
+        return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
     def _embed_gradients(self, trainable: Tree, batch: Batch, dx, accumulated: Tree | None) -> Tree:
         def embed(trainable):

@@ -19,7 +19,7 @@ from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.layer import LayerFunctions, Residuals
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.context import PackedContext
+from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.parameters import ModelStructure, Tree
 
 Update = Callable[[str | int, Tree], None]
@@ -46,6 +46,8 @@ class Executor:
         stream_weights: the layers' frozen weights are in pinned host memory (see `frozen_to_host`).
         prefetch_depth: how many layers ahead copies from the host are asked for: 1 is double buffering, 0 none.
         run_ahead: how many layers may be dispatched and not done while copies are asked for.
+        router_losses: coefficients of the auxiliary losses of routers, each a mean over the layers with experts. Their
+            gradients are added to those of the loss, their values are not. None for no such losses.
 
     Raises:
         ValueError: the policy or the weights need pinned host memory, and the default device has none; or the number
@@ -63,11 +65,12 @@ class Executor:
         stream_weights: bool = False,
         prefetch_depth: int = 1,
         run_ahead: int = 2,
+        router_losses: RouterLosses | None = None,
     ):
         policies = [policy] * len(structure.layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(structure.layers):
             raise ValueError(f"{len(policies)} remat policies for {len(structure.layers)} layers: give one for each")
-        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention)
+        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention, router_losses=router_losses)
         types = list(zip(structure.layers, policies, strict=True))
         self._layer_types = {kind: LayerFunctions(*kind) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
@@ -143,7 +146,7 @@ class Executor:
 
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Tree, finish: Update):
         """The loss; `finish` gets every part of `sums` plus its gradients, the last layer's first."""
-        x, contexts = self._ends.enter(trainable, frozen, batch, key)
+        x, contexts = self._ends.enter(trainable, frozen, batch, key, scale)
         x, kept = self._forward(trainable, frozen, x, contexts)
         loss, dx, head = self._ends.head_backward(trainable, frozen, x, batch, scale, sums)
         del x

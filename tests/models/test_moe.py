@@ -1,0 +1,171 @@
+"""Mixture-of-experts models beyond parity: layer types, skewed routing, router losses, MXFP4 and generation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.generation import Generator
+from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.memory.executor import Executor
+from jaxglue.memory.policy import parse_policy
+from jaxglue.models import build_model
+from jaxglue.models.context import RouterLosses
+from jaxglue.models.decoder import packed_context
+from jaxglue.moe import auxiliary_loss, route, z_loss
+from jaxglue.parameters import flatten_names, set_parameters, split_model
+from jaxglue.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.sampling import SamplingConfig
+from jaxglue.segments import pack_segments
+
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 3}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE}
+LENGTHS = [[5, 3, 6], [9, 2]]
+
+
+@pytest.fixture
+def moe_model(tiny_model):
+    """Builds a tiny model of a family with a router that prefers no expert, or with `skew` two of them."""
+
+    def make(family="gpt_oss", skew=False, **changes):
+        model = tiny_model(family, **{**FAMILIES[family], **changes})
+        for layer in model.layers if skew else ():
+            router = layer.mlp.router if family == "gpt_oss" else layer.mlp.gate
+            router.weight[...] = router.weight[...].at[:2].set(1.0)
+            layer.post_attention_layernorm.weight[...] = jnp.abs(layer.post_attention_layernorm.weight[...])
+        return model
+
+    return make
+
+
+def add_random_lora(model):
+    """Adapters that do something."""
+    add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(1))
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "lora_B":
+            variable.set_value(jax.random.normal(jax.random.key(len(path)), variable.shape) * 0.1)
+
+
+def objective(model, batch, router_losses):
+    """Cross-entropy per target, plus router losses spelled out: (the sum, the first alone)."""
+    context = packed_context(model.config, batch.segments)
+    mask = batch.segments.segment_ids.reshape(-1) > 0
+    x, extra = model.embed_tokens(batch.tokens, jnp.float32), 0.0
+    for layer in model.layers:
+        inner = x + layer.self_attn(layer.input_layernorm(x), context)
+        logits = layer.mlp.router(layer.post_attention_layernorm(inner).reshape(-1, x.shape[-1]))
+        balance = auxiliary_loss(logits, route(logits, 2, order="topk_softmax"), mask)
+        extra += (router_losses.balance * balance + router_losses.z * z_loss(logits, mask)) / len(model.layers)
+        x = layer(x, context)
+    logits = jax.nn.log_softmax(model.norm(x) @ model.output_weight.T)
+    picked = jnp.take_along_axis(logits, batch.targets[..., None], axis=-1)[..., 0]
+    loss = -(picked * batch.loss_weights).sum() / batch.loss_weights.sum()
+    return loss + extra, loss
+
+
+def run_executor(model, batch, policy="full", **options):
+    """(loss, gradients of the adapters by layer)."""
+    structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+    executor = Executor(structure, model.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
+    loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(batch.loss_weights.sum()))
+    return loss, gradients["layers"]
+
+
+def assert_close(ours, expected, tolerance=1e-4):
+    for (path, a), b in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(expected), strict=True):
+        error = np.linalg.norm(a - b) / (np.linalg.norm(b) + 1e-6)
+        assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+def test_router_losses_are_in_the_gradients_but_not_in_the_loss(moe_model, random_batch):
+    losses = RouterLosses(balance=0.5, z=0.2)
+    model, batch = moe_model(num_hidden_layers=2), random_batch(LENGTHS, seq_len=16)
+    add_random_lora(model)
+    loss, gradients = run_executor(model, batch, router_losses=losses)
+    structure = nnx.DiffState(0, nnx.LoRAParam)
+    grad = nnx.jit(nnx.value_and_grad(objective, argnums=structure, has_aux=True))
+    (_, expected_loss), expected = grad(model, batch, losses)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    expected = nnx.to_pure_dict(expected)["layers"]
+    assert_close(gradients, [expected[i] for i in range(2)])
+
+
+def test_two_programs_for_windows_and_full_attention(moe_model):
+    model = moe_model(num_hidden_layers=6)
+    structure, *_ = split_model(model, nnx.LoRAParam)
+    assert len(set(structure.layers)) == 2
+    assert [layer.self_attn.window for layer in model.layers] == [3, None] * 3
+
+
+def test_two_programs_for_dense_and_sparse_layers(moe_model):
+    structure, *_ = split_model(moe_model("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=3), nnx.LoRAParam)
+    assert len(set(structure.layers)) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("skew", [False, True], ids=["even", "skewed"])
+def test_packed_rows_equal_documents_one_by_one(moe_model, family, skew):
+    model = moe_model(family, skew)
+    run = nnx.jit(lambda model, *batch: model(*batch))
+    tokens = jax.random.randint(jax.random.key(0), (1, 16), 0, model.config.vocab_size)
+    packed = run(model, tokens, pack_segments([[7, 4, 3]], seq_len=16))
+    for start, length in ((0, 7), (7, 4), (11, 3)):
+        alone = jnp.zeros_like(tokens).at[:, :length].set(tokens[:, start : start + length])
+        logits = run(model, alone, pack_segments([[length]], seq_len=16))
+        np.testing.assert_allclose(packed[0, start : start + length], logits[0, :length], rtol=0, atol=1e-5)
+
+
+def expand(model, config):
+    """The model with its experts in float32."""
+    parameters = flatten_names(split_model(model, nnx.Param)[1])
+    for name in [name for name in parameters if name.endswith("_blocks")]:
+        stem = name.removesuffix("_blocks")
+        packed = MXFP4(blocks=parameters.pop(name), scales=parameters.pop(f"{stem}_scales"))
+        parameters[stem] = dequantise(packed, jnp.float32).mT
+    abstract = nnx.eval_shape(lambda: build_model(config.expanded, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return set_parameters(abstract, parameters)
+
+
+def test_adapters_train_on_blocks_as_on_what_they_stand_for(moe_model, random_batch):
+    blocks = moe_model(num_hidden_layers=2, quantization_config={"quant_method": "mxfp4"})
+    batch, models = random_batch(LENGTHS, seq_len=16), (blocks, expand(blocks, blocks.config))
+    for model in models:
+        add_random_lora(model)
+    (loss, gradients), (expected_loss, expected) = (run_executor(model, batch, "dots") for model in models)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_continues_as_the_whole_model_does(moe_model, family):
+    model = moe_model(family)
+    structure, *trees = split_model(model, nnx.LoRAParam)
+    generator = Generator(structure, model.config, dtype=jnp.float32)
+    prompt = [3, 14, 15, 92, 65]
+    tokens = list(generator.stream(*trees, prompt, SamplingConfig(max_tokens=6, temperature=0.0)))
+    text = np.array([prompt + tokens])
+    logits = nnx.jit(lambda model, *batch: model(*batch))(model, text, pack_segments([[text.size]], seq_len=text.size))
+    assert tokens == jnp.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("gpt_oss", {"num_local_experts": None}, r"config\.json lacks num_local_experts"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, r"config\.json lacks moe_intermediate_size"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be between 1 and num_experts=4"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit=5\.0 is not supported: only 7\.0 is"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'.* is not supported"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=3"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(tiny_model, family, fields, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(family, **{**FAMILIES[family], **fields})
+
+
+def test_blocks_need_sizes_of_whole_blocks(moe_model):
+    with pytest.raises(ValueError, match="MXFP4 experts need sizes that are multiples of 32, got 40"):
+        moe_model(intermediate_size=40, quantization_config={"quant_method": "mxfp4"})
