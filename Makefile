@@ -7,6 +7,7 @@
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3; do \
 	$$p -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+EXTRAS ?= dev
 RECIPE ?= scripts/configs/quickstart.toml
 # nvidia-smi lists GPUs only where their driver answers.
 GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | head -n 1)
@@ -45,5 +46,5 @@ clean:
 	@touch $@
 
 .venv/dev: .venv/installed
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
