@@ -3,14 +3,13 @@
 from jaxglue.moe.backends import BACKENDS, choose_backend
 from jaxglue.moe.fused import Adapter
 from jaxglue.moe.grouped import grouped_matmul
-from jaxglue.moe.groups import ROW_TILE, Groups
+from jaxglue.moe.groups import Groups
 from jaxglue.moe.losses import auxiliary_loss, routing_statistics, z_loss
 from jaxglue.moe.mlp import ExpertLora, moe_mlp
 from jaxglue.moe.routing import Routing, route, routing_of
 
 __all__ = [
     "BACKENDS",
-    "ROW_TILE",
     "Adapter",
     "ExpertLora",
     "Groups",

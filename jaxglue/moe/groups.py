@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-ROW_TILE = 128
-"""Rows in a tile of the kernels. A tile holds rows of one group, so a group's last tile is partly empty."""
+ROW_TILES = (16, 128)
+"""Fewest and most rows in a tile of the kernels."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["sizes", "offsets", "tile_group"], meta_fields=["row_tile"])
@@ -23,11 +23,17 @@ class Groups:
     """First row of each group, then the number of rows."""
     tile_group: Int[Array, "2 tiles"]
     """Group and first row of each tile of `row_tile` rows; the group is E for the tiles that are not needed."""
-    row_tile: int = ROW_TILE
+    row_tile: int
+    """A tile holds rows of one group, so a group's last tile is partly empty."""
 
     @classmethod
-    def of(cls, sizes: Int[Array, " E"], rows: int, *, row_tile: int = ROW_TILE) -> "Groups":
+    def of(cls, sizes: Int[Array, " E"], rows: int, *, row_tile: int | None = None) -> "Groups":
         """The groups of `rows` rows.
+
+        Args:
+            sizes: rows of each group.
+            rows: their sum.
+            row_tile: a power of two; by default what a group of mean size fills, within `ROW_TILES`.
 
         Raises:
             ValueError: sizes known on the host (a numpy array or a sequence) that do not sum to `rows`. Sizes on the
@@ -36,12 +42,18 @@ class Groups:
         if not isinstance(sizes, jax.Array):
             _check_sizes(np.asarray(sizes), rows)
         sizes = jnp.asarray(sizes, jnp.int32)
+        row_tile = row_tile or _row_tile(rows // sizes.shape[0])
         offsets = jnp.pad(jnp.cumsum(sizes), (1, 0)).astype(jnp.int32)
         return cls(sizes=sizes, offsets=offsets, tile_group=_tiles(sizes, offsets, rows, row_tile), row_tile=row_tile)
 
     def row_group(self, rows: int) -> Int[Array, " rows"]:
         """The group of each row."""
         return jnp.repeat(jnp.arange(self.sizes.shape[0]), self.sizes, total_repeat_length=rows)
+
+
+def _row_tile(mean: int) -> int:
+    smallest, largest = ROW_TILES
+    return min(max(smallest, 1 << mean.bit_length() >> 1), largest)
 
 
 def _tiles(sizes, offsets, rows: int, row_tile: int) -> Int[Array, "2 tiles"]:

@@ -1,4 +1,4 @@
-"""Triton kernels of the experts: rows times their group's matrix, a group's sum of outer products, the activations.
+"""Triton kernels of the experts' matmuls: rows times their group's matrix, and a group's sum of outer products.
 
 Rows of a group are consecutive. A program of `matmul_kernel` makes one tile of the output, whose rows all belong to
 one group: a table, made once on the device, says which. The grid has a program for as many tiles as any sizes could
@@ -49,22 +49,13 @@ def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def matmul_kernel(
-    lhs, rhs, bias, hidden, expand, table, offsets, out,
-    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
-    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+def _matmul_tile(
+    lhs, rhs, bias, hidden, expand, out, group, first, end, column,
+    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of out [S, N]; grid (TILES · column tiles).
-
-    With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
-    """
-    tile, column_tile = _banded(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), BAND)
-    group = tl.load(table + tile)
-    if group == E:
-        return
-    first, end = tl.load(table + TILES + tile), tl.load(offsets + group + 1)
-    column = column_tile * BLOCK_N
+    """Rows [first, end) of a group, at most BLOCK_M, and BLOCK_N columns of out."""
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     for k in range(0, K, BLOCK_K):
         a = _load(lhs, first, end, k, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
@@ -85,6 +76,35 @@ def matmul_kernel(
     if HAS_BIAS:
         acc += tl.load(bias + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def matmul_kernel(
+    lhs, rhs, tail, bias, hidden, expand, table, offsets, out,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
+    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+):  # fmt: skip
+    """One tile of out [S, N]; grid (TILES · column tiles).
+
+    With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
+    With BLOCK_TAIL > 0, the last column tile is that narrow; `tail` is rhs again, for a descriptor knows its tile.
+    """
+    tile, column_tile = _banded(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), BAND)
+    group = tl.load(table + tile)
+    if group == E:
+        return
+    first, end = tl.load(table + TILES + tile), tl.load(offsets + group + 1)
+    column = column_tile * BLOCK_N
+    if (BLOCK_TAIL > 0) & (column + BLOCK_N > N):
+        _matmul_tile(lhs, tail, bias, hidden, expand, out, group, first, end, column,
+                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, HAS_BIAS, DESCRIPTORS,
+                     BLOCK_M, BLOCK_TAIL if BLOCK_TAIL > 0 else BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+    else:
+        _matmul_tile(lhs, rhs, bias, hidden, expand, out, group, first, end, column,
+                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, HAS_BIAS, DESCRIPTORS,
+                     BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
 
 
 @triton.jit
@@ -113,73 +133,3 @@ def outer_kernel(
     mask = (rows < K)[:, None] & (columns < N)[None, :]
     offset = group.to(tl.int64) * K * N
     tl.store(out + offset + rows[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr):
-    """(gate, up) of BLOCK columns of a row, in float32: alternating for GPT-OSS, else in two halves."""
-    if GPT_OSS:
-        columns = 2 * start + tl.arange(0, 2 * BLOCK)
-        both = tl.load(projected + columns, mask=columns < 2 * F, other=0.0).to(tl.float32)
-        return tl.split(tl.reshape(both, (BLOCK, 2)))
-    else:
-        columns = start + tl.arange(0, BLOCK)
-        gate = tl.load(projected + columns, mask=columns < F, other=0.0)
-        up = tl.load(projected + F + columns, mask=columns < F, other=0.0)
-        return gate.to(tl.float32), up.to(tl.float32)
-
-
-@triton.jit
-def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """(value, its derivative by gate, by up)."""
-    if GPT_OSS:
-        low, inside = gate <= LIMIT, (up >= -LIMIT) & (up <= LIMIT)
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
-        by_gate = tl.where(low, up * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid)), 0.0)
-        return gate * sigmoid * up, by_gate, tl.where(inside, gate * sigmoid, 0.0)
-    else:
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        return gate * sigmoid * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), gate * sigmoid
-
-
-@triton.jit
-def activation_kernel(
-    projected, weights, out,
-    F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row of out [S, F]: the activation of projected [S, 2F] times the row's weight; grid (S)."""
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weights + row)
-    for start in range(0, F, BLOCK):
-        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-        value, _, _ = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
-        columns = start + tl.arange(0, BLOCK)
-        tl.store(out + row * F + columns, (value * weight).to(out.dtype.element_ty), mask=columns < F)
-
-
-@triton.jit
-def activation_gradient_kernel(
-    projected, weights, dout, dprojected, dweights,
-    F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row of dprojected [S, 2F] and of dweights [S]; grid (S)."""
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weights + row)
-    dweight = tl.full((BLOCK,), 0.0, tl.float32)
-    dprojected += row * 2 * F
-    for start in range(0, F, BLOCK):
-        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
-        value, by_gate, by_up = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
-        columns = start + tl.arange(0, BLOCK)
-        grad = tl.load(dout + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
-        dweight += grad * value
-        dgate = (grad * weight * by_gate).to(dprojected.dtype.element_ty)
-        dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
-        if GPT_OSS:
-            both, columns = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,)), 2 * start + tl.arange(0, 2 * BLOCK)
-            tl.store(dprojected + columns, both, mask=columns < 2 * F)
-        else:
-            tl.store(dprojected + columns, dgate, mask=columns < F)
-            tl.store(dprojected + F + columns, dup, mask=columns < F)
-    tl.store(dweights + row, tl.sum(dweight, 0))

@@ -5,12 +5,12 @@ from functools import partial
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.memory import names
-from jaxglue.moe.activation import Activation, ActivationSpec, activate, fused_activation
+from jaxglue.moe.activation import Activation, ActivationBackend, ActivationSpec, activate, fused_activation
+from jaxglue.moe.exchange import combine, dispatch
 from jaxglue.moe.fused import Adapter
 from jaxglue.moe.grouped import fused_backend, grouped_matmul
 from jaxglue.moe.routing import Routing
@@ -69,40 +69,21 @@ def moe_mlp(
         raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
     lora = lora or ExpertLora()
     matmul = partial(grouped_matmul, group_sizes=routing.groups, transpose_rhs=transpose_rhs, backend=backend)
-    rows = dispatch(x, routing)
+    fused = fused_backend(x.dtype, backend)
+    rows = dispatch(fused, x, routing)
     projected = matmul(rows, gate_up, bias=gate_up_bias, adapter=_scaled(lora.gate_up, lora.scale))
     projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
-    hidden = _weighted_activation(projected, routing.row_weights, activation, backend)
-    out = combine(matmul(hidden, down, adapter=_scaled(lora.down, lora.scale)), routing)
-    if down_bias is None:
-        return out
-    return (out + routing.dense_weights @ down_bias.astype(jnp.float32)).astype(x.dtype)
+    hidden = _weighted_activation(fused, projected, routing.row_weights, activation)
+    out = matmul(hidden, down, adapter=_scaled(lora.down, lora.scale))
+    return combine(fused, out, None if down_bias is None else routing.weights, down_bias, routing)
 
 
-def _weighted_activation(projected, weights, activation: Activation, backend: str):
+def _weighted_activation(backend: ActivationBackend | None, projected, weights, activation: Activation):
     """activation(projected[s]) · weights[s] in projected's dtype."""
-    fused = fused_backend(projected.dtype, backend)
-    if fused is not None:
-        return fused_activation(ActivationSpec(backend=fused, activation=activation), projected, weights)
+    if backend is not None:
+        return fused_activation(ActivationSpec(backend=backend, activation=activation), projected, weights)
     return (activate(projected, activation) * weights[:, None]).astype(projected.dtype)
 
 
 def _scaled(pair: Pair | None, scale: float) -> Adapter | None:
     return None if pair is None else Adapter(pair[0], scale * pair[1])
-
-
-@jax.custom_vjp
-def dispatch(x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M*k D"]:
-    """Copies each token to its rows. Its transpose is `combine`, where JAX's own would be a scatter with atomics."""
-    return x.at[routing.tokens].get(mode="promise_in_bounds")
-
-
-@jax.custom_vjp
-def combine(rows: Float[Array, "M*k D"], routing: Routing) -> Float[Array, "M D"]:
-    """Sums each token's rows in float32; the transpose of `dispatch`."""
-    chosen = rows.at[routing.inverse].get(mode="promise_in_bounds", unique_indices=True)
-    return chosen.astype(jnp.float32).sum(1).astype(rows.dtype)
-
-
-dispatch.defvjp(lambda x, r: (dispatch(x, r), r), lambda r, d: (combine(d, r), None))
-combine.defvjp(lambda rows, r: (combine(rows, r), r), lambda r, d: (dispatch(d, r), None))

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxglue.memory import names
-from jaxglue.moe.groups import ROW_TILE, Groups
+from jaxglue.moe.groups import Groups
 
 Order = Literal["softmax_topk", "topk_softmax"]
 
@@ -64,7 +64,7 @@ def route(
     *,
     order: Order = "softmax_topk",
     normalise: bool = False,
-    row_tile: int = ROW_TILE,
+    row_tile: int | None = None,
 ) -> Routing:
     """Chooses k of E experts for each of M tokens.
 
@@ -74,7 +74,7 @@ def route(
         order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
         normalise: whether the chosen weights are divided by their sum (Qwen3's `norm_topk_prob`); `topk_softmax`
             always sums to one.
-        row_tile: rows in a tile of the kernels.
+        row_tile: rows in a tile of the kernels; see `Groups.of`.
 
     Raises:
         ValueError: k is not between 1 and E, or the order is unknown.
@@ -87,7 +87,7 @@ def route(
 
 
 def routing_of(
-    expert_ids: Int[Array, "M k"], weights: Float[Array, "M k"], experts: int, *, row_tile: int = ROW_TILE
+    expert_ids: Int[Array, "M k"], weights: Float[Array, "M k"], experts: int, *, row_tile: int | None = None
 ) -> Routing:
     """The routing for experts and weights that were chosen already: one stable sort, and everything else follows."""
     assigned = expert_ids.reshape(-1)

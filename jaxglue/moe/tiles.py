@@ -30,6 +30,11 @@ class Tiles:
         """What a kernel is compiled for."""
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "BAND": self.band}
 
+    def tail(self, n: int) -> int:
+        """Columns of the last tile where it would be half empty or more, as for GPT-OSS's 2880; else 0."""
+        rest = n % self.block_n
+        return fit(self.block_n, rest) if 0 < rest <= self.block_n // 2 else 0
+
     def fitted(self, *, m: int, n: int, k: int) -> "Tiles":
         """No larger than a problem needs, as for the rank of an adapter."""
         block_n = fit(self.block_n, n)

@@ -7,7 +7,7 @@ import triton
 from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
 
-from jaxglue.moe import kernels
+from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank
 from jaxglue.moe.groups import Groups
@@ -16,10 +16,13 @@ from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles
 # jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
 
+_ROW_BLOCK = 1024
+"""Columns in a step of the kernels that go through rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TritonBackend:
-    """`GroupedBackend` by our own kernels."""
+    """`GroupedBackend`, `ActivationBackend` and `RowBackend` by our own kernels."""
 
     tiles: KernelTiles
     compute_capability: int
@@ -36,19 +39,24 @@ class TritonBackend:
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
         out_type, table = jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype), groups.tile_group
         tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
-        block = (tiles.block_n, tiles.block_k) if transpose_rhs else (tiles.block_k, tiles.block_n)
-        descriptors = self._descriptors(lhs, rhs)
+        block_tail = tiles.tail(N)
+        descriptors, tail = self._descriptors(lhs, rhs), rhs
         if descriptors:
-            lhs, rhs = _descriptor(lhs, (tiles.block_m, tiles.block_k)), _descriptor(rhs, (1, *block))
+            lhs, rhs, tail = (
+                _descriptor(lhs, (tiles.block_m, tiles.block_k)),
+                _matrices(rhs, tiles.block_k, tiles.block_n, transpose_rhs),
+                _matrices(rhs, tiles.block_k, block_tail or tiles.block_n, transpose_rhs),
+            )
         hidden, expand, transpose_expand = low_rank or (table, table, False)
         rank = hidden.shape[1] if low_rank else 0
         (out,) = self._launch(
             kernels.matmul_kernel,
-            (lhs, rhs, table if bias is None else bias, hidden, expand, table, groups.offsets),
+            (lhs, rhs, tail, table if bias is None else bias, hidden, expand, table, groups.offsets),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles.constants
-            | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1], "BLOCK_R": fit(tiles.block_k, rank)}
+            | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1]}
+            | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail}
             | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
             | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors},
             tiles.num_warps,
@@ -75,18 +83,35 @@ class TritonBackend:
         return out
 
     def activate(self, projected, weights, activation: Activation):
-        """See `GroupedBackend`."""
+        """See `ActivationBackend`."""
         S, F = projected.shape[0], projected.shape[1] // 2
         out_type = jax.ShapeDtypeStruct((S, F), projected.dtype)
         arrays, constants = (projected, weights), _activation_constants(F, activation)
-        return self._launch(kernels.activation_kernel, arrays, (out_type,), (S,), constants)[0]
+        return self._launch(row_kernels.activation_kernel, arrays, (out_type,), (S,), constants)[0]
 
     def activate_gradient(self, projected, weights, dout, activation: Activation):
-        """See `GroupedBackend`."""
+        """See `ActivationBackend`."""
         out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
         constants = _activation_constants(dout.shape[1], activation)
         grid = (dout.shape[0],)
-        return self._launch(kernels.activation_gradient_kernel, (projected, weights, dout), out_types, grid, constants)
+        return self._launch(
+            row_kernels.activation_gradient_kernel, (projected, weights, dout), out_types, grid, constants
+        )
+
+    def dispatch(self, x, tokens):
+        """See `RowBackend`."""
+        S, D = tokens.shape[0], x.shape[1]
+        out_type = jax.ShapeDtypeStruct((S, D), x.dtype)
+        constants = {"D": D, "BLOCK": fit(_ROW_BLOCK, D)}
+        return self._launch(row_kernels.dispatch_kernel, (x, tokens), (out_type,), (S,), constants)[0]
+
+    def combine(self, rows, inverse, weights, expert_ids, bias):
+        """See `RowBackend`."""
+        (M, X), D = inverse.shape, rows.shape[1]
+        out_type, has_bias = jax.ShapeDtypeStruct((M, D), rows.dtype), bias is not None
+        arrays = (rows, inverse, *((weights, expert_ids, bias) if has_bias else 3 * (inverse,)))
+        constants = {"D": D, "X": X, "HAS_BIAS": has_bias, "BLOCK": fit(_ROW_BLOCK, D)}
+        return self._launch(row_kernels.combine_kernel, arrays, (out_type,), (M,), constants)[0]
 
     def _descriptors(self, *arrays) -> bool:
         """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
@@ -107,9 +132,13 @@ class TritonBackend:
 
 
 def _activation_constants(F: int, activation: Activation) -> dict:
-    constants = {"F": F, "GPT_OSS": activation == "gpt_oss", "BLOCK": fit(1024, F)}
+    constants = {"F": F, "GPT_OSS": activation == "gpt_oss", "BLOCK": fit(_ROW_BLOCK, F)}
     return constants | {"ALPHA": GPT_OSS_ALPHA, "LIMIT": GPT_OSS_LIMIT}
 
 
 def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor.from_array(x, block)
+
+
+def _matrices(x, block_k: int, block_n: int, transposed: bool) -> TensorDescriptor:
+    return _descriptor(x, (1, block_n, block_k) if transposed else (1, block_k, block_n))

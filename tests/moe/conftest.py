@@ -6,11 +6,11 @@ import pytest
 @pytest.fixture(scope="session")
 def interpreted_backend(interpreted):
     """The class of a Triton backend whose launches run on the CPU; float32 and float16 only."""
-    launch = interpreted("jaxglue.moe.kernels")
+    launches = {name: interpreted(name) for name in ("jaxglue.moe.kernels", "jaxglue.moe.row_kernels")}
     from jaxglue.moe.triton import TritonBackend
 
     class InterpretedBackend(TritonBackend):
         def _launch(self, kernel, arrays, out_type, grid, constants, num_warps=4, num_stages=1):
-            return launch(kernel, arrays, out_type, grid, constants)
+            return launches[kernel.__module__](kernel, arrays, out_type, grid, constants)
 
     return InterpretedBackend

@@ -71,8 +71,8 @@ def test_the_reference_matches_numpy(name):
 
 @pytest.fixture
 def fused(interpreted_backend):
-    """fused(sizes, transposed): the kernels in the interpreter, with tiles of 16."""
-    tiles = Tiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1, band=2)
+    """fused(sizes, transposed): the kernels in the interpreter, with small tiles."""
+    tiles = Tiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, band=2)
     backend = interpreted_backend(tiles=KernelTiles(matmul=tiles, outer=tiles), compute_capability=80)
 
     def make(sizes, transposed):

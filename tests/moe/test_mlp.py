@@ -11,7 +11,8 @@ from jaxglue.memory import names
 from jaxglue.moe import ExpertLora, moe_mlp, route
 from jaxglue.moe import grouped as grouped_module
 from jaxglue.moe import mlp as mlp_module
-from jaxglue.moe.tiles import KernelTiles, Tiles
+from jaxglue.moe.activation import ActivationSpec, activate, fused_activation
+from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles
 
 M, D, F, E, X, R = 19, 16, 24, 5, 2, 4
 
@@ -94,6 +95,21 @@ def test_the_kernels_match_every_expert(activation, transpose, interpreted_backe
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
     assert_same(output_and_gradients(partial(ours, **options, row_tile=16), arguments), expected)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gpt_oss"])
+def test_activation_kernels_match_at_the_clamps_too(activation, interpreted_backend):
+    tiles = kernel_tiles((8, 0))
+    spec = ActivationSpec(backend=interpreted_backend(tiles=tiles, compute_capability=80), activation=activation)
+    rng = np.random.default_rng(0)
+    projected, weights = (
+        jnp.asarray(rng.uniform(-12, 12, (5, 60)), jnp.float32),
+        jnp.asarray(rng.random(5), jnp.float32),
+    )
+    plain = lambda projected, weights: activate(projected, activation) * weights[:, None]  # noqa: E731
+    expected, pull = jax.vjp(plain, projected, weights)
+    got, fused_pull = jax.vjp(partial(fused_activation, spec), projected, weights)
+    assert_same((got, fused_pull(expected)), (expected, pull(expected)), 1e-6)
 
 
 def test_a_policy_can_keep_the_projections_by_name():

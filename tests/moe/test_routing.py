@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.moe import auxiliary_loss, route, routing_statistics, z_loss
+from jaxglue.moe import Groups, auxiliary_loss, route, routing_statistics, z_loss
 
 
 def random_logits(tokens=33, experts=7):
@@ -55,6 +55,11 @@ def test_tiles_cover_every_row_once_and_hold_one_group(load):
         if group < 7:
             covered += range(first, min(first + 8, offsets[group + 1]))
     assert covered == list(range(offsets[-1]))
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(8, 16), (4 * 63, 32), (4 * 64, 64), (4 * 1000, 128)])
+def test_a_group_of_mean_size_fills_a_tile(rows, tile):
+    assert Groups.of(np.array([rows, 0, 0, 0]), rows).row_tile == tile
 
 
 def test_the_auxiliary_loss_is_hugging_faces_and_even_load_gives_k():
