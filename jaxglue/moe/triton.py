@@ -92,11 +92,9 @@ class TritonBackend:
     def activate_gradient(self, projected, weights, dout, activation: Activation):
         """See `ActivationBackend`."""
         out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
-        constants = _activation_constants(dout.shape[1], activation)
-        grid = (dout.shape[0],)
-        return self._launch(
-            row_kernels.activation_gradient_kernel, (projected, weights, dout), out_types, grid, constants
-        )
+        (S, F), arrays = dout.shape, (projected, weights, dout)
+        constants = _activation_constants(F, activation)
+        return self._launch(row_kernels.activation_gradient_kernel, arrays, out_types, (S,), constants)
 
     def dispatch(self, x, tokens):
         """See `RowBackend`."""

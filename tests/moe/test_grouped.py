@@ -10,6 +10,7 @@ import pytest
 from jaxglue.moe import Groups, choose_backend, grouped_matmul
 from jaxglue.moe.fused import GroupedSpec, fused_grouped_matmul
 from jaxglue.moe.tiles import KernelTiles, Tiles
+from jaxglue.quant.mxfp4 import MXFP4, dequantise
 
 # name: (group sizes, K, N, transposed, bias)
 CASES = {
@@ -104,6 +105,19 @@ def test_frozen_matrices_keep_no_rows_for_their_gradient(fused):
     lhs, rhs, bias, _, sizes, transposed = random_case("uneven, with empty groups")
     _, pull = jax.vjp(lambda lhs: fused(sizes, transposed)(lhs, rhs, bias), lhs)
     assert all(x.shape != lhs.shape for x in jax.tree.leaves(pull))
+
+
+def test_packed_matrices_are_expanded_forward_and_backward(fused):
+    rng, sizes = np.random.default_rng(0), np.array([3, 0, 6])
+    packed = MXFP4(
+        blocks=jnp.asarray(rng.integers(0, 256, (3, 20, 1, 16), dtype=np.uint8)),
+        scales=jnp.asarray(rng.integers(124, 130, (3, 20, 1), dtype=np.uint8)),
+    )
+    lhs = jnp.asarray(rng.standard_normal((9, 32)), jnp.float32)
+    out, pull = jax.vjp(lambda lhs: fused(sizes, True)(lhs, packed, None), lhs)
+    plain = dequantise(packed, jnp.float32)
+    expected = group_by_group(lhs, plain, None, out, sizes, True)
+    assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
 
 
 @pytest.mark.parametrize(
