@@ -11,6 +11,7 @@ from jaxglue.attention import BACKENDS
 from jaxglue.data import DataConfig
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.policy import check_remat
+from jaxglue.models.context import RouterLosses
 from jaxglue.training.optimizer import OptimizerConfig
 
 
@@ -33,11 +34,26 @@ class ModelConfig:
     such as "dots; offload:gate,up", or auto, which takes the fastest that fits the GPU (see docs/memory.md)."""
     weights: Literal["device", "host"] = "device"
     """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer."""
+    expand_experts: bool = False
+    """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
+    router_balance_loss: float = 0.0
+    """Weight of routers' load-balancing loss; 0 leaves it out, as is usual in fine-tuning. Not in the loss shown."""
+    router_z_loss: float = 0.0
+    """Weight of the z-loss of routers, which keeps their logits small; likewise."""
 
     def __post_init__(self):
         check_remat(self.remat)
+        for name in ("router_balance_loss", "router_z_loss"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.weights == "host" and self.method == "full":
             raise ValueError("--weights host streams frozen weights, and with --method full none are: leave one out")
+
+    @property
+    def router_losses(self) -> RouterLosses | None:
+        """Coefficients of the auxiliary losses of routers; None when all are 0."""
+        losses = RouterLosses(balance=self.router_balance_loss, z=self.router_z_loss)
+        return losses if any(losses) else None
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -96,7 +112,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Fine-tunes a Llama or Qwen3 on packed rows."""
+    """Fine-tunes a Llama, Qwen3 or GPT-OSS on packed rows."""
 
     model: ModelConfig
     data: DataConfig

@@ -163,4 +163,5 @@ def _set_part(tree: Tree, place: Place, part: Tree) -> None:
 
 
 def _is_matrix(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    """Biases of experts have two axes too."""
+    return jax.tree.map_with_path(lambda path, leaf: leaf.ndim > 1 and path[-1] != jax.tree_util.DictKey("bias"), tree)

@@ -61,6 +61,7 @@ class Setup:
             "data": self.data.fingerprint,
             "seed": self.config.data.seed,
             "method": self.config.model.method,
+            "router_losses": list(self.config.model.router_losses or ()),
             "dtype": str(self.config.model.compute_dtype),
             "lora": config["lora"] if self.config.model.method == "lora" else None,
             "optimizer": config["optimizer"],
@@ -105,7 +106,7 @@ def prepare(config: TrainConfig) -> Setup:
     Raises:
         ValueError: whatever is wrong with them, naming the file and the remedy.
     """
-    model = config_from_hf(read_config(config.model.model))
+    model = _read_model(config)
     if config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
@@ -136,13 +137,27 @@ def prepare(config: TrainConfig) -> Setup:
     )
 
 
+def _read_model(config: TrainConfig) -> DecoderConfig:
+    """The model's shape; raises ValueError when the run asks for what it does not have."""
+    model = config_from_hf(read_config(config.model.model))
+    if config.model.expand_experts:
+        model = model.expanded
+    if model.moe and model.moe.mxfp4 and config.model.method == "full":
+        raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
+    if config.model.router_losses and model.moe is None:
+        raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
+    return model
+
+
 def trainable_filter(config: TrainConfig) -> type[nnx.Param]:
     """Which variables of the model train."""
     return nnx.LoRAParam if config.model.method == "lora" else nnx.Param
 
 
 def _count(state: nnx.State) -> int:
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(state))
+    """Parameters, of which a byte of MXFP4 holds two."""
+    per_item = {"blocks": 2, "scales": 0}
+    return sum(per_item.get(str(path[-1]), 1) * int(np.prod(leaf.shape)) for path, leaf in nnx.to_flat_state(state))
 
 
 def _weights_digest(config: TrainConfig) -> str:

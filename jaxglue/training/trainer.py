@@ -90,6 +90,7 @@ class Trainer:
             dtype=model.compute_dtype,
             attention=model.attention,
             stream_weights=model.weights == "host",
+            router_losses=model.router_losses,
         )
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps)
         self._optimizer_state = self._optimizer.init(self._trainable)

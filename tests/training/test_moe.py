@@ -1,0 +1,62 @@
+"""Runs on mixtures of experts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.training.setup import prepare
+from jaxglue.training.trainer import train
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def moe_folder(model_folder):
+    """Makes the model folder one of GPT-OSS, its experts in MXFP4."""
+    path = model_folder / "config.json"
+    raw = json.loads(path.read_text()) | GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(raw))
+    return model_folder
+
+
+def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
+    summary = train(make_config(steps=8, router_balance_loss=0.01, sample_prompt=("Hello",), sample_tokens=3))
+    assert summary.last_loss < summary.first_loss - 0.2
+    config, tensors = load_adapter(tmp_path / "run/adapter")
+    assert config.targets == ("down_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
+    assert tensors["model.layers.1.mlp.experts.gate_up_proj.lora_B"].shape == (4, 64, 4)
+    assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
+
+
+def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
+    blocks, expanded = (prepare(make_config(expand_experts=expand)) for expand in (False, True))
+    assert blocks.parameter_counts == expanded.parameter_counts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "full"}, "--method full cannot train experts in MXFP4: add --expand-experts"),
+        ({"dropout": 0.1}, "dropout=0.1 is not supported for the adapters of experts"),
+    ],
+)
+def test_what_blocks_cannot_do_is_refused(make_config, moe_folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(make_config(**options)).plan()
+
+
+def test_router_losses_need_routers(make_config):
+    with pytest.raises(ValueError, match="has no routers: leave out --router-balance-loss"):
+        prepare(make_config(router_balance_loss=0.01))
+    with pytest.raises(ValueError, match=r"router_z_loss=-1 must be at least 0"):
+        make_config(router_z_loss=-1)
