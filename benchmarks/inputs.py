@@ -15,9 +15,11 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from jaxglue.hf.experts import part_shape, stored_places
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.parameters import abstract_parameters
 
 _QWEN3 = {
@@ -48,6 +50,40 @@ _LLAMA = {
     "rope_theta": 500_000.0,
     "max_position_embeddings": 131072,
 }
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
 
 
 def _shape(base: dict, hidden: int, intermediate: int, layers: int, heads: int, **more) -> dict:
@@ -66,6 +102,9 @@ SHAPES = {
         _LLAMA, 2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_scaling={**_LLAMA3_ROPE, "factor": 32.0}
     ),
     "llama-3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
+    "tiny-moe": _shape(_GPT_OSS, 64, 64, 4, 8, head_dim=16, vocab_size=2048, num_local_experts=8),
+    "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
+    "qwen3-30b-a3b": _shape(_QWEN3_MOE, 2048, 6144, 48, 32),
 }
 """The config.json of published models, and of a tiny one for machines without a GPU."""
 
@@ -77,17 +116,26 @@ _COMMON = "the a one of to in is it that this for with on as by from at an be ar
 
 
 def make_model(folder: Path, config: dict) -> None:
-    """Writes config.json, bf16 weights (normal, σ = 0.02; norms 1) and a byte-level BPE tokenizer."""
+    """Writes config.json, bf16 weights (normal, σ = 0.02; norms 1, biases 0) or MXFP4, a byte-level BPE tokenizer."""
     abstract = nnx.eval_shape(lambda: build_model(config_from_hf(config), rngs=nnx.Rngs(0)))
-    specs = abstract_parameters(abstract)
+    parameters = abstract_parameters(abstract)
+    places = stored_places({name: spec.shape for name, spec in parameters.items()}, config)
+    specs = {
+        name: jax.ShapeDtypeStruct(part_shape(parameters[parameter].shape, index), parameters[parameter].dtype)
+        for name, (parameter, index) in places.items()
+    }
     block = (np.random.default_rng(0).standard_normal(2**24, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
 
     def weight(name: str) -> np.ndarray:
         spec = specs[name]
+        if name.endswith("bias"):
+            return np.zeros(spec.shape, spec.dtype)
+        if name.endswith("_scales"):
+            return np.full(spec.shape, mxfp4_scale(0.02), spec.dtype)
         if len(spec.shape) == 1:
             return np.ones(spec.shape, spec.dtype)
         start = zlib.crc32(name.encode()) % 4096  # another beginning for every matrix, so that no two are alike
-        return np.resize(block[start:], spec.shape)
+        return np.resize(block[start:].view(spec.dtype), spec.shape)
 
     with atomic_folder(folder) as temporary:
         (temporary / "config.json").write_text(json.dumps(config, indent=2))

@@ -45,7 +45,7 @@ class ExpertLinear(nnx.Module):
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
-        self.in_features, self.out_features = in_features, out_features
+        self.experts, self.in_features, self.out_features = E, in_features, out_features
         self.transposed = layout.transposed or config.moe.mxfp4
 
     def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
@@ -59,7 +59,7 @@ class ExpertLinear(nnx.Module):
                 f"dropout={dropout} is not supported for the adapters of experts ({name}), nor by PEFT: "
                 "set it to 0, or name other targets"
             )
-        E, bound = self.matrix.shape[0], self.in_features**-0.5
+        E, bound = self.experts, self.in_features**-0.5
         A = jax.random.uniform(rngs.params(), (E, rank, self.in_features), minval=-bound, maxval=bound)
         self.lora_A = nnx.LoRAParam(A)
         self.lora_B = nnx.LoRAParam(jnp.zeros((E, self.out_features, rank)))

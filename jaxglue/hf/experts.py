@@ -1,9 +1,10 @@
 """How the experts of a layer lie in a checkpoint: in one tensor, in one for each expert, or in MXFP4 blocks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ Index = tuple[int | slice, ...]
 Shape = tuple[int, ...]
 
 _EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)")
+_SPLIT_EXPERTS = {"qwen3_moe"}
+"""Model types whose checkpoints hold a tensor for each expert."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -54,6 +57,21 @@ def expert_parts(name: str, shape: Shape) -> dict[str, Index]:
         for expert in range(shape[0])
         for i, half in enumerate(halves)
     }
+
+
+def stored_places(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[str, Index]]:
+    """Tensor of a published checkpoint → the parameter that holds it, and where: the way back from `find_source`.
+
+    Args:
+        shapes: of the parameters, by name.
+        config: the model's config.json.
+    """
+    splits = config.get("model_type") in _SPLIT_EXPERTS
+    places: dict[str, tuple[str, Index]] = {}
+    for parameter, shape in shapes.items():
+        parts = expert_parts(parameter, shape) if splits else {}
+        places |= {name: (parameter, index) for name, index in (parts or {parameter: ()}).items()}
+    return places
 
 
 def _stacked(parts: dict[str, Index], shape: Shape) -> Source:

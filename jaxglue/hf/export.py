@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
-from jaxglue.hf.experts import Index, expert_parts, part_shape, read_expanded
+from jaxglue.hf.experts import part_shape, read_expanded, stored_places
 from jaxglue.hf.files import atomic_folder, write_json
 from jaxglue.hf.merge import load_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
@@ -29,8 +29,6 @@ _COPIED = (  # what belongs to a model beside its weights; other files of the ba
     "LICENSE*",
     "NOTICE*",
 )
-_SPLIT_EXPERTS = {"qwen3_moe"}
-"""Model types whose checkpoints hold a tensor for each expert."""
 
 
 def export_adapter(
@@ -112,7 +110,7 @@ def save_model(
     Raises:
         OSError: the disk is full, ….
     """
-    places = _places(tensors, split_experts=read_config(base).get("model_type") in _SPLIT_EXPERTS)
+    places = stored_places({name: tensor.shape for name, tensor in tensors.items()}, read_config(base))
     specs = {
         name: jax.ShapeDtypeStruct(part_shape(tensors[parameter].shape, index), dtype or tensors[parameter].dtype)
         for name, (parameter, index) in places.items()
@@ -129,15 +127,6 @@ def save_model(
     with atomic_folder(Path(folder), replace=True) as temporary:
         _copy_files(base, temporary, specs)
         write_shards(temporary, specs, read, max_shard_bytes)
-
-
-def _places(tensors: Mapping[str, jax.Array], *, split_experts: bool) -> dict[str, tuple[str, Index]]:
-    """Name in the checkpoint → the parameter that holds the tensor, and where."""
-    places: dict[str, tuple[str, Index]] = {}
-    for parameter, tensor in tensors.items():
-        parts = expert_parts(parameter, tensor.shape) if split_experts else {}
-        places |= {name: (parameter, index) for name, index in (parts or {parameter: ()}).items()}
-    return places
 
 
 def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:

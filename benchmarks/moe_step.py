@@ -1,0 +1,151 @@
+"""A training step of mixtures of experts: LoRA of rank 16 on attention and experts, through the executor and AdamW.
+
+    python benchmarks/moe_step.py --json benchmarks/results/moe_step.json
+
+Each case runs in a process of its own, so that its peak is its own; 8,192 tokens in one packed row.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from inputs import SHAPES
+from measure import table, uniform_lengths, write_results
+
+from jaxglue.data.batch import Batch
+from jaxglue.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.hf.loading import random_model
+from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.memory.executor import Executor
+from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.transfer import commit
+from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.parameters import split_model
+from jaxglue.segments import pack_segments
+from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement."""
+
+    shape: str
+    remat: str
+    lengths: tuple[int, ...]
+    layers: int | None = None
+    expand: bool = False
+
+    @property
+    def config(self) -> DecoderConfig:
+        raw = {**SHAPES[self.shape], **({"num_hidden_layers": self.layers} if self.layers else {})}
+        config = config_from_hf(raw)
+        return config.expanded if self.expand else config
+
+
+EQUAL = (1024,) * 8
+MIXED = tuple(uniform_lengths(8192))
+CASES = {
+    "gpt-oss-20b, 6 layers, bf16, nothing recomputed": Case(
+        shape="gpt-oss-20b", layers=6, expand=True, remat="none", lengths=EQUAL
+    ),
+    "gpt-oss-20b, 6 layers, bf16, dots kept": Case(
+        shape="gpt-oss-20b", layers=6, expand=True, remat="dots", lengths=EQUAL
+    ),
+    "gpt-oss-20b, 6 layers, bf16, recomputed": Case(
+        shape="gpt-oss-20b", layers=6, expand=True, remat="full", lengths=EQUAL
+    ),
+    "gpt-oss-20b, 6 layers, MXFP4, dots kept": Case(shape="gpt-oss-20b", layers=6, remat="dots", lengths=EQUAL),
+    "gpt-oss-20b, whole, MXFP4, offloaded": Case(shape="gpt-oss-20b", remat="offload", lengths=MIXED),
+    "gpt-oss-20b, whole, MXFP4, recomputed": Case(shape="gpt-oss-20b", remat="full", lengths=MIXED),
+    "qwen3-30b-a3b, 12 layers, bf16, recomputed": Case(shape="qwen3-30b-a3b", layers=12, remat="full", lengths=MIXED),
+    "tiny": Case(shape="tiny-moe", remat="dots", lengths=(96, 32)),
+}
+
+
+def measure(case: Case, steps: int) -> dict:
+    """Milliseconds of a step, tokens per second, share of the FLOPs that count, and memory in GiB."""
+    config, tokens = case.config, sum(case.lengths)
+    model = random_model(config)
+    add_lora(model, LoraConfig(), rngs=nnx.Rngs(0))
+    structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+    del model
+    trainable, frozen = commit(trainable), commit(frozen)
+    optimizer = Optimizer(OptimizerConfig(), steps)
+    state = optimizer.init(trainable)
+    executor = Executor(structure, config, policy=parse_policy(case.remat))
+    batch = jax.device_put(_batch(case.lengths, config.vocab_size))
+    weights = _memory("bytes_in_use")
+    seconds = []
+    for step in range(steps + 2):  # the first compiles, the second still allocates
+        begun = time.perf_counter()
+        loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(tokens))
+        trainable, state, _ = optimizer.update(trainable, state, gradients, step)
+        del gradients
+        jax.block_until_ready((loss, trainable))
+        seconds.append(time.perf_counter() - begun)
+    median = float(np.median(seconds[2:]))
+    visible = mean_visible_keys(np.array(case.lengths))
+    flops = training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
+    return {
+        "ms": round(median * 1e3, 1),
+        "tokens/s": round(tokens / median),
+        "model TFLOP/s": round(flops * tokens / median / 1e12, 1),
+        "weights GiB": round(weights, 2),
+        "peak GiB": round(_memory("peak_bytes_in_use"), 2),
+        "first step s": round(seconds[0], 1),
+        "loss": round(float(loss), 4),
+    }
+
+
+def _batch(lengths: tuple[int, ...], vocab_size: int) -> Batch:
+    rng = np.random.default_rng(0)
+    shape = (1, sum(lengths))
+    tokens, targets = (rng.integers(0, vocab_size, shape, dtype=np.int32) for _ in range(2))
+    segments = pack_segments([list(lengths)], seq_len=shape[1])
+    return Batch(tokens=tokens, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
+
+
+def _memory(statistic: str) -> float:
+    """GiB; 0 on CPUs, which count nothing."""
+    return (jax.devices()[0].memory_stats() or {statistic: 0})[statistic] / 2**30
+
+
+def run_case(name: str, steps: int) -> dict:
+    """`measure` in a process of its own; an error is a result."""
+    command = [sys.executable, __file__, "--case", name, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"case": name, "error": done.stderr.strip().splitlines()[-1]}
+    return {"case": name, **json.loads(done.stdout.strip().splitlines()[-1])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="measure this one here, and print a line of JSON")
+    parser.add_argument("--cases", nargs="+", default=[name for name in CASES if name != "tiny"], help="by default all")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measure(CASES[args.case], args.steps)))
+        return
+    results = [run_case(name, args.steps) for name in args.cases]
+    measured = [result for result in results if "error" not in result]
+    print(table(measured) if measured else "")
+    for result in results:
+        if "error" in result:
+            print(f"{result['case']}: {result['error']}")
+    if args.json:
+        write_results(args.json, results)
+
+
+if __name__ == "__main__":
+    main()
