@@ -22,6 +22,9 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.parameters import split_model
 from jaxglue.sampling import SamplingConfig
 
+_CHANNEL = "<|channel|>"
+"""Token of the harmony format before a channel's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
@@ -144,8 +147,11 @@ def _generation_stops(folder: Path) -> frozenset[int]:
 
 
 def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, held back while a character is incomplete; special tokens are left out."""
-    stream = DecodeStream(skip_special_tokens=True)
+    """The text of tokens as they come, held back while a character is incomplete; special tokens are left out.
+
+    Unless they divide channels, as GPT-OSS's do: reasoning and answer would run together.
+    """
+    stream = DecodeStream(skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
     for token in tokens:
         if piece := stream.step(tokenizer.backend_tokenizer, token):
             yield piece

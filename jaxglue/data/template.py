@@ -103,11 +103,11 @@ class ChatTemplate:
         alone = self.render(upto, tools)
         if text.startswith(alone):
             return self._end_of_turn(alone, start)
-        if (end := self._end_of_changed_turn(alone.rstrip(), upto[-1], text, start)) is None:
+        if (end := self._end_of_changed_turn(alone.rstrip(), upto, tools, text, start)) is None:
             raise _unstable(len(upto) - 1)
         return end
 
-    def _end_of_changed_turn(self, alone: str, message: dict[str, Any], text: str, start: int) -> int | None:
+    def _end_of_changed_turn(self, alone: str, upto: Messages, tools: Tools, text: str, start: int) -> int | None:
         """The end in `text` of a turn that reads otherwise when it is the last, as in `alone`; None if unclear."""
         marker = self._closing_token(alone)
         if marker is None:
@@ -115,9 +115,12 @@ class ChatTemplate:
         body = alone.removesuffix(marker)
         if text.startswith(body):  # GPT-OSS ends the last turn with another token
             return next((len(body) + len(token) for token in self._specials if text.startswith(token, len(body))), None)
-        # Qwen3 shows the thinking of the last turn only; the end-of-turn token is the same
-        end = text.find(marker, start)
-        return None if end < 0 or marker in json.dumps(message, ensure_ascii=False) else end + len(marker)
+        # Qwen3 and GPT-OSS show the thinking of the last turn only. Other turns end like it, or like those of the user.
+        before = self._closing_token(self.render(upto[:-1], tools).rstrip()) if len(upto) > 1 else None
+        markers = {marker, before or marker}
+        if any(m in json.dumps(upto[-1], ensure_ascii=False) for m in markers):
+            return None
+        return min((text.index(m, start) + len(m) for m in markers if m in text[start:]), default=None)
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """The end of `text` less the white space after an end-of-turn token, which nobody generates."""

@@ -1,0 +1,90 @@
+"""Loss masks with a template like GPT-OSS's: channels, reasoning shown in the last turn only, three ends of a turn."""
+
+import numpy as np
+import pytest
+
+from jaxglue.chat import encode_prompt, stop_tokens, stream_text
+from jaxglue.data.encode import Encoder
+from jaxglue.data.readers import Row
+
+SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+TEMPLATE = """
+{%- macro part(header, content, end) -%}
+{{ '<|start|>' + header + '<|message|>' + content + end }}
+{%- endmacro -%}
+{{- part('system', 'Valid channels: analysis, commentary, final.', '<|end|>') }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.thinking and not (messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | list) %}
+{{- part('assistant<|channel|>analysis', message.thinking, '<|end|>') }}
+{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- part('assistant to=functions.' + call.name + '<|channel|>commentary json', call.arguments | tojson, '<|call|>') }}
+{%- elif message.role == 'assistant' and loop.last and not add_generation_prompt %}
+{%- if message.thinking %}{{ part('assistant<|channel|>analysis', message.thinking, '<|end|>') }}{% endif %}
+{{- part('assistant<|channel|>final', message.content, '<|return|>') }}
+{%- elif message.role == 'assistant' %}{{ part('assistant<|channel|>final', message.content, '<|end|>') }}
+{%- elif message.role == 'tool' %}
+{{- part('functions.add to=assistant<|channel|>commentary', message.content, '<|end|>') }}
+{%- else %}{{ part(message.role, message.content, '<|end|>') }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+USER = {"role": "user", "content": "What is 1?"}
+ANSWER = {"role": "assistant", "content": "It is 2.", "thinking": "question"}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+FINAL = "<|channel|>final<|message|>It is 2."
+ANALYSIS = "<|channel|>analysis<|message|>question<|end|><|start|>assistant"
+
+
+@pytest.fixture
+def tokenizer(make_tokenizer):
+    tokenizer = make_tokenizer(None, eos_token="<|return|>", extra_special_tokens=SPECIAL)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def trained(tokenizer, messages):
+    """The text of the conversation, and its parts that are trained on."""
+    encoder = Encoder(tokenizer, format="messages", loss_on="assistant")
+    encoded = encoder.encode([Row("data.jsonl:7", {"messages": messages})])
+    edges = np.flatnonzero(np.diff(encoded.mask, prepend=0, append=0))
+    return tokenizer.decode(encoded.tokens), [tokenizer.decode(encoded.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def test_the_last_turn_has_both_channels_and_ends_with_return(tokenizer):
+    text, parts = trained(tokenizer, [USER, ANSWER])
+    assert parts == [f"{ANALYSIS}{FINAL}<|return|>"]
+    assert text.endswith(f"<|start|>assistant{parts[0]}")
+
+
+def test_earlier_turns_end_with_end_and_lose_their_reasoning(tokenizer):
+    _, parts = trained(tokenizer, [USER, ANSWER, USER, ANSWER])
+    assert parts == [f"{FINAL}<|end|>", f"{ANALYSIS}{FINAL}<|return|>"]
+
+
+def test_a_conversation_that_ends_with_the_user(tokenizer):
+    _, parts = trained(tokenizer, [USER, ANSWER, USER])
+    assert parts == [f"{FINAL}<|end|>"]
+
+
+def test_a_tool_call_ends_with_call(tokenizer):
+    _, parts = trained(tokenizer, [USER, CALL, {"role": "tool", "content": "2"}, ANSWER])
+    call = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    assert parts == [call, f"{ANALYSIS}{FINAL}<|return|>"]
+
+
+def test_reasoning_before_a_tool_call_is_dropped_once_there_is_an_answer(tokenizer):
+    call = {**CALL, "thinking": "question"}
+    with pytest.raises(ValueError, match=r"data\.jsonl:7: the chat template is not prefix-stable"):
+        trained(tokenizer, [USER, call, {"role": "tool", "content": "2"}, ANSWER])
+
+
+def test_generation_begins_before_the_channel_shows_it_and_stops_at_return(tokenizer):
+    assert tokenizer.decode(encode_prompt(tokenizer, "What is 1?")).endswith("What is 1?<|end|><|start|>assistant")
+    answer = tokenizer.encode(f"{ANALYSIS}{FINAL}")
+    assert "".join(stream_text(tokenizer, answer)) == f"{ANALYSIS}{FINAL}"
+    assert tokenizer.convert_tokens_to_ids("<|return|>") in stop_tokens(tokenizer)
