@@ -30,7 +30,8 @@ CASES: dict[str, list[tuple[str, dict]]] = {
     "depth": [("offload", {**OFFLOAD, "layers": 16}), ("offload", {**OFFLOAD, "layers": 64})],
     "14b": [("offload, two buffers", OFFLOAD), ("offload, one buffer", {**OFFLOAD, **SERIAL})],
     "32b": [
-        ("full, weights on the device", FULL),
+        ("full, weights on the device", {**FULL, "layers": 16}),
+        ("offload, weights on the host", {**OFFLOAD, "weights": "host", "layers": 16}),
         ("offload, weights on the host", {**OFFLOAD, "weights": "host"}),
     ],
 }
@@ -45,25 +46,21 @@ SHAPES = {
 
 
 def row(group: str, name: str, options: dict) -> dict:
-    case = {"tokens": 16384, **SHAPES[group], **options}
+    case = {"tokens": 16384, "method": "lora", "weights": "device", "executor": "layers", **SHAPES[group], **options}
     result = run_case(**case, trace=True)
-    shape = case["shape"] + (f", {case['layers']} layers" if case.get("layers") else "")
-    if "error" in result:
-        return {"model": shape, "tokens": case["tokens"], "how": name, "error": result["error"]}
-    rounded = {name: round(value, 3) for name, value in result.items()}
-    return {"model": shape, "tokens": case["tokens"], "how": name, **rounded}
+    return {"how": name, **case, **{name: v if isinstance(v, str) else round(v, 3) for name, v in result.items()}}
 
 
 def line(result: dict) -> dict:
+    model = result["shape"] + (f", {result['layers']} layers" if "layers" in result else "")
     if "error" in result:
-        return {**{key: result[key] for key in ("model", "how")}, "ms": result["error"][:80]}
-    activations = result["peak_gib"] - result["weights_gib"]
+        return {"model": model, "how": result["how"], "error": result["error"][:80]}
     return {
-        "model": result["model"],
+        "model": model,
         "how": result["how"],
         "ms": f"{result['ms']:.1f}",
         "peak GiB": f"{result['peak_gib']:.2f}",
-        "beside weights": f"{activations:.2f}",
+        "beside weights": f"{result['peak_gib'] - result['weights_gib']:.2f}",
         "copies ms": f"{result['copies_ms']:.0f}",
         "hidden": f"{result['hidden_share']:.1%}",
         "GPU busy": f"{result['busy_ms'] / result['span_ms']:.1%}",

@@ -1,71 +1,59 @@
-"""The planner's predictions against measured steps.
+"""The planner's predictions against the steps that benchmarks/offload.py measured. Needs no GPU.
 
-python benchmarks/planner.py --json benchmarks/results/planner.json
+python benchmarks/planner.py benchmarks/results/offload*.json --json benchmarks/results/planner.json
 """
 
 import argparse
-import os
+import json
 from pathlib import Path
 
-from step import run_case, workload
+import jax
+from measure import table, write_results
+from step import workload
 
 from jaxglue.memory.gpus import GIB, find_gpu
 from jaxglue.memory.planner import Planner
 from jaxglue.memory.policy import parse_policies
 
-CASES = [
-    {"shape": "qwen3-8b", "remat": ["full"]},
-    {"shape": "qwen3-8b", "remat": ["dots"]},
-    {"shape": "qwen3-8b", "remat": ["offload"]},
-    {"shape": "qwen3-8b", "remat": ["full", "dots"], "last": 18},
-    {"shape": "qwen3-0.6b", "tokens": 8192, "remat": ["dots"]},
-    {"shape": "qwen3-0.6b", "tokens": 8192, "remat": ["none"]},
-    {"shape": "qwen3-1.7b", "method": "full", "remat": ["full"]},
-    {"shape": "llama-3.1-8b", "tokens": 8192, "remat": ["dots; offload:layer_input"]},
-    {"shape": "qwen3-32b", "layers": 16, "remat": ["offload"], "weights": "host"},
-]
 
-
-def row(case: dict, gpu: str) -> dict:
-    case = {"tokens": 16384, **case}
-    work = workload(case["shape"], case.get("layers"), case["tokens"], case.get("method", "lora"))
-    count, last = work.config.num_hidden_layers, case.get("last", 0)
-    text = case["remat"][0] if not last else f"{count - last} x {case['remat'][0]} + {last} x {case['remat'][1]}"
-    streams = case.get("weights") == "host"
-    plan = Planner(work, find_gpu(gpu)).plan(parse_policies(text, count), stream_weights=streams)
-    measured = run_case(**case)
-    shape = case["shape"] + (f", {case['layers']} layers" if case.get("layers") else "")
-    setting = {"model": shape, "method": case.get("method", "lora"), "tokens": case["tokens"], "remat": text}
-    if "error" in measured:
-        return {**setting, "error": measured["error"]}
+def predict(case: dict, gpu: str) -> dict:
+    """Predicted and measured time and peak of a case."""
+    work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"])
+    policies = parse_policies(case["remat"][0], work.config.num_hidden_layers)
+    plan = Planner(work, find_gpu(gpu)).plan(policies, stream_weights=case["weights"] == "host")
+    ms, gib = plan.seconds * 1e3, plan.device_bytes / GIB
     return {
-        **setting,
-        "weights": case.get("weights", "device"),
-        "predicted ms": round(plan.seconds * 1e3, 1),
-        "measured ms": round(measured["ms"], 1),
-        "time": f"{plan.seconds * 1e3 / measured['ms'] - 1:+.1%}",
-        "predicted GiB": round(plan.device_bytes / GIB, 2),
-        "measured GiB": round(measured["peak_gib"], 2),
-        "memory": f"{plan.device_bytes / GIB / max(measured['peak_gib'], 1e-9) - 1:+.1%}",
+        "gpu": gpu,
+        "model": case["shape"],
+        "layers": work.config.num_hidden_layers,
+        "tokens": case["tokens"],
+        "remat": case["remat"][0],
+        "weights": case["weights"],
+        "predicted ms": round(ms, 1),
+        "measured ms": round(case["ms"], 1),
+        "time off": f"{ms / case['ms'] - 1:+.1%}",
+        "predicted GiB": round(gib, 2),
+        "measured GiB": round(case["peak_gib"], 2),
+        "memory off": f"{gib / case['peak_gib'] - 1:+.1%}",
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="H200")
+    parser.add_argument("measured", nargs="+", type=Path, help="results of benchmarks/offload.py")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
     results = []
-    for case in CASES:
-        results.append(row(case, args.gpu))
-        print(results[-1], flush=True)
+    for path in args.measured:
+        measured = json.loads(path.read_text())
+        for case in measured["results"]:
+            if case["executor"] == "layers" and case.get("depth", 1) == 1 and "error" not in case:
+                results.append(predict(case, measured["gpu"]))
+    print(table(results))
     if args.json:
-        from measure import write_results
-
         write_results(args.json, results)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "110")
     main()

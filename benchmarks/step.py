@@ -25,9 +25,9 @@ from jaxglue.lora import LoraConfig
 from jaxglue.memory import transfer
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.executor import Executor
-from jaxglue.memory.planner import Workload, abstract_parts
 from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.trace import copy_overlap
+from jaxglue.memory.workload import Workload, abstract_parts
 from jaxglue.models import config_from_hf
 from jaxglue.parameters import merge_module
 from jaxglue.segments import pack_segments

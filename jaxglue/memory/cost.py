@@ -125,6 +125,8 @@ class _Trace:
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
             return self._opaque(inputs, outputs, max(flops / self._gpu.matmul, self._copy(moved)))
+        if name == "triton_kernel_call":
+            return self._opaque(inputs, outputs, self._grouped_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
             return [self._accumulate(*inputs)]
         if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
@@ -134,6 +136,14 @@ class _Trace:
     def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
         return [replace(output, roots=roots) for output in outputs]
+
+    def _grouped_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
+        """Of a kernel that multiplies rows [S, K] with a matrix of their group's, of [E, …] matrices."""
+        shapes = [var.aval.shape for var in eqn.invars]
+        rows = next((shape for shape in shapes if len(shape) == 2), (0, 1))
+        matrices = next((shape for shape in shapes if len(shape) == 3), (1, 0, 0))
+        flops = 2.0 * rows[0] * matrices[1] * matrices[2]
+        return max(flops / self._gpu.matmul, self._copy(sum(value.bytes for value in (*inputs, *outputs))))
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
         """A matmul adds its result to what is in memory already."""

@@ -7,56 +7,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jaxglue.data.batch import Batch
-from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import GIB, Gpu
 from jaxglue.memory.layer import LayerFunctions
-from jaxglue.memory.planned_context import PlannedContext
 from jaxglue.memory.policy import AUTO, RematPolicy, format_policies, parse_policies, parse_policy
-from jaxglue.models import build_model
-from jaxglue.models.config import DecoderConfig
-from jaxglue.parameters import ModelStructure, Tree, split_model
-from jaxglue.rope import rope_tables
-from jaxglue.segments import PackedSegments
+from jaxglue.memory.workload import Workload, abstract_batch, abstract_input, abstract_parts
+from jaxglue.parameters import Tree
 
 MARGIN = 0.05
 """Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
-_TEMPORARIES = 1.5
+_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.4, 1.7
 """What XLA keeps beside arguments and results, measured, as a multiple of what the order of the program needs."""
-_WORKSPACE = int(0.2 * GIB)
+_WORKSPACE = int(0.15 * GIB)
 """Bytes that programs and matmul libraries take, whatever the model."""
 _FORWARD_SHARE, _BACKWARD_SHARE = 0.35, 0.30
 """Of the matmul rate, reached by packed attention's forward and backward kernels."""
 _POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload")
 _MIXES = (("dots", "full"), ("dots", "offload"), ("none", "dots"))
 """(policy of the last layers, policy of the others)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is trained, in the shapes that decide time and memory."""
-
-    config: DecoderConfig
-    batch_size: int
-    seq_len: int
-    lora: LoraConfig | None
-    """None trains all weights."""
-    visible_keys: float
-    """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
-    accumulation: int = 1
-    update_in_backward: bool = False
-    """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
-    dtype: Any = jnp.bfloat16
-    """Of activations and frozen weights; what trains is float32."""
-
-    @property
-    def tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.batch_size * self.seq_len
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,25 +195,29 @@ class Planner:
         resident = 3 * trained + _bytes(self._frozen) - sum(weights)
         buffers = self._depth + 1
         streamed = max(weights, default=0) * (buffers + self._run_ahead)
-        in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (buffers + self._run_ahead)
+        in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (self._depth + self._run_ahead)
         per_layer = [_bytes(layer) for layer in self._trainable["layers"]]
-        accumulates = self.workload.accumulation > 1
-        gradients = trained if accumulates else trained - sum(per_layer)
-        updates = self.workload.update_in_backward
+        accumulates, updates = self.workload.accumulation > 1, self.workload.update_in_backward
+        head_gradients = self._head.results - x
         stored = sum(cost.saved for cost in costs) + costs[-1].offloaded
-        peak = stored + x + _TEMPORARIES * self._head.temporary + (trained if accumulates else 0)
+        gradients = trained if accumulates else 0
+        peak = stored + gradients + self._head.results + _HEAD_TEMPORARIES * self._head.temporary
+        if not (accumulates or updates):
+            gradients = head_gradients
         for cost, layer_gradients in zip(reversed(costs), reversed(per_layer), strict=True):
-            kept = gradients if accumulates else gradients + layer_gradients
-            peak = max(peak, stored + kept + 2 * x + _TEMPORARIES * cost.backward.temporary)
-            gradients = gradients if updates else kept
+            here = gradients if accumulates else gradients + layer_gradients
+            peak = max(peak, stored + here + 2 * x + _LAYER_TEMPORARIES * cost.backward.temporary)
+            gradients = gradients if updates else here
             stored -= cost.saved
+        if not accumulates:  # the embedding's come last
+            peak = max(peak, gradients + max(trained - sum(per_layer) - head_gradients, 0) + x)
         return int(_WORKSPACE + resident + streamed + in_flight + peak)
 
     def _trace_layer(self, graph, policy: RematPolicy) -> _LayerCost:
         index = self._structure.layers.index(graph)
         layer = LayerFunctions(graph, policy)
         trees = self._trainable["layers"][index], self._frozen["layers"][index]
-        x, context = self._abstract_input()
+        x, context = abstract_input(self.workload)
         forward, (y, residuals) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
         backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
         seconds = self._attention_seconds(self.workload.config.layer_windows[index])
@@ -258,8 +232,8 @@ class Planner:
     def _trace_head(self) -> Cost:
         ends = EndFunctions(self._structure, self.workload.config, dtype=self.workload.dtype, attention="auto")
         sums: Tree = dict.fromkeys(self._trainable)
-        x, context = self._abstract_input()
-        batch = _abstract_batch(self.workload, context.segments)
+        x, _ = abstract_input(self.workload)
+        batch = abstract_batch(self.workload)
         jaxpr = jax.make_jaxpr(ends._loss_and_gradients)(
             ends._head(self._trainable), ends._head(self._frozen), x, batch, jnp.float32(1), ends._head(sums)
         )
@@ -273,13 +247,6 @@ class Planner:
             ATTENTION_BACKWARD: 2.5 * flops / (_BACKWARD_SHARE * self.gpu.matmul),
         }
 
-    def _abstract_input(self) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
-        config, shape = self.workload.config, (self.workload.batch_size, self.workload.seq_len)
-        x = jax.ShapeDtypeStruct((*shape, config.hidden_size), self.workload.dtype)
-        segments = _abstract_segments(shape)
-        cos, sin = jax.eval_shape(lambda p: rope_tables(p, config.rope, config.head_dim), segments.positions)
-        return x, PlannedContext(segments=segments, cos=cos, sin=sin)
-
 
 def pinned_memory(available: float, limit_gib: str | None = None) -> float:
     """Bytes of host memory that may be pinned.
@@ -289,31 +256,6 @@ def pinned_memory(available: float, limit_gib: str | None = None) -> float:
         limit_gib: what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says, None where it is not set: JAX then stops at 64 GiB.
     """
     return min(0.9 * available, float(limit_gib or 64) * GIB)
-
-
-def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:
-    """(structure, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
-    dtype = jnp.float32 if workload.lora is None else workload.dtype
-
-    def build():
-        model = build_model(workload.config, dtype=dtype, rngs=nnx.Rngs(0))
-        if workload.lora is not None:
-            add_lora(model, workload.lora, rngs=nnx.Rngs(0))
-        return model
-
-    return split_model(nnx.eval_shape(build), nnx.Param if workload.lora is None else nnx.LoRAParam)
-
-
-def _abstract_segments(shape: tuple[int, int]) -> PackedSegments:
-    token = jax.ShapeDtypeStruct(shape, jnp.int32)
-    bounds = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
-    return PackedSegments(segment_ids=token, positions=token, starts=token, ends=token, cu_seqlens=bounds)
-
-
-def _abstract_batch(workload: Workload, segments: PackedSegments) -> Batch:
-    shape = (workload.batch_size, workload.seq_len)
-    ids, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
-    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments)
 
 
 def _bytes(tree: Any) -> int:

@@ -151,7 +151,7 @@ def _runs(text: str) -> list[tuple[int | None, RematPolicy]]:
     parts = [part.strip() for part in text.split("+")]
     if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
         return [(None, parse_policy(text))]
-    runs = []
+    runs: list[tuple[int | None, RematPolicy]] = []
     for part in parts:
         if (match := _COUNTED.fullmatch(part)) is None:
             raise ValueError(f"remat {text!r}: {part!r} must be COUNT x POLICY")

@@ -10,6 +10,7 @@ from jaxglue.memory.gpus import GIB, Gpu, find_gpu
 from jaxglue.memory.planner import MARGIN, Planner, Workload, pinned_memory
 from jaxglue.memory.policy import parse_policies, parse_policy
 from jaxglue.memory.rates import device_gpu, measure_gpu
+from jaxglue.memory.workload import abstract_input
 from jaxglue.models import config_from_hf
 
 HOST = 64 * GIB
@@ -43,7 +44,7 @@ def test_weights_on_the_host_leave_the_device(planner):
     here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
     assert there.host_bytes - here.host_bytes == pytest.approx(6 * layer, rel=0.01)
-    assert here.device_bytes - there.device_bytes == pytest.approx(3 * layer, rel=0.01)  # three buffers remain
+    assert here.device_bytes - there.device_bytes == pytest.approx(2 * layer, rel=0.01)  # four buffers remain
 
 
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
@@ -69,7 +70,8 @@ def test_too_little_memory_names_what_would_fit(planner):
     small = _with_memory(planner, 1.05 * offload / (1 - MARGIN) / GIB)
     with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 4,096 tokens needs .* GiB on the GPU.*would fit in"):
         small.check(small.plan(parse_policy("dots")), host_memory=HOST)
-    smaller = _with_memory(planner, 0.6)
+    least = min(plan.device_bytes for plan in planner.plans())
+    smaller = _with_memory(planner, 0.8 * least / GIB)
     with pytest.raises(ValueError, match=r"--seq-len \d+ would fit"):
         smaller.choose(host_memory=HOST, stream_weights=None)
     with pytest.raises(ValueError, match="no setting fits"):
@@ -89,7 +91,7 @@ def test_recomputation_is_counted(planner):
     def flops(policy):
         layer = LayerFunctions(planner._structure.layers[0], parse_policy(policy))
         trees = planner._trainable["layers"][0], planner._frozen["layers"][0]
-        x, context = planner._abstract_input()
+        x, context = abstract_input(planner.workload)
         y, residuals = jax.eval_shape(layer._forward, *trees, x, context)
         return matmul_flops(jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None).jaxpr)
 
@@ -139,7 +141,7 @@ def test_pinned_memory_is_what_the_host_and_jax_allow():
 def test_an_update_in_the_backward_pass_holds_one_layers_gradients(workload):
     gpu, policy = find_gpu("H200"), parse_policy("full")
     together, apart = (
-        Planner(replace(workload, lora=None, update_in_backward=updates), gpu) for updates in (False, True)
+        Planner(replace(workload, lora=None, seq_len=256, update_in_backward=updates), gpu) for updates in (False, True)
     )
     saved = together.plan(policy).device_bytes - apart.plan(policy).device_bytes
     layer = 4 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)

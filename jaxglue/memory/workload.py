@@ -1,0 +1,71 @@
+"""What is trained, as shapes: everything that a plan is made of."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxglue.data.batch import Batch
+from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.memory.planned_context import PlannedContext
+from jaxglue.models import build_model
+from jaxglue.models.config import DecoderConfig
+from jaxglue.parameters import ModelStructure, Tree, split_model
+from jaxglue.rope import rope_tables
+from jaxglue.segments import PackedSegments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, in the shapes that decide time and memory."""
+
+    config: DecoderConfig
+    batch_size: int
+    seq_len: int
+    lora: LoraConfig | None
+    """None trains all weights."""
+    visible_keys: float
+    """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
+    accumulation: int = 1
+    update_in_backward: bool = False
+    """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
+    dtype: Any = jnp.bfloat16
+    """Of activations and frozen weights; what trains is float32."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.batch_size * self.seq_len
+
+
+def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:
+    """(structure, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
+    dtype = jnp.float32 if workload.lora is None else workload.dtype
+
+    def build():
+        model = build_model(workload.config, dtype=dtype, rngs=nnx.Rngs(0))
+        if workload.lora is not None:
+            add_lora(model, workload.lora, rngs=nnx.Rngs(0))
+        return model
+
+    return split_model(nnx.eval_shape(build), nnx.Param if workload.lora is None else nnx.LoRAParam)
+
+
+def abstract_batch(workload: Workload) -> Batch:
+    """A micro-batch; one segment slot in a row."""
+    shape = (workload.batch_size, workload.seq_len)
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
+    segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds)
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments)
+
+
+def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
+    """A layer's input and context."""
+    config, segments = workload.config, abstract_batch(workload).segments
+    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
+    cos, sin = jax.eval_shape(lambda p: rope_tables(p, config.rope, config.head_dim), segments.positions)
+    return x, PlannedContext(segments=segments, cos=cos, sin=sin)
