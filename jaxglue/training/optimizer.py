@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from jaxglue.memory.transfer import commit
 from jaxglue.parameters import Tree
 
 _PARTS_PER_PROGRAM = 8
@@ -92,7 +93,7 @@ class Optimizer:
 
     def init(self, trainable: Tree) -> list[Any]:
         """Optimiser state of every part, in the order of `places`."""
-        return [self._init(_part(trainable, place)) for place in places(trainable)]
+        return commit([self._init(_part(trainable, place)) for place in places(trainable)])
 
     def update(
         self, trainable: Tree, state: list[Any], gradients: Tree, step: int

@@ -184,21 +184,26 @@ class Trainer:
     def _record(self, result: _StepResult, metrics: MetricsWriter, progress: TrainingProgress) -> None:
         """Waits for a step's values, writes them down, and shows them when a line is due."""
         values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
-        if not self._warm:
-            self._warm = True
-            self._first_loss = values["loss"] if self._first_loss is None else self._first_loss
-            self._meter.restart()
-            self._timer.stage("first step")
-            progress.say(f"step {result.step}: loss {values['loss']:.4f}; start-up took {self._timer}")
         self._last_loss = values["loss"]
-        self._meter.add(result.tokens)
         progress.advance(result.step)
+        if self._warm:
+            self._meter.add(result.tokens)
+        else:
+            self._start_measuring(result.step, progress)
         if self._is_log_due(result.step):
             memory_gb = memory_use(jax.local_devices()).used / 1e9
             report = StepReport(**{"grad_norm": None, **values}, **self._meter.read()._asdict(), memory_gb=memory_gb)
             progress.report(result.step, report)
             values = dataclasses.asdict(report)
         metrics.write(result.step, values)
+
+    def _start_measuring(self, step: int, progress: TrainingProgress) -> None:
+        """The first step is done: what it took was compilation, and does not count."""
+        self._warm = True
+        self._first_loss = self._last_loss if self._first_loss is None else self._first_loss
+        self._meter.restart()
+        self._timer.stage("first step")
+        progress.say(f"step {step}: loss {self._last_loss:.4f}; start-up took {self._timer}")
 
     @property
     def _eval_every(self) -> int:
