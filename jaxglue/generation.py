@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import project
+from jaxglue.moe import Routing
 from jaxglue.parameters import ModelStructure, Tree, merge_module
 from jaxglue.rope import apply_rope, rope_tables
 from jaxglue.sampling import SamplingConfig, sample_token
@@ -29,10 +30,17 @@ Trees = tuple[Tree, ...]
 """The trainable and the frozen parameters of the model or of a part of it."""
 
 
-class PrefillContext:
-    """Attends like training does, and keeps the keys and values."""
+class _Inference:
+    """What contexts have only in training."""
 
     dropout_key = router_losses = token_mask = None
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Generation keeps no statistics."""
+
+
+class PrefillContext(_Inference):
+    """Attends like training does, and keeps the keys and values."""
 
     def __init__(self, packed: PackedContext):
         self._packed = packed
@@ -45,10 +53,8 @@ class PrefillContext:
         return self._packed.attend(q, k, v, **options)
 
 
-class DecodeContext:
+class DecodeContext(_Inference):
     """One token: appends its key and value to the cache and attends over what the cache holds."""
-
-    dropout_key = router_losses = token_mask = None
 
     def __init__(self, cache: Cache, position: Int[Array, ""], cos: Float[Array, "1 1 half"], sin):
         self.cache, self._position, self._tables = cache, position, (cos, sin)

@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.attention import packed_attention
+from jaxglue.moe import Routing
 from jaxglue.rope import apply_rope
 from jaxglue.segments import PackedSegments
 
@@ -32,6 +33,9 @@ class LayerContext(Protocol):
     @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
         """False for padding; None where there is none."""
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Is shown how the layer spread the tokens over its experts, for statistics."""
 
     def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Applies the rotary embedding of the tokens' positions."""
@@ -65,6 +69,9 @@ class PackedContext:
     def token_mask(self) -> Bool[Array, " B*T"]:
         """False for padding."""
         return self.segments.segment_ids.reshape(-1) > 0
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Training keeps no statistics."""
 
     def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Applies the rotary embedding of the tokens' positions."""

@@ -139,6 +139,7 @@ def mix_experts(
     tokens = x.reshape(-1, x.shape[-1])
     logits = router(tokens)
     routing = route(logits, k, **options)
+    context.observe_routing(routing)
     y = _add_router_losses(experts(tokens, routing), logits, routing, context)
     return y.reshape(x.shape)
 

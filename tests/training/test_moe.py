@@ -2,10 +2,14 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.parameters import split_model
+from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
 
@@ -60,3 +64,19 @@ def test_router_losses_need_routers(make_config):
         prepare(make_config(router_balance_loss=0.01))
     with pytest.raises(ValueError, match=r"router_z_loss=-1 must be at least 0"):
         make_config(router_z_loss=-1)
+
+
+@pytest.mark.parametrize("skew", [False, True], ids=["even", "skewed"])
+def test_the_probe_sees_how_tokens_are_spread(tiny_model, random_batch, skew):
+    model = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=1, moe_intermediate_size=16, mlp_only_layers=[0])
+    if skew:
+        for layer in model.layers[1:]:
+            layer.mlp.gate.weight[...] = jnp.zeros_like(layer.mlp.gate.weight[...])  # of equals the first is chosen
+    structure, *trees = split_model(model, nnx.LoRAParam)
+    probe = RoutingProbe(structure, model.config, dtype=jnp.float32)
+    figures = probe.read(*trees, random_batch([[20, 12], [30]], seq_len=32))
+    assert figures["expert_dropped"] == 0
+    if skew:
+        assert (figures["expert_load_max"], figures["expert_load_entropy"]) == (4, 0)
+    else:
+        assert 1 < figures["expert_load_max"] < 4 and 0 < figures["expert_load_entropy"] < 1

@@ -1,0 +1,70 @@
+"""How evenly the routers of a model spread a batch over its experts: figures for the metrics."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxglue.data.batch import Batch
+from jaxglue.memory import transfer
+from jaxglue.memory.ends import EndFunctions
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import PackedContext
+from jaxglue.moe import Routing, routing_statistics
+from jaxglue.parameters import ModelStructure, Tree, merge_module
+
+
+class _ObservingContext:
+    """Packed rows whose routing is kept."""
+
+    dropout_key = router_losses = None
+
+    def __init__(self, packed: PackedContext):
+        self.rotate, self.attend, self.token_mask = packed.rotate, packed.attend, packed.token_mask
+        self.statistics: dict[str, Array] = {}
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Computes the statistics of the tokens that are not padding."""
+        self.statistics = routing_statistics(routing, self.token_mask)
+
+
+class RoutingProbe:
+    """Runs a batch forward, layer by layer, and reads what its routers did.
+
+    Args:
+        structure: the modules, as `split_model` gives them.
+        config: the model's shape.
+        dtype: the dtype of activations and matmuls.
+        attention: the attention backend.
+    """
+
+    def __init__(self, structure: ModelStructure, config: DecoderConfig, *, dtype=jnp.bfloat16, attention="auto"):
+        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention)
+        types = {graph: jax.jit(partial(_apply, graph)) for graph in structure.layers}
+        self._layers = [types[graph] for graph in structure.layers]
+
+    def read(self, trainable: Tree, frozen: Tree, batch: Batch) -> dict[str, float]:
+        """Figures over all layers with experts.
+
+        Returns:
+            expert_load_max: the largest share of assignments that one expert has, times E: 1 when even, E at worst.
+            expert_load_entropy: the mean over layers of the load's entropy over log E: 1 when even, 0 at worst.
+            expert_dropped: assignments that were not computed; always 0, as experts have no capacity.
+        """
+        x, contexts = self._ends.enter(trainable, frozen, batch, None)
+        observed = []
+        for i, layer in enumerate(self._layers):
+            x, statistics = layer(trainable["layers"][i], transfer.to_device(frozen["layers"][i]), x, contexts[i])
+            observed += [statistics] if statistics else []
+        observed = jax.device_get(observed)
+        return {
+            "expert_load_max": max(float(layer["load_max"]) for layer in observed),
+            "expert_load_entropy": sum(float(layer["load_entropy"]) for layer in observed) / len(observed),
+            "expert_dropped": sum(float(layer["dropped"]) for layer in observed),
+        }
+
+
+def _apply(graph, trainable: Tree, frozen: Tree, x, packed: PackedContext):
+    context = _ObservingContext(packed)
+    return merge_module(graph, trainable, frozen)(x, context), context.statistics
