@@ -41,7 +41,7 @@ def tiny_model():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def random_batch():
     """Builds a packed batch of random tokens: random_batch([[5, 3], [9]], seq_len=12)."""
 
