@@ -24,6 +24,7 @@ from jaxglue.training.optimizer import Optimizer, Place
 from jaxglue.training.output import output_folder
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
+from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.samples import Samples
 from jaxglue.training.setup import Setup, prepare
 from jaxglue.training.startup import StartupTimer
@@ -92,6 +93,7 @@ class Trainer:
             stream_weights=model.weights == "host",
             router_losses=model.router_losses,
         )
+        self._probe = RoutingProbe(self._structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps)
         self._optimizer_state = self._optimizer.init(self._trainable)
         self._samples = Samples(setup, self._structure, folder, console)
@@ -223,11 +225,19 @@ class Trainer:
             losses.append(self._executor.loss(self._trainable, self._frozen, jax.device_put(batch)))
             targets += float(batch.loss_weights.sum())
         eval_loss = float(np.sum(jax.device_get(losses))) / targets
-        metrics.write(self._step, {"eval_loss": eval_loss})
+        metrics.write(self._step, {"eval_loss": eval_loss, **self._routing()})
         progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")
         if self._best_eval is None or eval_loss < self._best_eval[0]:
             self._best_eval = (eval_loss, self._step)
         return eval_loss
+
+    def _routing(self) -> dict[str, float]:
+        """How evenly a held-out batch uses the experts; nothing for dense models."""
+        if self._setup.model.moe is None:
+            return {}
+        assert self._setup.eval_batches is not None
+        batch = next(iter(self._setup.eval_batches))
+        return self._probe.read(self._trainable, self._frozen, jax.device_put(batch))
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host = {

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.parameters import split_model
+from jaxglue.training.metrics import read_metrics
 from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
@@ -34,8 +35,11 @@ def moe_folder(model_folder):
 
 
 def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
-    summary = train(make_config(steps=8, router_balance_loss=0.01, sample_prompt=("Hello",), sample_tokens=3))
+    options = {"router_balance_loss": 0.01, "eval_fraction": 0.2, "eval_every": 8}
+    summary = train(make_config(steps=8, sample_prompt=("Hello",), sample_tokens=3, **options))
     assert summary.last_loss < summary.first_loss - 0.2
+    (figures,) = (line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "eval_loss" in line)
+    assert figures["expert_dropped"] == 0 and 1 <= figures["expert_load_max"] <= 4
     config, tensors = load_adapter(tmp_path / "run/adapter")
     assert config.targets == ("down_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
     assert tensors["model.layers.1.mlp.experts.gate_up_proj.lora_B"].shape == (4, 64, 4)
