@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.memory import names
 from jaxglue.moe.groups import Groups
-from jaxglue.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.quant.mxfp4 import MXFP4
 
 
 class Adapter(NamedTuple):
@@ -32,12 +32,15 @@ class LowRank(NamedTuple):
 
 
 class GroupedBackend(Protocol):
-    """The two products; both sum in float32."""
+    """The two products, which sum in float32, and what expands packed matrices."""
 
     def matmul(
         self, lhs, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None
     ) -> Float[Array, "S N"]:
         """lhs[s] · rhs[group of s] (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
+
+    def dequantise(self, packed: MXFP4, dtype) -> Array:
+        """The values of the packed array, exact where the dtype can hold them."""
 
     def outer(self, lhs, rhs, groups: Groups, dtype) -> Float[Array, "E K N"]:
         """Σ lhs[s]ᵀ rhs[s] over the rows of each group, of lhs [S, K] and rhs [S, N]."""
@@ -64,9 +67,9 @@ def fused_grouped_matmul(
     return _adapted(spec, lhs, rhs, bias, adapter, groups)[0]
 
 
-def dense(rhs: Array | MXFP4, dtype) -> Array:
+def _dense(spec: GroupedSpec, rhs: Array | MXFP4, dtype) -> Array:
     """The matrices as an array of this dtype."""
-    return dequantise(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
+    return spec.backend.dequantise(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
 
 
 def _adapted(spec, lhs, rhs, bias, adapter, groups):
@@ -77,7 +80,7 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups):
         A, B = (x.astype(lhs.dtype) for x in adapter)
         hidden = checkpoint_name(matmul(lhs, A, None, transpose_rhs=True), names.LORA_HIDDEN)
         low_rank = LowRank(hidden, B, True)
-    out = matmul(lhs, dense(rhs, lhs.dtype), bias, transpose_rhs=spec.transpose_rhs, low_rank=low_rank)
+    out = matmul(lhs, _dense(spec, rhs, lhs.dtype), bias, transpose_rhs=spec.transpose_rhs, low_rank=low_rank)
     return out, hidden
 
 
@@ -106,7 +109,7 @@ def _backward(spec, residuals, dout):
         low_rank = LowRank(dhidden, A, False)
         if hidden is not None:
             dadapter = Adapter(outer(dhidden, lhs, dtype=adapter.A.dtype), outer(dout, hidden, dtype=adapter.B.dtype))
-    dlhs = matmul(dout, dense(rhs, dout.dtype), None, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
+    dlhs = matmul(dout, _dense(spec, rhs, dout.dtype), None, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
     pair = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
     drhs = outer(*pair, dtype=rhs.dtype) if rhs_moves else None
     return dlhs, drhs, None if bias is None else _group_sums(dout, groups).astype(bias.dtype), dadapter, None

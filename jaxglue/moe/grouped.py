@@ -6,10 +6,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.attention.backends import compute_capability
 from jaxglue.moe.backends import choose_backend
-from jaxglue.moe.fused import Adapter, GroupedSpec, dense, fused_grouped_matmul
+from jaxglue.moe.fused import Adapter, GroupedSpec, fused_grouped_matmul
 from jaxglue.moe.groups import Groups
 from jaxglue.moe.reference import reference_grouped_matmul
-from jaxglue.quant.mxfp4 import MXFP4
+from jaxglue.quant.mxfp4 import MXFP4, dequantise
 
 if TYPE_CHECKING:
     from jaxglue.moe.triton import TritonBackend
@@ -49,7 +49,7 @@ def grouped_matmul(
     if fused is not None:
         spec = GroupedSpec(backend=fused, transpose_rhs=transpose_rhs)
         return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups)
-    matrices = dense(rhs, lhs.dtype)
+    matrices = dequantise(rhs, lhs.dtype) if isinstance(rhs, MXFP4) else rhs
     out = reference_grouped_matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
         return out

@@ -73,6 +73,11 @@ def kernel_tiles(compute_capability: tuple[int, int]) -> KernelTiles:
     return _AMPERE if compute_capability < (9, 0) else _HOPPER
 
 
+def row_block(columns: int) -> int:
+    """Columns in a step of the kernels that go through rows: 512, or 256 where less of the last step is empty."""
+    return fit(min((512, 256), key=lambda block: -columns % block), columns)
+
+
 def fit(block: int, size: int) -> int:
     """The block, or the power of two that covers the size if that is smaller."""
     return min(block, max(_SMALLEST, 1 << (size - 1).bit_length()))

@@ -11,13 +11,15 @@ from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank
 from jaxglue.moe.groups import Groups
-from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles
+from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles, row_block
+from jaxglue.quant.kernels import mxfp4_kernel
+from jaxglue.quant.mxfp4 import MXFP4
 
 # jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
 
-_ROW_BLOCK = 1024
-"""Columns in a step of the kernels that go through rows."""
+_MXFP4_BLOCKS = 128
+"""Blocks that a program expands: 16 bytes in and 64 bytes out for each thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,34 +84,44 @@ class TritonBackend:
         )
         return out
 
+    def dequantise(self, packed: MXFP4, dtype):
+        """See `GroupedBackend`."""
+        packed.check()
+        out_type, count = jax.ShapeDtypeStruct(packed.shape, dtype), packed.scales.size
+        constants, grid = {"COUNT": count, "BLOCK": _MXFP4_BLOCKS}, (triton.cdiv(count, _MXFP4_BLOCKS),)
+        return self._launch(mxfp4_kernel, (packed.blocks, packed.scales), (out_type,), grid, constants)[0]
+
     def activate(self, projected, weights, activation: Activation):
         """See `ActivationBackend`."""
         S, F = projected.shape[0], projected.shape[1] // 2
-        out_type = jax.ShapeDtypeStruct((S, F), projected.dtype)
-        arrays, constants = (projected, weights), _activation_constants(F, activation)
-        return self._launch(row_kernels.activation_kernel, arrays, (out_type,), (S,), constants)[0]
+        out_type, constants = jax.ShapeDtypeStruct((S, F), projected.dtype), _activation_constants(F, activation)
+        return self._launch_rows(row_kernels.activation_kernel, (projected, weights), (out_type,), S, F, constants)[0]
 
     def activate_gradient(self, projected, weights, dout, activation: Activation):
         """See `ActivationBackend`."""
-        out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
         (S, F), arrays = dout.shape, (projected, weights, dout)
+        out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
         constants = _activation_constants(F, activation)
-        return self._launch(row_kernels.activation_gradient_kernel, arrays, out_types, (S,), constants)
+        return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
 
     def dispatch(self, x, tokens):
         """See `RowBackend`."""
         S, D = tokens.shape[0], x.shape[1]
         out_type = jax.ShapeDtypeStruct((S, D), x.dtype)
-        constants = {"D": D, "BLOCK": fit(_ROW_BLOCK, D)}
-        return self._launch(row_kernels.dispatch_kernel, (x, tokens), (out_type,), (S,), constants)[0]
+        return self._launch_rows(row_kernels.dispatch_kernel, (x, tokens), (out_type,), S, D, {"D": D})[0]
 
     def combine(self, rows, inverse, weights, expert_ids, bias):
         """See `RowBackend`."""
         (M, X), D = inverse.shape, rows.shape[1]
         out_type, has_bias = jax.ShapeDtypeStruct((M, D), rows.dtype), bias is not None
         arrays = (rows, inverse, *((weights, expert_ids, bias) if has_bias else 3 * (inverse,)))
-        constants = {"D": D, "X": X, "HAS_BIAS": has_bias, "BLOCK": fit(_ROW_BLOCK, D)}
-        return self._launch(row_kernels.combine_kernel, arrays, (out_type,), (M,), constants)[0]
+        constants = {"D": D, "X": X, "HAS_BIAS": has_bias}
+        return self._launch_rows(row_kernels.combine_kernel, arrays, (out_type,), M, D, constants)[0]
+
+    def _launch_rows(self, kernel, arrays, out_type, rows: int, columns: int, constants):
+        """A program for each row."""
+        block = row_block(columns)
+        return self._launch(kernel, arrays, out_type, (rows,), constants | {"BLOCK": block}, max(1, block // 128))
 
     def _descriptors(self, *arrays) -> bool:
         """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
@@ -130,8 +142,7 @@ class TritonBackend:
 
 
 def _activation_constants(F: int, activation: Activation) -> dict:
-    constants = {"F": F, "GPT_OSS": activation == "gpt_oss", "BLOCK": fit(_ROW_BLOCK, F)}
-    return constants | {"ALPHA": GPT_OSS_ALPHA, "LIMIT": GPT_OSS_LIMIT}
+    return {"F": F, "GPT_OSS": activation == "gpt_oss", "ALPHA": GPT_OSS_ALPHA, "LIMIT": GPT_OSS_LIMIT}
 
 
 def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:

@@ -2,11 +2,13 @@
 
 import pytest
 
+MODULES = ("jaxglue.moe.kernels", "jaxglue.moe.row_kernels", "jaxglue.quant.kernels")
+
 
 @pytest.fixture(scope="session")
 def interpreted_backend(interpreted):
     """The class of a Triton backend whose launches run on the CPU; float32 and float16 only."""
-    launches = {name: interpreted(name) for name in ("jaxglue.moe.kernels", "jaxglue.moe.row_kernels")}
+    launches = {name: interpreted(name) for name in MODULES}
     from jaxglue.moe.triton import TritonBackend
 
     class InterpretedBackend(TritonBackend):

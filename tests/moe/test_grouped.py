@@ -9,7 +9,7 @@ import pytest
 
 from jaxglue.moe import Groups, choose_backend, grouped_matmul
 from jaxglue.moe.fused import GroupedSpec, fused_grouped_matmul
-from jaxglue.moe.tiles import KernelTiles, Tiles
+from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles
 from jaxglue.quant.mxfp4 import MXFP4, dequantise
 
 # name: (group sizes, K, N, transposed, bias)
@@ -118,6 +118,19 @@ def test_packed_matrices_are_expanded_forward_and_backward(fused):
     plain = dequantise(packed, jnp.float32)
     expected = group_by_group(lhs, plain, None, out, sizes, True)
     assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
+
+
+def test_the_kernel_expands_mxfp4_as_xla_does(interpreted_backend):
+    rng = np.random.default_rng(0)
+    blocks = jnp.asarray(rng.integers(0, 256, (3, 50, 2, 16), dtype=np.uint8))
+    scales = jnp.asarray(rng.integers(2, 253, (3, 50, 2), dtype=np.uint8)).at[1, 2].set(255)
+    packed = MXFP4(blocks=blocks, scales=scales)
+    backend = interpreted_backend(tiles=kernel_tiles((8, 0)), compute_capability=80)
+    got, expected = backend.dequantise(packed, jnp.float32), dequantise(packed, jnp.float32)
+    assert np.isnan(expected).any()
+    np.testing.assert_array_equal(got, expected)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(got)[number], np.signbit(expected)[number])
 
 
 @pytest.mark.parametrize(
