@@ -18,6 +18,7 @@ from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.lora import add_lora
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.moe import choose_backend as choose_grouped_backend
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 
@@ -84,9 +85,19 @@ class Setup:
             "dtype": self.config.model.compute_dtype,
             "remat": self.remat,
             "attention": f"{attention.name}: {attention.reason}",
+            **self._experts(),
             "devices": ", ".join(sorted({device.device_kind for device in jax.devices()})),
             "output": run.output,
         }
+
+    def _experts(self) -> dict[str, object]:
+        """The plan's row about experts; none for dense models."""
+        if (moe := self.model.moe) is None:
+            return {}
+        choice = choose_grouped_backend(self.config.model.compute_dtype, capability=compute_capability())
+        stored = ", in MXFP4" if moe.mxfp4 else ""
+        served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
+        return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
 
     def _attention(self):
         shape = AttentionShape(

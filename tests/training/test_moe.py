@@ -49,6 +49,8 @@ def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
 def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
     blocks, expanded = (prepare(make_config(expand_experts=expand)) for expand in (False, True))
     assert blocks.parameter_counts == expanded.parameter_counts
+    assert blocks.plan()["experts"].startswith("2 of 4 for each token, in MXFP4; grouped matmul by reference: ")
+    assert expanded.plan()["experts"].startswith("2 of 4 for each token; ")
 
 
 @pytest.mark.parametrize(
