@@ -40,11 +40,7 @@ def total_weight(batches):
 
 @pytest.mark.parametrize(
     ("kind", "changes", "policy"),
-    [
-        ("lora", {}, "none"),
-        ("full", {"tie_word_embeddings": True}, "dots"),
-        ("full", {}, "full"),
-    ],
+    [("lora", {}, "none"), ("full", {"tie_word_embeddings": True}, "dots")],
 )
 def test_loss_and_gradients_match_the_whole_model(split_parts, random_batch, kind, changes, policy):
     parts = split_parts(kind, **changes)
@@ -74,12 +70,11 @@ def _same_slots(batch, slots=5):
     return dataclasses.replace(batch, segments=dataclasses.replace(batch.segments, cu_seqlens=cu_seqlens))
 
 
-@pytest.mark.parametrize("policy", ["full", "offload:layer_input,gate; save:query"])
-def test_one_compilation_per_layer_type_whatever_the_depth(split_parts, random_batch, policy):
+def test_one_compilation_per_layer_type_whatever_the_depth(split_parts, random_batch):
     counts = []
-    for depth in (2, 5):
+    for depth in (2, 4):
         parts = split_parts("lora", num_hidden_layers=depth)
-        executor = parts.executor(policy)
+        executor = parts.executor("offload:layer_input,gate; save:query")
         trainable = parts.trainable
         for seed in range(2):
             batch = random_batch(LENGTHS, 14, seed=seed)
@@ -100,13 +95,12 @@ def test_update_in_the_backward_pass_gets_every_gradient_last_layer_first(split_
         chex.assert_trees_all_equal(tree, gradients["layers"][part] if isinstance(part, int) else gradients[part])
 
 
-def test_dropout_is_reproducible_and_differs_between_layers_and_steps(split_parts, random_batch):
+def test_dropout_follows_its_key(split_parts, random_batch):
     parts = split_parts("lora", dropout=0.5)
     executor, batch = parts.executor("full"), random_batch(LENGTHS, 14)
 
     def loss(seed):
-        key = None if seed is None else jax.random.key(seed)
+        key = jax.random.key(seed)
         return float(executor.loss_and_gradients(parts.trainable, parts.frozen, [batch], 1.0, key)[0])
 
-    assert loss(0) == loss(0)
-    assert len({loss(0), loss(1), loss(None)}) == 3
+    assert loss(0) == loss(0) != loss(1)

@@ -1,5 +1,7 @@
 """Activations and weights on the host change neither loss nor gradients, only where things are and when they move."""
 
+from functools import cache, partial
+
 import chex
 import jax
 import pytest
@@ -10,48 +12,48 @@ from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.transfer import PINNED, prefetch
 
 LENGTHS = [[5, 1, 7], [12]]
-INPUT = 2 * 14 * 32 * 4
-"""Bytes of a layer's input in the tiny model."""
+INPUT, OUT, UP = (2 * 14 * size * 4 for size in (32, 64, 48))
+"""Bytes of a layer's input, of attention's output and of the up projection in the tiny model."""
 
 
-@pytest.fixture
-def run(split_parts, random_batch):
-    """Loss and gradients of the tiny model under a policy: run(kind, policy, micro_batches=…, **executor options)."""
+@pytest.fixture(scope="module")
+def batches(random_batch):
+    return [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
 
-    def make(kind, policy, micro_batches=1, **options):
+
+@pytest.fixture(scope="module")
+def expected(split_parts, batches):
+    """Loss and gradients without any policy: expected(kind)."""
+
+    @cache
+    def make(kind):
         parts = split_parts(kind)
-        frozen = frozen_to_host(parts.frozen) if options.get("stream_weights") else parts.frozen
-        batches = [random_batch(LENGTHS, 14, seed=seed) for seed in range(micro_batches)]
-        return parts.executor(policy, **options).loss_and_gradients(parts.trainable, frozen, batches, 30.0)
+        return parts.executor("none").loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
 
     return make
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "options"),
+    ("kind", "policy", "options", "host_bytes"),
     [
-        ("lora", "offload", {"micro_batches": 2}),
-        ("lora", "offload:layer_input,attention_out,up; save:query,key", {"prefetch_depth": 2}),
-        ("full", "dots; offload:layer_input,gate", {"prefetch_depth": 0}),
-        ("lora", "offload", {"stream_weights": True}),
+        ("lora", "offload:layer_input,attention_out,up; save:query,key", {"prefetch_depth": 2}, INPUT + OUT + UP),
+        ("full", "dots; offload:layer_input,up", {"prefetch_depth": 0}, INPUT + UP),
+        ("lora", "offload", {"stream_weights": True}, INPUT),
     ],
 )
-def test_gradients_do_not_depend_on_the_policy(run, kind, policy, options):
-    expected = run(kind, "none", options.get("micro_batches", 1))
-    chex.assert_trees_all_close(run(kind, policy, **options), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("policy", "per_layer"),
-    [("full", 0), ("offload", INPUT), ("offload:layer_input,gate,up", INPUT + 2 * 2 * 14 * 48 * 4)],
-)
-def test_bytes_on_the_host(run, monkeypatch, policy, per_layer):
-    sent = []
+def test_gradients_do_not_depend_on_where_things_are(
+    split_parts, batches, expected, monkeypatch, kind, policy, options, host_bytes
+):
+    parts, sent = split_parts(kind), []
+    frozen = frozen_to_host(parts.frozen) if options.get("stream_weights") else parts.frozen
     monkeypatch.setattr(transfer, "to_host", _recorded(transfer.to_host, sent.append))
-    run("lora", policy)
-    arrays = [leaf for tree in sent for leaf in jax.tree.leaves(tree)]
+    executor = parts.executor(policy, **options)
+    result = executor.loss_and_gradients(parts.trainable, frozen, batches, 30.0)
+    chex.assert_trees_all_close(result, expected(kind), rtol=1e-5, atol=1e-6)
+    arrays = jax.tree.leaves(sent)
     assert all(array.sharding.memory_kind == PINNED for array in arrays)
-    assert sum(array.nbytes for array in arrays) == 2 * per_layer  # the last of three layers stays on the device
+    sent_layers = 2 * len(batches)  # the last of three layers stays on the device
+    assert sum(array.nbytes for array in arrays) == sent_layers * host_bytes
 
 
 def _recorded(function, record):
@@ -63,22 +65,28 @@ def _recorded(function, record):
     return wrapper
 
 
-@pytest.fixture
-def events(split_parts, random_batch, monkeypatch):
-    """What an executor dispatches, in order: F0, to_host, B2, …"""
+@pytest.fixture(scope="module")
+def four_layers(split_parts):
+    parts = split_parts("lora", num_hidden_layers=4)
+    return parts, parts.executor("offload")
 
-    def make(policy, **options):
-        parts, log = split_parts("lora", num_hidden_layers=4), []
-        executor = parts.executor(policy, **options)
-        layer = executor._layers[0]
-        layer.forward = _recorded(layer.forward, lambda _: log.append("F"))
-        layer.backward = _recorded(layer.backward, lambda _: log.append("B"))
-        for name in ("to_host", "to_device"):
-            moves = getattr(transfer, name)
-            monkeypatch.setattr(transfer, name, lambda tree, name=name, moves=moves: _move(log, name, moves, tree))
-        frozen = frozen_to_host(parts.frozen) if options.get("stream_weights") else parts.frozen
-        log.clear()
-        executor.loss_and_gradients(parts.trainable, frozen, [random_batch(LENGTHS, 14)], 10.0)
+
+@pytest.fixture
+def events(four_layers, batches, monkeypatch):
+    """What an executor dispatches, in order: F and B for a layer's passes, out and in for copies."""
+
+    def make(prefetch_depth=1, stream_weights=False):
+        (parts, executor), log = four_layers, []
+        monkeypatch.setattr(executor, "_prefetch_depth", prefetch_depth)
+        monkeypatch.setattr(executor, "_stream_weights", stream_weights)
+        with monkeypatch.context() as patch:
+            layer = executor._layers[0]
+            patch.setattr(layer, "forward", _recorded(layer.forward, lambda _: log.append("F")))
+            patch.setattr(layer, "backward", _recorded(layer.backward, lambda _: log.append("B")))
+            frozen = frozen_to_host(parts.frozen) if stream_weights else parts.frozen
+            for name in ("to_host", "to_device"):
+                patch.setattr(transfer, name, partial(_move, log, name, getattr(transfer, name)))
+            executor.loss_and_gradients(parts.trainable, frozen, batches[:1], 10.0)
         return " ".join(log)
 
     return make
@@ -94,13 +102,13 @@ def _move(log, name, moves, tree):
 
 def test_copies_are_asked_for_before_the_work_that_hides_them(events):
     forward = "F out F out F out F"
-    assert events("offload") == f"{forward} in B in B in B B"
-    assert events("offload", prefetch_depth=2) == f"{forward} in in B in B B B"
-    assert events("offload", prefetch_depth=0) == f"{forward} B in B in B in B"
+    assert events() == f"{forward} in B in B in B B"
+    assert events(prefetch_depth=2) == f"{forward} in in B in B B B"
+    assert events(prefetch_depth=0) == f"{forward} B in B in B in B"
 
 
 def test_weights_are_asked_for_one_layer_ahead(events):
-    assert events("full", stream_weights=True) == "in in F in F in F F in B in B in B B"
+    assert events(stream_weights=True) == "in in F out in F out in F out F in B in B in B B"
 
 
 def test_prefetch_hands_out_results_in_order():
@@ -112,12 +120,12 @@ def test_weights_on_the_host_need_frozen_weights(split_parts):
         frozen_to_host(split_parts("full").frozen)
 
 
-def test_a_policy_for_each_layer(split_parts, random_batch, run):
+def test_a_policy_for_each_layer(split_parts, batches, expected):
     parts = split_parts("lora")
-    policies = [parse_policy(text) for text in ("offload", "dots", "none")]
+    policies = [parse_policy(text) for text in ("offload", "none", "none")]
     executor = Executor(parts.structure, parts.config, policy=policies, dtype="float32")
-    result = executor.loss_and_gradients(parts.trainable, parts.frozen, [random_batch(LENGTHS, 14)], 30.0)
-    chex.assert_trees_all_close(result, run("lora", "none"), rtol=1e-5, atol=1e-6)
+    result = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
+    chex.assert_trees_all_close(result, expected("lora"), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="2 remat policies for 3 layers"):
         Executor(parts.structure, parts.config, policy=policies[:2])
 

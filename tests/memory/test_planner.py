@@ -20,7 +20,7 @@ HOST = 64 * GIB
 def workload(tiny_config):
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "vocab_size": 32000}
     config = config_from_hf({**tiny_config, **sizes, "model_type": "qwen3", "head_dim": 128})
-    return Workload(config=config, batch_size=1, seq_len=4096, lora=LoraConfig(), visible_keys=512)
+    return Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), visible_keys=512)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_keeping_more_costs_memory_and_saves_time(planner):
     offload, full, dots = (planner.plan(parse_policy(name)) for name in ("offload", "full", "dots"))
     assert offload.device_bytes < full.device_bytes < dots.device_bytes
     assert dots.seconds < full.seconds < offload.seconds
-    assert offload.host_bytes == 5 * 4096 * 2048 * 2  # all layer inputs but the last
+    assert offload.host_bytes == 5 * 1024 * 2048 * 2  # all layer inputs but the last
     assert full.host_bytes == dots.host_bytes == 0
 
 
@@ -49,7 +49,7 @@ def test_weights_on_the_host_leave_the_device(planner):
 
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
     full = parse_policy("full")
-    longer = Planner(replace(workload, seq_len=8192), planner.gpu).plan(full)
+    longer = Planner(replace(workload, seq_len=2048), planner.gpu).plan(full)
     faster = Planner(workload, find_gpu("NVIDIA H200")).plan(full)
     assert longer.seconds > 1.8 * planner.plan(full).seconds > 1.8 * faster.seconds
 
@@ -68,7 +68,7 @@ def test_auto_is_the_fastest_that_fits_and_gets_leaner_as_memory_shrinks(planner
 def test_too_little_memory_names_what_would_fit(planner):
     offload = planner.plan(parse_policy("offload")).device_bytes
     small = _with_memory(planner, 1.05 * offload / (1 - MARGIN) / GIB)
-    with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 4,096 tokens needs .* GiB on the GPU.*would fit in"):
+    with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 1,024 tokens needs .* GiB on the GPU.*would fit in"):
         small.check(small.plan(parse_policy("dots")), host_memory=HOST)
     least = min(plan.device_bytes for plan in planner.plans())
     smaller = _with_memory(planner, 0.8 * least / GIB)
@@ -95,9 +95,9 @@ def test_recomputation_is_counted(planner):
         y, residuals = jax.eval_shape(layer._forward, *trees, x, context)
         return matmul_flops(jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None).jaxpr)
 
-    weights = 4096 * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
+    weights = 1024 * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
     assert flops("none") == pytest.approx(weights, rel=0.05)  # the gradient to the input; adapters are small
-    recomputed = weights - 4096 * 2 * 2048 * 6144
+    recomputed = weights - 1024 * 2 * 2048 * 6144
     assert flops("full") - flops("none") == pytest.approx(recomputed, rel=0.05)
 
 
