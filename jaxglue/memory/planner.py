@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxglue.attention import compute_capability
 from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import GIB, Gpu
@@ -63,9 +64,18 @@ class _LayerCost:
 
 
 class Planner:
-    """Traces the layers of one workload for one GPU, each policy once; compiles nothing and needs no GPU."""
+    """Traces the layers of one workload for one GPU, each policy once; compiles nothing and needs no GPU.
+
+    Raises:
+        ValueError: a mixture of experts where there is no GPU: its kernels are needed to be traced.
+    """
 
     def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int = 1, run_ahead: int = 2):
+        if workload.config.moe is not None and compute_capability() is None:
+            raise ValueError(
+                f"{workload.config.model_type} has experts: their plan needs the kernels that only a machine with an "
+                "NVIDIA GPU runs"
+            )
         self.workload, self.gpu = workload, gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
         self._structure, self._trainable, self._frozen = abstract_parts(workload)
