@@ -31,7 +31,7 @@ class CopyOverlap(NamedTuple):
 
 
 def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
-    """Reads the newest trace of `jax.profiler.trace(folder)`; copies shorter than `shortest` do not count.
+    """Reads the newest trace of `jax.profiler.trace(folder)`; copies of less than `shortest` ms do not count.
 
     Raises:
         ValueError: no trace, or one without a GPU.
@@ -43,19 +43,20 @@ def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
     planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
     if not planes:
         raise ValueError(f"{files[-1]} is the trace of a program without a GPU")
-    copies: dict[str, list[Span]] = {"MemcpyD2H": [], "MemcpyH2D": []}
-    kernels: list[Span] = []
-    for line in planes[0].lines:
-        if not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            span = (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6)
-            if event.name in copies:
-                copies[event.name].append(span)
-            elif not event.name.startswith("Mem"):
-                kernels.append(span)
-    long = {name: [span for span in spans if span[1] - span[0] >= shortest] for name, spans in copies.items()}
-    return overlap(long["MemcpyD2H"], long["MemcpyH2D"], kernels)
+    events = [
+        (event.name, (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6))
+        for line in planes[0].lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    kernels = [span for name, span in events if not name.startswith("Mem")]
+    return overlap(
+        *(
+            [(start, end) for name, (start, end) in events if name == kind and end - start >= shortest]
+            for kind in ("MemcpyD2H", "MemcpyH2D")
+        ),
+        kernels,
+    )
 
 
 def overlap(to_host: list[Span], to_device: list[Span], kernels: list[Span]) -> CopyOverlap:
