@@ -50,13 +50,11 @@ def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
         for event in line.events
     ]
     kernels = [span for name, span in events if not name.startswith("Mem")]
-    return overlap(
-        *(
-            [(start, end) for name, (start, end) in events if name == kind and end - start >= shortest]
-            for kind in ("MemcpyD2H", "MemcpyH2D")
-        ),
-        kernels,
+    to_host, to_device = (
+        [(start, end) for name, (start, end) in events if name == kind and end - start >= shortest]
+        for kind in ("MemcpyD2H", "MemcpyH2D")
     )
+    return overlap(to_host, to_device, kernels)
 
 
 def overlap(to_host: list[Span], to_device: list[Span], kernels: list[Span]) -> CopyOverlap:
