@@ -1,4 +1,4 @@
-"""Fixtures that several folders share: tiny models, packed batches, a tokenizer, chats, an interpreter of kernels."""
+"""Fixtures of several folders: tiny models, batches, a tokenizer, chats, Triton's interpreter, a GPU to compile for."""
 
 import importlib.util
 import json
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -213,3 +215,33 @@ def interpreted():
         return launch
 
     return interpret
+
+
+# The H200's public properties, in the form that XLA's GPU compiler reads.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a" name: "NVIDIA H200"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.28.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 28 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """A sharding over one H200 to compile for."""
+    for package in ("jax_cuda13_plugin", "jax_triton"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"compiling for a GPU needs {package}")
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
