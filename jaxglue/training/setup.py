@@ -16,11 +16,16 @@ from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenize
 from jaxglue.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.lora import add_lora
+from jaxglue.memory.gpus import GIB
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import CausalLM
 from jaxglue.moe import choose_backend as choose_grouped_backend
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
+
+_TRAINED_BYTES = 16
+"""Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +49,27 @@ class Setup:
         return training_flops_per_token(self.model, visible_keys=visible, weight_gradients=full)
 
     @cached_property
-    def parameter_counts(self) -> tuple[int, int]:
-        """(parameters of the model with its adapters, those that train)."""
-
-        model = nnx.eval_shape(lambda: build_model(self.model, rngs=nnx.Rngs(0)))
+    def _abstract_model(self) -> CausalLM:
+        """The model with its adapters, shapes and dtypes in place of arrays."""
+        dtype = self.config.model.compute_dtype
+        model = nnx.eval_shape(lambda: build_model(self.model, dtype=dtype, rngs=nnx.Rngs(0)))
         if self.config.model.method == "lora":
             add_lora(model, self.config.lora, rngs=nnx.Rngs(0))
+        return model
+
+    @cached_property
+    def parameter_counts(self) -> tuple[int, int]:
+        """(parameters of the model with its adapters, those that train)."""
+        model = self._abstract_model
         return _count(nnx.state(model)), _count(nnx.state(model, trainable_filter(self.config)))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of weights, their float32 masters and gradients, and AdamW's two moments."""
+        everything = jax.tree.leaves(nnx.state(self._abstract_model))
+        trained = jax.tree.leaves(nnx.state(self._abstract_model, trainable_filter(self.config)))
+        frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in everything)
+        return frozen + sum(leaf.size * (_TRAINED_BYTES - leaf.dtype.itemsize) for leaf in trained)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -87,6 +106,7 @@ class Setup:
             "attention": f"{attention.name}: {attention.reason}",
             **self._experts(),
             "devices": ", ".join(sorted({device.device_kind for device in jax.devices()})),
+            "memory": f"{self.weight_bytes / GIB:.2f} GiB for weights, gradients and optimiser; activations on top",
             "output": run.output,
         }
 
