@@ -84,35 +84,72 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups):
     return out, hidden
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lhs", "hidden", "rhs", "bias", "adapter", "groups"],
+    meta_fields=["rhs_moves"],
+)
+@dataclass(frozen=True, kw_only=True)
+class _Residuals:
+    """What the gradient needs; None where it is not asked for, which is known when a step is traced."""
+
+    lhs: Array | None
+    """Only for the gradients of rhs and adapter."""
+    hidden: Array | None
+    """lhs · Aᵀ, only for the gradient of the adapter."""
+    rhs: Array | MXFP4
+    bias: Array | None
+    adapter: Adapter | None
+    """Wherever there is one: the gradient to lhs goes through it."""
+    groups: Groups
+    rhs_moves: bool
+
+
 def _forward(spec, *primals):
-    lhs, rhs, bias, adapter, groups = jax.tree.map(lambda p: p.value, primals)
+    lhs, rhs, bias, adapter, groups = jax.tree.map(lambda primal: primal.value, primals)
     rhs_moves, bias_moves, adapter_moves = (_perturbed(tree) for tree in primals[1:4])
     out, hidden = _adapted(spec, lhs, rhs, bias, adapter, groups)
-    rows = lhs if rhs_moves or adapter_moves else None
-    hidden = hidden if adapter_moves else None
-    return out, (rows, rhs_moves or None, rhs, bias if bias_moves else None, adapter, hidden, groups)
+    return out, _Residuals(
+        lhs=lhs if rhs_moves or adapter_moves else None,
+        hidden=hidden if adapter_moves else None,
+        rhs=rhs,
+        bias=bias if bias_moves else None,
+        adapter=adapter,
+        groups=groups,
+        rhs_moves=rhs_moves,
+    )
 
 
 def _perturbed(tree) -> bool:
     return any(primal.perturbed for primal in jax.tree.leaves(tree))
 
 
-def _backward(spec, residuals, dout):
-    lhs, rhs_moves, rhs, bias, adapter, hidden, groups = residuals
+def _backward(spec, r: _Residuals, dout):
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
-    matmul, outer = partial(spec.backend.matmul, groups=groups), partial(spec.backend.outer, groups=groups)
-    low_rank, dadapter = None, None
-    if adapter is not None:
-        A, B = (x.astype(dout.dtype) for x in adapter)
-        dhidden = matmul(dout, B, None, transpose_rhs=False)
-        low_rank = LowRank(dhidden, A, False)
-        if hidden is not None:
-            dadapter = Adapter(outer(dhidden, lhs, dtype=adapter.A.dtype), outer(dout, hidden, dtype=adapter.B.dtype))
-    dlhs = matmul(dout, _dense(spec, rhs, dout.dtype), None, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
-    pair = (dout, lhs) if spec.transpose_rhs else (lhs, dout)
-    drhs = outer(*pair, dtype=rhs.dtype) if rhs_moves else None
-    return dlhs, drhs, None if bias is None else _group_sums(dout, groups).astype(bias.dtype), dadapter, None
+    low_rank, dadapter = _adapter_backward(spec, r, dout)
+    matrices = _dense(spec, r.rhs, dout.dtype)
+    dlhs = spec.backend.matmul(dout, matrices, None, r.groups, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
+    drhs = None
+    if r.rhs_moves and not isinstance(r.rhs, MXFP4):
+        pair = (dout, r.lhs) if spec.transpose_rhs else (r.lhs, dout)
+        drhs = spec.backend.outer(*pair, r.groups, r.rhs.dtype)
+    dbias = None if r.bias is None else _group_sums(dout, r.groups).astype(r.bias.dtype)
+    return dlhs, drhs, dbias, dadapter, None
+
+
+def _adapter_backward(spec, r: _Residuals, dout):
+    """(the adapter's term of the gradient to lhs, its own gradient), None where there is none."""
+    if r.adapter is None:
+        return None, None
+    A, B = (x.astype(dout.dtype) for x in r.adapter)
+    dhidden = spec.backend.matmul(dout, B, None, r.groups, transpose_rhs=False)
+    low_rank = LowRank(dhidden, A, False)
+    if r.hidden is None:
+        return low_rank, None
+    dA = spec.backend.outer(dhidden, r.lhs, r.groups, r.adapter.A.dtype)
+    dB = spec.backend.outer(dout, r.hidden, r.groups, r.adapter.B.dtype)
+    return low_rank, Adapter(dA, dB)
 
 
 fused_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
