@@ -23,6 +23,7 @@ GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size"
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 FAMILIES = {"gpt_oss": GPT_OSS, "qwen3_moe": QWEN3_MOE}
 LENGTHS = [[5, 3, 6], [9, 2]]
+ONE_TYPE = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def assert_close(ours, expected, tolerance=1e-4):
 
 def test_router_losses_are_in_the_gradients_but_not_in_the_loss(moe_model, random_batch):
     losses = RouterLosses(balance=0.5, z=0.2)
-    model, batch = moe_model(num_hidden_layers=2), random_batch(LENGTHS, seq_len=16)
+    model, batch = moe_model(**ONE_TYPE), random_batch(LENGTHS, seq_len=16)
     add_random_lora(model)
     loss, gradients = run_executor(model, batch, router_losses=losses)
     structure = nnx.DiffState(0, nnx.LoRAParam)
@@ -129,7 +130,7 @@ def expand(model, config):
 
 
 def test_adapters_train_on_blocks_as_on_what_they_stand_for(moe_model, random_batch):
-    blocks = moe_model(num_hidden_layers=2, quantization_config={"quant_method": "mxfp4"})
+    blocks = moe_model(**ONE_TYPE, quantization_config={"quant_method": "mxfp4"})
     batch, models = random_batch(LENGTHS, seq_len=16), (blocks, expand(blocks, blocks.config))
     for model in models:
         add_random_lora(model)
