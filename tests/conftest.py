@@ -32,6 +32,12 @@ TINY = {
 }
 
 
+@pytest.fixture(scope="session")
+def tiny_config():
+    """A small model's config.json without its type."""
+    return TINY
+
+
 @pytest.fixture
 def tiny_model():
     """Builds a small random model: tiny_model(model_type, **changes to its config.json)."""

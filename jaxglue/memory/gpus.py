@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxglue.peaks import peak_flops
+
 _MATMUL_SHARE = 0.71
 SUSTAINED = 0.89
 """Of a single large matmul's rate, what a long row of a layer's matmuls reaches."""
@@ -26,12 +28,14 @@ class Gpu:
     """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
 
 
-def _gpu(name: str, memory_gib: float, peak_tflops: float, bandwidth: float, link: float) -> Gpu:
-    """From the data sheet: GiB, dense bf16 TFLOP/s, GB/s of memory, GB/s that the link reaches."""
+def _gpu(name: str, memory_gib: float, bandwidth: float, link: float) -> Gpu:
+    """From the data sheet: GiB, GB/s of memory, GB/s that the link reaches."""
+    peak = peak_flops(name)
+    assert peak, name
     return Gpu(
         name=name,
         memory=_POOL_SHARE * memory_gib * GIB,
-        matmul=_MATMUL_SHARE * peak_tflops * 1e12,
+        matmul=_MATMUL_SHARE * peak,
         copy=_COPY_SHARE * bandwidth * 1e9,
         link=link * 1e9,
     )
@@ -39,22 +43,22 @@ def _gpu(name: str, memory_gib: float, peak_tflops: float, bandwidth: float, lin
 
 _PCIE_5, _PCIE_4 = 55.0, 25.0
 _TABLE = (
-    _gpu("B200", 180, 2250, 8000, _PCIE_5),
-    _gpu("H200", 140, 989, 4800, _PCIE_5),
-    _gpu("H100 PCIe", 80, 756, 2039, _PCIE_5),
-    _gpu("H100", 80, 989, 3350, _PCIE_5),
-    _gpu("A100 40GB", 40, 312, 1555, _PCIE_4),
-    _gpu("A100", 80, 312, 2039, _PCIE_4),
-    _gpu("L40S", 45, 362, 864, _PCIE_4),
-    _gpu("L4", 22.5, 121, 300, _PCIE_4),
-    _gpu("A10G", 22.5, 70, 600, _PCIE_4),
-    _gpu("RTX PRO 6000", 95, 503.8, 1792, _PCIE_5),
-    _gpu("RTX 6000 Ada", 48, 364.2, 960, _PCIE_4),
-    _gpu("RTX A6000", 48, 154.8, 768, _PCIE_4),
-    _gpu("RTX 5090", 32, 209.5, 1792, _PCIE_5),
-    _gpu("RTX 4090", 24, 165.2, 1008, _PCIE_4),
-    _gpu("RTX 4080", 16, 97.5, 717, _PCIE_4),
-    _gpu("RTX 3090", 24, 71, 936, _PCIE_4),
+    _gpu("B200", 180, 8000, _PCIE_5),
+    _gpu("H200", 140, 4800, _PCIE_5),
+    _gpu("H100 PCIe", 80, 2039, _PCIE_5),
+    _gpu("H100", 80, 3350, _PCIE_5),
+    _gpu("A100 40GB", 40, 1555, _PCIE_4),
+    _gpu("A100", 80, 2039, _PCIE_4),
+    _gpu("L40S", 45, 864, _PCIE_4),
+    _gpu("L4", 22.5, 300, _PCIE_4),
+    _gpu("A10G", 22.5, 600, _PCIE_4),
+    _gpu("RTX PRO 6000", 95, 1792, _PCIE_5),
+    _gpu("RTX 6000 Ada", 48, 960, _PCIE_4),
+    _gpu("RTX A6000", 48, 768, _PCIE_4),
+    _gpu("RTX 5090", 32, 1792, _PCIE_5),
+    _gpu("RTX 4090", 24, 1008, _PCIE_4),
+    _gpu("RTX 4080", 16, 717, _PCIE_4),
+    _gpu("RTX 3090", 24, 936, _PCIE_4),
 )
 """NVIDIA's data sheets and architecture white papers, times the shares that an H200 was measured to reach: 700 of 989
 TFLOP/s in a step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 GB/s over PCIe 5. Narrower names first."""

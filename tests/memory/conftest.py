@@ -45,19 +45,3 @@ def split_parts(tiny_config):
         return Parts(config, *split_model(model, nnx.LoRAParam if kind == "lora" else nnx.Param))
 
     return make
-
-
-@pytest.fixture(scope="session")
-def tiny_config():
-    """The tiny model's config.json without its type."""
-    return {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.2,
-    }

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxglue.training.throughput import Meter, memory_use, peak_flops
+from jaxglue.peaks import peak_flops
+from jaxglue.training.throughput import Meter, memory_use
 
 
 class Clock:
