@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import threading
 from contextlib import contextmanager
 from unittest import mock
 
@@ -162,20 +163,38 @@ class _Buffer:
         return self.array.ctypes.data
 
 
+_interpreter_lock = threading.Lock()
+
+
 @contextmanager
 def _interpreting():
-    """Triton decorates for the interpreter, as do the library functions that the kernels use."""
+    """Triton decorates for the interpreter, as do the library functions that the kernels use.
+
+    The interpreter replaces functions of Triton's language. It undoes that for a kernel, but not for the functions that
+    the kernel calls, which would break compilation in the same process; here all of it is undone, the last first.
+    """
     import triton
     import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime import interpreter
 
-    before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
-    library = {name: InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
-    try:
-        with mock.patch.multiple(tl, **library):
-            yield
-    finally:
-        triton.knobs.runtime.interpret = before
+    patch_lang, scopes = interpreter._patch_lang, []
+
+    def patch_until_the_end(function):
+        scopes.append(patch_lang(function))
+        return mock.Mock()
+
+    with _interpreter_lock:
+        before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
+        library = {name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
+        try:
+            with mock.patch.multiple(tl, **library), mock.patch.object(interpreter, "_patch_lang", patch_until_the_end):
+                try:
+                    yield
+                finally:
+                    for scope in reversed(scopes):
+                        scope.restore()
+        finally:
+            triton.knobs.runtime.interpret = before
 
 
 def _load_interpreted(name: str):
