@@ -29,9 +29,14 @@ check: .venv/dev
 
 bench: .venv/installed
 ifdef GPU
-	.venv/bin/python benchmarks/finetune.py --scratch runs/benchmarks
+	.venv/bin/python benchmarks/attention.py
+	.venv/bin/python benchmarks/packed_metadata.py
+	.venv/bin/python benchmarks/moe_routing.py
+	.venv/bin/python benchmarks/offload.py
+	.venv/bin/python benchmarks/finetune.py --shapes qwen3-0.6b --scratch runs/benchmarks
 else
-	@echo "Nothing to run here: benchmarks/finetune.py measures NVIDIA GPUs, and nvidia-smi lists none."
+	@echo "nvidia-smi lists no GPU: the main job on a tiny model is all that can be measured here."
+	.venv/bin/python benchmarks/finetune.py --shapes tiny --chats 300 --steps 10 --scratch runs/benchmarks
 endif
 
 clean:
