@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
+from jaxglue.quant.nf4 import NF4
 
 Tree = dict[str, Any]
 """Nested dicts of arrays with the modules' names; `layers` is a list of such dicts."""
@@ -66,12 +67,9 @@ def merge_module(graph: nnx.GraphDef, *trees: Tree) -> Any:
 
 
 def flatten_names(tree: Tree) -> dict[str, jax.Array]:
-    """Hugging Face's full name → parameter, in the tree's order."""
+    """Hugging Face's full name → parameter, in the tree's order; each part of a quantised one has its own name."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        hf_name(".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)): leaf
-        for path, leaf in flat
-    }
+    return {hf_name(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in flat}
 
 
 def hf_name(name: str) -> str:
@@ -90,7 +88,13 @@ def map_names(function: Callable[[str, Any], Any], tree: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array]) -> CausalLM:
+def quantised_names(model: CausalLM) -> set[str]:
+    """Hugging Face's names of the parameters that a model holds in NF4."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {hf_name(".".join(map(str, path))) for path, variable in flat if isinstance(variable.get_value(), NF4)}
+
+
+def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | NF4]) -> CausalLM:
     """The model with its variables replaced by the arrays of these Hugging Face names, all of which it must have."""
     graph, state = nnx.split(model)
     flat = [
@@ -101,6 +105,9 @@ def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array]) -> Caus
 
 
 def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
-    """Hugging Face's name → shape and dtype of every parameter of a model, which may be abstract itself."""
+    """Hugging Face's name → shape and dtype of every parameter of a model, which may be abstract itself.
+
+    Those of a quantised parameter are the original's.
+    """
     flat = nnx.to_flat_state(nnx.state(model))
     return {hf_name(".".join(map(str, path))): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}

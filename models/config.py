@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from jaxglue.quant.nf4 import BLOCK
 from jaxglue.rope import RopeConfig
+
+Quantise = Literal["none", "nf4"]
+"""How the decoder layers' linear layers are stored: in the model's dtype, or in NF4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,8 @@ class DecoderConfig:
     """Sliding window of each layer in tokens, None for full attention."""
     moe: MoeConfig | None = None
     """None when every layer is dense."""
+    quantise: Quantise = "none"
+    """How the decoder layers' linear layers are stored; embeddings, norms, routers and lm_head never are quantised."""
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -63,6 +69,16 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of dimensions")
         assert len(self.layer_windows) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
+        if self.quantise == "nf4":
+            self._check_nf4()
+
+    def _check_nf4(self) -> None:
+        if self.moe and not self.moe.mxfp4:
+            raise ValueError("--quantise nf4 is not supported for experts that are not in MXFP4: leave it out")
+        heads = ("num_attention_heads × head_dim", self.num_attention_heads * self.head_dim)
+        for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size), heads):
+            if size % BLOCK:
+                raise ValueError(f"--quantise nf4 needs multiples of {BLOCK}, got {name}={size}: leave it out")
 
     @property
     def expanded(self) -> "DecoderConfig":

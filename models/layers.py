@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxglue.memory import names
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, Quantise
 from jaxglue.models.context import LayerContext
+from jaxglue.quant.nf4 import NF4, project_nf4, quantise_nf4
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -21,10 +23,21 @@ def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None
 
 
 class Linear(nnx.Module):
-    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in]; computes in x's dtype."""
+    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in] or its NF4; computes in x's dtype."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, dtype, rngs: nnx.Rngs):
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        std: float,
+        quantise: Quantise = "none",
+        dtype,
+        rngs: nnx.Rngs,
+    ):
+        weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
+        self.weight = nnx.Param(quantise_nf4(weight) if quantise == "nf4" else weight)
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
@@ -43,7 +56,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Applies the projection and its adapter."""
-        y = project(x, self.weight[...])
+        weight = self.weight.get_value()
+        y = project_nf4(x, weight) if isinstance(weight, NF4) else project(x, weight)
         if self.bias is not None:
             y += self.bias[...].astype(x.dtype)
         if self.lora_A is None or self.lora_B is None:
@@ -57,6 +71,11 @@ class Linear(nnx.Module):
         key = jax.random.fold_in(context.dropout_key, self.dropout_salt)
         keep = jax.random.bernoulli(key, 1.0 - self.lora_dropout, x.shape)
         return jnp.where(keep, x / (1.0 - self.lora_dropout), 0).astype(x.dtype)
+
+
+def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
+    """What all linear layers of a decoder layer's block share."""
+    return {"std": config.initializer_range, "quantise": config.quantise, **options}
 
 
 class Embedding(nnx.Module):
@@ -91,7 +110,7 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, window: int | None, dtype, rngs: nnx.Rngs):
         D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         N, K = config.num_attention_heads, config.num_key_value_heads
-        options = {"bias": config.attention_bias, "std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        options = _linear_options(config, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.q_proj = Linear(D, N * H, **options)
         self.k_proj = Linear(D, K * H, **options)
         self.v_proj = Linear(D, K * H, **options)
@@ -123,7 +142,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        options = {"bias": config.mlp_bias, "std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        options = _linear_options(config, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = Linear(D, F, **options)
         self.up_proj = Linear(D, F, **options)
         self.down_proj = Linear(F, D, **options)

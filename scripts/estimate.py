@@ -4,7 +4,7 @@ python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 40
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
@@ -19,6 +19,7 @@ from jaxglue.lora import LoraConfig
 from jaxglue.memory.gpus import GIB, find_gpu
 from jaxglue.memory.planner import Plan, Planner, Workload
 from jaxglue.models import config_from_hf
+from jaxglue.models.config import Quantise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class EstimateConfig:
     """Micro-batches in an optimiser step."""
     method: Literal["lora", "full"] = "lora"
     """Train adapters on frozen weights, or all weights."""
+    quantise: Quantise = "none"
+    """Hold the frozen linear layers of the decoder layers in NF4."""
     document_tokens: int | None = None
     """Mean length of the documents in a row; by default one document fills it."""
     host_memory_gib: float = 64.0
@@ -47,7 +50,7 @@ class EstimateConfig:
 def make_planner(config: EstimateConfig) -> Planner:
     """The planner of this workload; `ValueError` for a model or a GPU that is not known."""
     workload = Workload(
-        config=config_from_hf(read_config(config.model)),
+        config=replace(config_from_hf(read_config(config.model)), quantise=config.quantise),
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         lora=config.lora if config.method == "lora" else None,

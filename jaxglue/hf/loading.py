@@ -1,8 +1,10 @@
 """Models from Hugging Face folders, or with random weights of their shapes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +14,32 @@ from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, Quantise
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.moe_layers import mxfp4_scale
-from jaxglue.parameters import abstract_parameters, hf_name, set_parameters
+from jaxglue.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
+from jaxglue.quant.nf4 import NF4, quantise_nf4
 
 
-def load_model(folder: str | Path, *, dtype=jnp.bfloat16, expand_experts: bool = False) -> CausalLM:
+def load_model(
+    folder: str | Path, *, dtype=jnp.bfloat16, expand_experts: bool = False, quantise: Quantise = "none"
+) -> CausalLM:
     """The model in a local Hugging Face folder, its weights streamed to the default device in `dtype`.
 
     Args:
         folder: config.json and safetensors.
         dtype: of all weights but experts in MXFP4.
         expand_experts: whether experts in MXFP4 are expanded to `dtype` too.
+        quantise: `nf4` quantises each linear layer of the decoder layers as it arrives, a few at a time.
 
     Raises:
-        ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes.
+        ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes;
+            sizes that NF4's blocks do not divide.
     """
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
-    return _with_parameters(config, dtype, partial(load_tensors, folder))
+    return _with_parameters(replace(config, quantise=quantise), dtype, partial(load_tensors, folder))
 
 
 def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0) -> CausalLM:
@@ -41,21 +48,30 @@ def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0) ->
     Compiles one program per shape of a parameter, so a deep model starts as fast as a shallow one.
     """
     std = config.initializer_range
-    return _with_parameters(config, dtype, lambda specs: _draw(specs, std, jax.random.key(seed)))
+    return _with_parameters(config, dtype, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
 
 
-Fill = Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]]
-"""Arrays for the parameters of these names, shapes and dtypes."""
+Put = Callable[[str, Any], jax.Array | NF4]
+"""An array as the model holds the parameter of this name: on the device, quantised where it is so there."""
+Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
+"""What `Put` makes of an array for each parameter of these names, shapes and dtypes."""
 
 
 def _with_parameters(config: DecoderConfig, dtype, fill: Fill) -> CausalLM:
     model = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return set_parameters(model, fill(abstract_parameters(model)))
+    quantised = quantised_names(model)
+
+    def put(name: str, array) -> jax.Array | NF4:
+        return quantise_nf4(array) if name in quantised else jax.device_put(array)
+
+    return set_parameters(model, fill(abstract_parameters(model), put))
 
 
-def _draw(specs: dict[str, jax.ShapeDtypeStruct], std: float, key: jax.Array) -> dict[str, jax.Array]:
+def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, std: float, key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, len(specs))
-    return {name: _initial(name, spec, std, key) for (name, spec), key in zip(specs.items(), keys, strict=True)}
+    return {
+        name: put(name, _initial(name, spec, std, key)) for (name, spec), key in zip(specs.items(), keys, strict=True)
+    }
 
 
 def _initial(name: str, spec: jax.ShapeDtypeStruct, std: float, key: jax.Array) -> jax.Array:

@@ -34,6 +34,10 @@ class Workload:
     dtype: Any = jnp.bfloat16
     """Of activations and frozen weights; what trains is float32."""
 
+    def __post_init__(self):
+        if self.lora is None and self.config.quantise != "none":
+            raise ValueError(f"quantise={self.config.quantise} holds frozen weights, and all train: use adapters")
+
     @property
     def tokens(self) -> int:
         """Of one micro-batch."""

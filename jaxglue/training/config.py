@@ -11,6 +11,7 @@ from jaxglue.attention import BACKENDS
 from jaxglue.data import DataConfig
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.policy import check_remat
+from jaxglue.models.config import Quantise
 from jaxglue.models.context import RouterLosses
 from jaxglue.training.optimizer import OptimizerConfig
 
@@ -36,6 +37,8 @@ class ModelConfig:
     """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer."""
     expand_experts: bool = False
     """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
+    quantise: Quantise = "none"
+    """Hold the frozen linear layers of the decoder layers in NF4 (QLoRA): 0.52 bytes a weight, as bitsandbytes does."""
     router_balance_loss: float = 0.0
     """Weight of routers' load-balancing loss; 0 leaves it out, as is usual in fine-tuning. Not in the loss shown."""
     router_z_loss: float = 0.0
@@ -48,6 +51,11 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.weights == "host" and self.method == "full":
             raise ValueError("--weights host streams frozen weights, and with --method full none are: leave one out")
+        if self.quantise != "none" and self.method == "full":
+            raise ValueError(
+                f"--quantise {self.quantise} holds frozen weights, and with --method full none are: "
+                "use --method lora, or leave --quantise out"
+            )
 
     @property
     def router_losses(self) -> RouterLosses | None:

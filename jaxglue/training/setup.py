@@ -1,7 +1,7 @@
 """Everything that is known, checked and decided before the accelerator has work to do."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxglue.training.remat import RematChoice, choose_remat
 
 _TRAINED_BYTES = 16
 """Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
+_STORED = {"none": "", "nf4": ", linear layers of the decoder layers in NF4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class Setup:
             "data": self.data.report,
             "batch": f"{run.accumulation} × {run.batch_size} rows of {data.seq_len:,} tokens",
             "steps": f"{self.total_steps:,} ({self.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
-            "dtype": self.config.model.compute_dtype,
+            "dtype": f"{self.config.model.compute_dtype}{_STORED[self.model.quantise]}",
             "remat": self.remat,
             "attention": f"{attention.name}: {attention.reason}",
             **self._experts(),
@@ -173,6 +174,7 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
     model = config_from_hf(read_config(config.model.model))
     if config.model.expand_experts:
         model = model.expanded
+    model = replace(model, quantise=config.model.quantise)
     if model.moe and model.moe.mxfp4 and config.model.method == "full":
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
     if config.model.router_losses and model.moe is None:

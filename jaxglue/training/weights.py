@@ -22,7 +22,8 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed)
     else:
-        model = load_model(config.model.model, dtype=dtype, expand_experts=config.model.expand_experts)
+        options = {"expand_experts": config.model.expand_experts, "quantise": config.model.quantise}
+        model = load_model(config.model.model, dtype=dtype, **options)
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))
     structure, trainable, frozen = split_model(model, trainable_filter(config))
