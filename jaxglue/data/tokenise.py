@@ -86,6 +86,10 @@ def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[Enc
             yield result
 
 
+_encoder: Encoder
+"""Of a tokenising process, which `_install` gives it."""
+
+
 def _install(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
