@@ -9,16 +9,18 @@ dataclasses. `--seq-len 4096` and the recipe below mean the same; a flag wins ov
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import itertools
 import json
+import sys
 import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,15 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, descript
         return _construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the program with status 1 and one line on what a user can mend: a ValueError or an OSError inside."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 def load_config[C](cls: type[C], path: Path) -> C:

@@ -1,7 +1,7 @@
 """A model's parameters as plain trees: trainable and frozen apart, named as Hugging Face names them."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,10 @@ from jaxglue.quant.nf4 import NF4
 
 Tree = dict[str, Any]
 """Nested dicts of arrays with the modules' names; `layers` is a list of such dicts."""
+
+
+Place = str | int
+"""Where a part stands in a parameter tree: its name, or the index of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,19 @@ def _split(module: nnx.Module, trainable) -> tuple[nnx.GraphDef, Tree, Tree]:
     return graph, train, frozen
 
 
+def get_part(tree: Tree, place: Place) -> Tree:
+    """The part of a parameter tree at a place."""
+    return tree["layers"][place] if isinstance(place, int) else tree[place]
+
+
+def set_part(tree: Tree, place: Place, part: Tree) -> None:
+    """Puts a part at its place, in the tree itself."""
+    if isinstance(place, int):
+        tree["layers"][place] = part
+    else:
+        tree[place] = part
+
+
 def merge_module(graph: nnx.GraphDef, *trees: Tree) -> Any:
     """The module with the parameters of its plain trees; for use inside jit."""
     first, *others = map(nnx.State, trees)
@@ -82,25 +99,16 @@ def hf_name(name: str) -> str:
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-def map_names(function: Callable[[str, Any], Any], tree: Tree) -> Tree:
-    """The tree with every leaf replaced by `function(its Hugging Face name, leaf)`."""
-    leaves = [function(name, leaf) for name, leaf in flatten_names(tree).items()]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
 def quantised_names(model: CausalLM) -> set[str]:
     """Hugging Face's names of the parameters that a model holds in NF4."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {hf_name(".".join(map(str, path))) for path, variable in flat if isinstance(variable.get_value(), NF4)}
+    return {_dotted(path) for path, variable in flat if isinstance(variable.get_value(), NF4)}
 
 
 def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | NF4]) -> CausalLM:
     """The model with its variables replaced by the arrays of these Hugging Face names, all of which it must have."""
     graph, state = nnx.split(model)
-    flat = [
-        (path, variable.replace(parameters[hf_name(".".join(map(str, path)))]))
-        for path, variable in nnx.to_flat_state(state)
-    ]
+    flat = [(path, variable.replace(parameters[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
@@ -110,4 +118,8 @@ def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
     Those of a quantised parameter are the original's.
     """
     flat = nnx.to_flat_state(nnx.state(model))
-    return {hf_name(".".join(map(str, path))): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
+    return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}
+
+
+def _dotted(path: tuple) -> str:
+    return hf_name(".".join(map(str, path)))

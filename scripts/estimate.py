@@ -3,7 +3,6 @@
 python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 4090"
 """
 
-import sys
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxglue.cli import parse_config
+from jaxglue.cli import parse_config, user_errors
 from jaxglue.flops import mean_visible_keys
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.lora import LoraConfig
@@ -87,10 +86,8 @@ def _cells(plan: Plan, tokens: int) -> tuple[str, ...]:
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     config = parse_config(EstimateConfig)
-    try:
+    with user_errors():
         print_plans(make_planner(config), config.host_memory_gib * GIB)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 python scripts/export.py --adapter runs/first/adapter --base models/Qwen3-0.6B --output merged
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxglue.cli import parse_config
+from jaxglue.cli import parse_config, user_errors
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES
 from jaxglue.hf.export import export_adapter
 
@@ -28,10 +27,8 @@ class ExportConfig:
 
 def main() -> None:
     config = parse_config(ExportConfig)
-    try:
+    with user_errors():
         export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     print(f"wrote {config.output}")
 
 

@@ -2,26 +2,21 @@
 
 import logging
 import os
-import sys
 
-from jaxglue.cli import parse_config
+from jaxglue.cli import parse_config, user_errors
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
 
 
-def main() -> int:
+def main() -> None:
     # JAX would leave a quarter of the GPU unused; it reads this when it first asks for one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig)
-    try:
+    with user_errors():
         train(config, timer=StartupTimer.since_process_start())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,9 +20,9 @@ from jaxglue.memory.layer import LayerFunctions, Residuals
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
-from jaxglue.parameters import ModelStructure, Tree
+from jaxglue.parameters import ModelStructure, Place, Tree, set_part
 
-Update = Callable[[str | int, Tree], None]
+Update = Callable[[Place, Tree], None]
 """Takes a part of the model (a name, or a layer's index) and its finished gradients."""
 
 
@@ -97,7 +97,7 @@ class Executor:
             key: for dropout; None drops nothing.
         """
         gradients: Tree = {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
-        loss = self.loss_and_update(trainable, frozen, micro_batches, total_weight, partial(_set_part, gradients), key)
+        loss = self.loss_and_update(trainable, frozen, micro_batches, total_weight, partial(set_part, gradients), key)
         return loss, gradients
 
     def loss_and_update(
@@ -121,7 +121,7 @@ class Executor:
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
-            finish = update if last else partial(_set_part, sums)
+            finish = update if last else partial(set_part, sums)
             losses.append(self._micro_batch(trainable, frozen, batch, scale, batch_key, sums, finish))
         return sum(losses[1:], start=losses[0])
 
@@ -208,13 +208,6 @@ class Executor:
         """Takes the last layer off the list and starts the copies from the host."""
         layer = kept.pop()
         return transfer.to_device(layer) if self._uses_host else layer
-
-
-def _set_part(tree: Tree, part: str | int, value: Tree) -> None:
-    if isinstance(part, int):
-        tree["layers"][part] = value
-    else:
-        tree[part] = value
 
 
 def frozen_to_host(frozen: Tree) -> Tree:

@@ -11,14 +11,10 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxglue.memory.transfer import commit
-from jaxglue.parameters import Tree
+from jaxglue.parameters import Place, Tree, get_part, set_part
 
 _PARTS_PER_PROGRAM = 8
 """Parts updated by one program: more are fewer launches, but longer to compile."""
-
-
-Place = str | int
-"""Where a part stands in a parameter tree: its name, or the index of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +89,7 @@ class Optimizer:
 
     def init(self, trainable: Tree) -> list[Any]:
         """Optimiser state of every part, in the order of `places`."""
-        return commit([self._init(_part(trainable, place)) for place in places(trainable)])
+        return commit([self._init(get_part(trainable, place)) for place in places(trainable)])
 
     def update(
         self, trainable: Tree, state: list[Any], gradients: Tree, step: int
@@ -105,16 +101,18 @@ class Optimizer:
             step: optimiser steps done before, for the learning rate that is reported.
         """
         batches = list(itertools.batched(places(trainable), _PARTS_PER_PROGRAM))
-        squares = [self._square_norm([_part(gradients, place) for place in batch], squared=True) for batch in batches]
+        squares = [
+            self._square_norm([get_part(gradients, place) for place in batch], squared=True) for batch in batches
+        ]
         scale, values = self._clip_scale(squares, np.int32(step))
         updated: Tree = {**trainable, "layers": list(trainable["layers"])}
         states, new_state = iter(state), []
         for batch in batches:
-            old, gradient = ([_part(tree, place) for place in batch] for tree in (trainable, gradients))
+            old, gradient = ([get_part(tree, place) for place in batch] for tree in (trainable, gradients))
             new, new_states = self._update(old, list(itertools.islice(states, len(batch))), gradient, scale)
             new_state += new_states
             for place, part in zip(batch, new, strict=True):
-                _set_part(updated, place, part)
+                set_part(updated, place, part)
         return updated, new_state, values
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
@@ -124,9 +122,9 @@ class Optimizer:
     def update_part(self, trainable: Tree, state: list[Any], place: Place, gradient: Tree) -> tuple[Tree, list[Any]]:
         """(trainable, state) with one part updated, without clipping; the part's old arrays are donated."""
         index = places(trainable).index(place)
-        (part,), (part_state,) = self._update([_part(trainable, place)], [state[index]], [gradient], np.float32(1))
+        (part,), (part_state,) = self._update([get_part(trainable, place)], [state[index]], [gradient], np.float32(1))
         trainable = {**trainable, "layers": list(trainable["layers"])}
-        _set_part(trainable, place, part)
+        set_part(trainable, place, part)
         return trainable, [*state[:index], part_state, *state[index + 1 :]]
 
     def _norm_and_scale(self, squares: list[Array], step: Array) -> tuple[Array, dict[str, Array]]:
@@ -150,17 +148,6 @@ def places(tree: Tree) -> list[Place]:
     """The places of all parts that hold a parameter, the layers last."""
     names: list[Place] = [name for name in sorted(tree.keys() - {"layers"}) if jax.tree.leaves(tree[name])]
     return names + [index for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer)]
-
-
-def _part(tree: Tree, place: Place) -> Tree:
-    return tree["layers"][place] if isinstance(place, int) else tree[place]
-
-
-def _set_part(tree: Tree, place: Place, part: Tree) -> None:
-    if isinstance(place, int):
-        tree["layers"][place] = part
-    else:
-        tree[place] = part
 
 
 def _is_matrix(tree: Tree) -> Tree:

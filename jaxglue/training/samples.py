@@ -24,14 +24,14 @@ class Samples:
         model, run = setup.config.model, setup.config.run
         self._tokenizer, self._console, self._path = setup.tokenizer, console, folder / "samples.jsonl"
         self._prompts = {prompt: encode_prompt(setup.tokenizer, prompt) for prompt in run.sample_prompt}
+        self._stops = stop_tokens(setup.tokenizer)
         self._generator = Generator(structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
         self._sampling = SamplingConfig(max_tokens=run.sample_tokens, temperature=0.0)
 
     def answer(self, when: str, step: int, trainable: Tree, frozen: Tree) -> None:
         """Answers every prompt, always with the likeliest token."""
         for prompt, tokens in self._prompts.items():
-            stops = stop_tokens(self._tokenizer)
-            stream = self._generator.stream(trainable, frozen, tokens, self._sampling, stops)
+            stream = self._generator.stream(trainable, frozen, tokens, self._sampling, self._stops)
             answer = "".join(stream_text(self._tokenizer, stream))
             self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
             with self._path.open("a", encoding="utf-8") as file:

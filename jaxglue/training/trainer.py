@@ -14,13 +14,13 @@ from rich.console import Console
 from jaxglue.cli import to_toml
 from jaxglue.hf.files import write_json
 from jaxglue.memory.executor import Executor
-from jaxglue.parameters import Tree
+from jaxglue.parameters import Place, Tree
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.metrics import MetricsWriter
-from jaxglue.training.optimizer import Optimizer, Place
+from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.output import output_folder
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
@@ -167,10 +167,7 @@ class Trainer:
         if self._warm and self._executor.compilations() > compiled:
             _log.warning("step %d compiled programs again: its batch has other shapes", self._step + 1)
         self._step += 1
-        result = _StepResult(self._step, {"loss": loss, **values}, tokens)
-        for value in result.values.values():
-            value.copy_to_host_async()  # now, as a copy asked for later would wait for the steps after this one
-        return result
+        return _StepResult(self._step, {"loss": loss, **values}, tokens)
 
     def _update_part(self, place: Place, gradient: Tree) -> None:
         if jax.tree.leaves(gradient):
