@@ -20,17 +20,26 @@ from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
 from jaxglue.quant.nf4 import NF4, quantise_nf4
 
+Place = Callable[[str], jax.sharding.Sharding | None]
+"""Where the parameter of this Hugging Face name goes; None for the default device."""
+
 
 def load_model(
-    folder: str | Path, *, dtype=jnp.bfloat16, expand_experts: bool = False, quantise: Quantise = "none"
+    folder: str | Path,
+    *,
+    dtype=jnp.bfloat16,
+    expand_experts: bool = False,
+    quantise: Quantise = "none",
+    place: Place | None = None,
 ) -> CausalLM:
-    """The model in a local Hugging Face folder, its weights streamed to the default device in `dtype`.
+    """The model in a local Hugging Face folder, its weights streamed to their places in `dtype`.
 
     Args:
         folder: config.json and safetensors.
         dtype: of all weights but experts in MXFP4.
         expand_experts: whether experts in MXFP4 are expanded to `dtype` too.
         quantise: `nf4` quantises each linear layer of the decoder layers as it arrives, a few at a time.
+        place: where each parameter goes, straight from the file unless it has to be quantised first.
 
     Raises:
         ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes;
@@ -39,38 +48,40 @@ def load_model(
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
-    return _with_parameters(replace(config, quantise=quantise), dtype, partial(load_tensors, folder))
+    return _with_parameters(replace(config, quantise=quantise), dtype, place, partial(load_tensors, folder))
 
 
-def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0) -> CausalLM:
+def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, place: Place | None = None) -> CausalLM:
     """A model as Hugging Face initialises it: normal matrices, zero biases, norms that are the identity.
 
     Compiles one program per shape of a parameter, so a deep model starts as fast as a shallow one.
     """
     std = config.initializer_range
-    return _with_parameters(config, dtype, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
+    return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
 
 
 Put = Callable[[str, Any], jax.Array | NF4]
-"""An array as the model holds the parameter of this name: on the device, quantised where it is so there."""
+"""An array as the model holds the parameter of this name: in its place, quantised where it is so there."""
 Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
 """What `Put` makes of an array for each parameter of these names, shapes and dtypes."""
 
 
-def _with_parameters(config: DecoderConfig, dtype, fill: Fill) -> CausalLM:
+def _with_parameters(config: DecoderConfig, dtype, place: Place | None, fill: Fill) -> CausalLM:
     model = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
     quantised = quantised_names(model)
 
     def put(name: str, array) -> jax.Array | NF4:
-        return quantise_nf4(array) if name in quantised else jax.device_put(array)
+        return jax.device_put(quantise_nf4(array) if name in quantised else array, place and place(name))
 
     return set_parameters(model, fill(abstract_parameters(model), put))
 
 
 def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, std: float, key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, len(specs))
+    # One at a time: those on their way to the host must not pile up on the device.
     return {
-        name: put(name, _initial(name, spec, std, key)) for (name, spec), key in zip(specs.items(), keys, strict=True)
+        name: jax.block_until_ready(put(name, _initial(name, spec, std, key)))
+        for (name, spec), key in zip(specs.items(), keys, strict=True)
     }
 
 

@@ -43,7 +43,7 @@ class Executor:
         policy: what each layer keeps for its backward pass; one policy for all layers, or one for each.
         dtype: the dtype of activations and matmuls.
         attention: the attention backend.
-        stream_weights: the layers' frozen weights are in pinned host memory (see `frozen_to_host`).
+        stream_weights: the layers' frozen weights are in pinned host memory.
         prefetch_depth: how many layers ahead copies from the host are asked for: 1 is double buffering, 0 none.
         run_ahead: how many layers may be dispatched and not done while copies are asked for.
         router_losses: coefficients of the auxiliary losses of routers, each a mean over the layers with experts. Their
@@ -208,14 +208,3 @@ class Executor:
         """Takes the last layer off the list and starts the copies from the host."""
         layer = kept.pop()
         return transfer.to_device(layer) if self._uses_host else layer
-
-
-def frozen_to_host(frozen: Tree) -> Tree:
-    """The tree with the layers' weights in pinned host memory, for `Executor(stream_weights=True)`.
-
-    Raises:
-        ValueError: no layer has frozen weights, as when all of them train.
-    """
-    if not jax.tree.leaves(frozen["layers"]):
-        raise ValueError("weights on the host need frozen weights, and all of them train: use adapters")
-    return {**frozen, "layers": transfer.to_host(frozen["layers"])}

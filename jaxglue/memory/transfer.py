@@ -19,6 +19,12 @@ def check_pinned_memory(device: jax.Device) -> None:
         )
 
 
+def pinned_host(device: jax.Device) -> jax.sharding.Sharding:
+    """The pinned memory beside a device; raises ValueError when it has none."""
+    check_pinned_memory(device)
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+
+
 def to_host(tree: Any) -> Any:
     """Starts copying a tree's arrays to pinned host memory; sharded arrays keep their sharding."""
     return _move(tree, PINNED)

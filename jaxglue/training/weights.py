@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -9,8 +10,7 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
-from jaxglue.memory.executor import frozen_to_host
-from jaxglue.memory.transfer import commit
+from jaxglue.memory.transfer import commit, pinned_host
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.training.setup import Setup, trainable_filter
 
@@ -19,17 +19,21 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     """(structure, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
     config, seed = setup.config, setup.config.data.seed
     dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
+    place = _layers_on_host if config.model.weights == "host" else None
     if config.model.random_weights:
-        model = random_model(setup.model, dtype=dtype, seed=seed)
+        model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
         options = {"expand_experts": config.model.expand_experts, "quantise": config.model.quantise}
-        model = load_model(config.model.model, dtype=dtype, **options)
+        model = load_model(config.model.model, dtype=dtype, place=place, **options)
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))
     structure, trainable, frozen = split_model(model, trainable_filter(config))
-    if config.model.weights == "host":
-        frozen = frozen_to_host(frozen)
     return structure, commit(trainable), commit(frozen)
+
+
+def _layers_on_host(name: str) -> jax.sharding.Sharding | None:
+    """Pinned memory for what is streamed, so that it never has to fit the GPU."""
+    return pinned_host(jax.devices()[0]) if name.startswith("model.layers.") else None
 
 
 def export_result(setup: Setup, trainable: Tree, folder: Path) -> Path:

@@ -1,6 +1,9 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import add_adapter, load_model, random_model
+from jaxglue.memory.transfer import PINNED, pinned_host
 from jaxglue.models import config_from_hf
 from jaxglue.parameters import abstract_parameters, flatten_names, split_model
 
@@ -37,6 +41,25 @@ def test_a_saved_model_loads_in_the_wanted_dtype(tmp_path):
     assert loaded.keys() == abstract_parameters(model).keys()
     for name, value in parameters(model).items():
         np.testing.assert_array_equal(loaded[name], value.astype(jnp.bfloat16), err_msg=name)
+
+
+@pytest.mark.parametrize("quantise", ["none", "nf4"])
+def test_parameters_go_where_they_are_wanted(tmp_path, quantise):
+    raw = {**RAW, "intermediate_size": 128}
+    config, host = config_from_hf(raw), pinned_host(jax.devices()[0])
+    save_tensors(tmp_path / "model", parameters(random_model(config, dtype=jnp.float32, seed=3)))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+
+    def place(name):
+        return host if name.startswith("model.layers.") else None
+
+    drawn = random_model(replace(config, quantise=quantise), dtype=jnp.float32, seed=3, place=place)
+    loaded = load_model(tmp_path / "model", dtype=jnp.float32, quantise=quantise, place=place)
+    here = load_model(tmp_path / "model", dtype=jnp.float32, quantise=quantise)
+    for model in (drawn, loaded):
+        chex.assert_trees_all_equal(*(jax.device_get(parameters(m)) for m in (model, here)))
+        kinds = {name: value.sharding.memory_kind for name, value in parameters(model).items()}
+        assert {name for name, kind in kinds.items() if kind == PINNED} == set(filter(place, kinds))
 
 
 def test_random_weights_follow_the_config_and_the_seed():

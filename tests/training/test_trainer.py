@@ -90,6 +90,13 @@ def test_updating_in_the_backward_pass_changes_no_loss(make_config, tmp_path):
     np.testing.assert_allclose([*got.values()], [*expected.values()], rtol=1e-6)
 
 
+def test_weights_and_activations_on_the_host_change_no_loss(make_config, tmp_path):
+    train(make_config(steps=4, output=tmp_path / "device"))
+    train(make_config(steps=4, weights="host", remat="offload"))
+    expected, got = losses(tmp_path / "device"), losses(tmp_path / "run")
+    np.testing.assert_allclose([*got.values()], [*expected.values()], rtol=1e-5)
+
+
 def test_profiled_steps_leave_a_trace(make_config, tmp_path):
     train(make_config(steps=6, profile=2))
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
