@@ -1,0 +1,40 @@
+"""Programs of a single device on a mesh: what runs inside sees local arrays, and names axes to speak to the others."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, PRNGKeyArray
+
+ROWS = ("data", "fsdp", "expert")
+"""Axes over which the rows of a batch are spread."""
+
+
+def per_device[**Arguments, Result](
+    function: Callable[Arguments, Result], mesh: Mesh | None, in_specs: Any, out_specs: Any
+) -> Callable[Arguments, Result]:
+    """The function run by every device on its own parts of the arguments; the function itself without a mesh.
+
+    Inside, arrays are local and there is nothing to partition, so kernels of Triton and cuDNN need no rules.
+    """
+    if mesh is None:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def axis_size(*axes: str) -> int:
+    """Devices along these axes, to be asked inside `per_device`; 1 elsewhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.manual_axes)
+
+
+def total(x: Array, *axes: str) -> Array:
+    """The sum over the devices along these axes, inside `per_device`; x elsewhere."""
+    return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
+
+
+def own_key(key: PRNGKeyArray) -> PRNGKeyArray:
+    """A key of this device's rows alone, inside `per_device`; the key itself elsewhere."""
+    return jax.random.fold_in(key, jax.lax.axis_index(ROWS)) if axis_size(*ROWS) > 1 else key

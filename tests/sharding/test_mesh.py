@@ -1,0 +1,43 @@
+"""What a mesh's text means, and what does not fit it."""
+
+import pytest
+
+from jaxglue.models import config_from_hf
+from jaxglue.sharding.mesh import MeshShape, make_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("data=8", (8, 1, 1, 1)), ("fsdp=4, data=2", (2, 4, 1, 1)), ("expert=2,tensor=1", (1, 1, 2, 1))],
+)
+def test_a_mesh_is_read_from_its_text(text, sizes):
+    shape = MeshShape.parse(text)
+    assert tuple(shape.sizes.values()) == sizes
+    assert MeshShape.parse(str(shape)) == shape
+
+
+@pytest.mark.parametrize("text", ["", "data", "data=2,data=4", "rows=8", "data=two", "data=2;fsdp=2"])
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(ValueError, match=r"--mesh .* is not understood; expected auto, or sizes of data, fsdp"):
+        MeshShape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch_size", "message"),
+    [
+        ("data=4", 4, r"--mesh data=4 is for 4 devices, and there are 8"),
+        ("data=2,fsdp=4", 12, r"--batch-size 12 does not divide among the 8 parts of .*: use --batch-size 16"),
+        ("data=2,expert=4", 8, "qwen3 has no experts; use data or fsdp"),
+        ("tensor=8", 1, "num_attention_heads=4 does not divide by 8"),
+        ("data=2,tensor=4", 2, "num_key_value_heads=2 does not divide by 4"),
+        ("data=0", 1, "an axis has at least 1 device"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_remedy(tiny_config, mesh, batch_size, message):
+    config = config_from_hf({**tiny_config, "model_type": "qwen3"})
+    with pytest.raises(ValueError, match=message):
+        MeshShape.parse(mesh).check(config, batch_size=batch_size, devices=8)
+
+
+def test_one_device_is_a_mesh():
+    assert make_mesh(MeshShape()).size == 1
