@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +31,19 @@ from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.trace import copy_overlap
 from jaxglue.memory.workload import Workload, abstract_parts
 from jaxglue.models import config_from_hf
+from jaxglue.models.config import Quantise
 from jaxglue.parameters import merge_module
+from jaxglue.quant.nf4 import NF4, quantise_nf4
 from jaxglue.segments import pack_segments
 
 LENGTHS_SEED = 0
 
 
-def workload(shape: str, layers: int | None, tokens: int, method: str) -> Workload:
+def workload(shape: str, layers: int | None, tokens: int, method: str, quantise: str = "none") -> Workload:
     """LoRA of rank 16 on all linear layers, or full fine-tuning, of a packed row of documents of 64–1,024 tokens."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     return Workload(
-        config=config_from_hf(raw),
+        config=replace(config_from_hf(raw), quantise=quantise),
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
@@ -60,9 +64,9 @@ def parameters(work: Workload, weights: str):
     structure, *trees = abstract_parts(work)
 
     def fill(tree, key, host: bool):
-        leaves, treedef = jax.tree.flatten(tree)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_nf4)
         keys = jax.random.split(key, max(len(leaves), 1))
-        values = [_normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=False)]
+        values = [_normal(k, leaf) for k, leaf in zip(keys, leaves, strict=False)]
         filled = jax.tree.unflatten(treedef, values)
         filled = transfer.commit(filled)
         return jax.block_until_ready(transfer.to_host(filled)) if host else filled
@@ -78,8 +82,14 @@ def parameters(work: Workload, weights: str):
     return structure, *out
 
 
-def _normal(key, shape, dtype):
-    return jnp.ones(shape, dtype) if len(shape) == 1 else _random(key, shape, dtype)
+def is_nf4(leaf) -> bool:
+    return isinstance(leaf, NF4)
+
+
+def _normal(key, leaf):
+    if is_nf4(leaf):
+        return quantise_nf4(_random(key, leaf.shape, leaf.dtype))
+    return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _random(key, leaf.shape, leaf.dtype)
 
 
 _random = jax.jit(
@@ -138,7 +148,7 @@ def memory(device: jax.Device, statistic: str) -> float:
 
 def measure(args) -> dict:
     """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
-    work = workload(args.shape, args.layers, args.tokens, args.method)
+    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantise)
     parts = parameters(work, args.weights)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
@@ -184,6 +194,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
+    parser.add_argument("--quantise", choices=get_args(Quantise), default="none")
     parser.add_argument("--remat", nargs="+", default=["full"], help="one policy, or that of the first and last layers")
     parser.add_argument("--last", type=int, default=0, help="layers under the second policy")
     parser.add_argument("--weights", choices=("device", "host"), default="device")

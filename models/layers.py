@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxglue.memory import names
 from jaxglue.models.config import DecoderConfig, Quantise
 from jaxglue.models.context import LayerContext
-from jaxglue.quant.nf4 import NF4, project_nf4, quantise_nf4
+from jaxglue.quant.expand import project_quantised
+from jaxglue.quant.nf4 import NF4, quantise_nf4
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -57,7 +58,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Applies the projection and its adapter."""
         weight = self.weight.get_value()
-        y = project_nf4(x, weight) if isinstance(weight, NF4) else project(x, weight)
+        y = project_quantised(x, weight) if isinstance(weight, NF4) else project(x, weight)
         if self.bias is not None:
             y += self.bias[...].astype(x.dtype)
         if self.lora_A is None or self.lora_B is None:

@@ -210,7 +210,7 @@ def _load_interpreted(name: str):
 def interpreted():
     """Runs Triton kernels on the CPU; float32 and float16 only.
 
-    interpreted(name of a module of kernels) → launch(kernel, arrays, out_type, grid, constants).
+    interpreted(name of a module of kernels) → launch(kernel, arrays, out_type, grid, constants, into=initial outputs).
     """
     pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
     from triton.runtime.interpreter import GridExecutor
@@ -225,17 +225,18 @@ def interpreted():
     def interpret(name: str):
         kernels = _load_interpreted(name)
 
-        def launch(kernel, arrays, out_type, grid, constants):
+        def launch(kernel, arrays, out_type, grid, constants, into=None):
             function = getattr(kernels, kernel.__name__)
+            if into is None:
+                into = [np.full(o.shape, np.nan, o.dtype) for o in out_type]  # an unwritten element shows
 
-            def run(*arrays):
-                outputs = [np.full(o.shape, np.nan, o.dtype) for o in out_type]  # an unwritten element shows
+            def run(arrays, outputs):
                 buffers = [_Buffer(np.array(a)) for a in (*arrays, *outputs)]
                 with _interpreting():
                     Executor(function.rewrite(), function.arg_names, grid)(*buffers, **constants)
                 return tuple(b.array for b in buffers[len(arrays) :])
 
-            return jax.pure_callback(run, out_type, *arrays)
+            return jax.pure_callback(run, out_type, arrays, into)
 
         return launch
 

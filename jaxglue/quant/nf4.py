@@ -135,16 +135,3 @@ def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
         odd = (codes >> bit & 1).astype(bool)
         values = [jnp.where(odd, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     return values[0]
-
-
-@jax.custom_vjp
-def project_nf4(x: Float[Array, "*B in"], weight: NF4) -> Float[Array, "*B out"]:
-    """x·Wᵀ in x's dtype. The gradient to x expands the weight again; the weight has none."""
-    contract_last = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, dequantise(weight, x.dtype), contract_last, preferred_element_type=x.dtype)
-
-
-project_nf4.defvjp(
-    lambda x, weight: (project_nf4(x, weight), weight),
-    lambda weight, dy: (dy @ dequantise(weight, dy.dtype), None),
-)

@@ -1,0 +1,52 @@
+"""Launches of the kernels that expand quantised weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+from jax_triton import triton_call
+from jaxtyping import Array, Float
+
+from jaxglue.quant.kernels import nf4_kernel
+from jaxglue.quant.nf4 import GROUP, NF4, VALUES, dynamic_code
+
+_BLOCK, _STEPS = 16, 4
+"""Blocks of 64 values that a program of 128 threads expands at a time, and how often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonExpander:
+    """Writes each weight to its rows of one array."""
+
+    compute_capability: int
+    """As Triton counts it: 90 for 9.0."""
+
+    def expand(self, weights: Sequence[NF4], dtype) -> Float[Array, "out in"]:
+        """See `jaxglue.quant.expand.expand`."""
+        rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        tables = jnp.asarray(dynamic_code()), jnp.asarray(np.array(VALUES, np.float32))
+        out, first = jax.new_ref(jax.lax.empty((rows, columns), dtype)), 0
+        for weight in weights:
+            count = weight.scales.size
+            parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
+            constants = {"FIRST": first, "COUNT": count, "GROUP": GROUP, "BLOCK": _BLOCK, "STEPS": _STEPS}
+            self._launch(nf4_kernel, (*parts, *tables), out, triton.cdiv(count, _BLOCK * _STEPS), constants)
+            first += prod(weight.shape)
+        return jax.freeze(out)
+
+    def _launch(self, kernel, arrays, out: jax.Ref, programs: int, constants) -> None:
+        triton_call(
+            *arrays,
+            out,
+            kernel=kernel,
+            out_type=(),
+            grid=(programs,),
+            num_warps=4,
+            num_stages=1,
+            compute_capability=self.compute_capability,
+            **constants,
+        )
