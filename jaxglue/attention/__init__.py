@@ -3,7 +3,14 @@
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import BACKENDS, AttentionShape, BackendChoice, choose_backend, compute_capability
+from jaxglue.attention.backends import (
+    BACKENDS,
+    AttentionShape,
+    BackendChoice,
+    choose_backend,
+    compute_capability,
+    tracing_for,
+)
 from jaxglue.attention.flash import LSE_NAME, OUT_NAME, FlashSpec, FusedBackend, flash_attention
 from jaxglue.attention.reference import reference_attention
 from jaxglue.segments import PackedSegments
@@ -17,6 +24,7 @@ __all__ = [
     "choose_backend",
     "compute_capability",
     "packed_attention",
+    "tracing_for",
 ]
 
 

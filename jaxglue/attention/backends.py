@@ -1,6 +1,8 @@
 """Which backend serves a call, and why."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -39,8 +41,26 @@ class BackendChoice:
     reason: str
 
 
+_planned_capability: ContextVar[tuple[int, int] | None] = ContextVar("planned_capability", default=None)
+
+
+@contextmanager
+def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, programs are traced for a GPU of this compute capability, which need not be here; they cannot run."""
+    token = _planned_capability.set(capability)
+    try:
+        yield
+    finally:
+        _planned_capability.reset(token)
+
+
 def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU, the default device unless given; None for any other device."""
+    """Compute capability of an NVIDIA GPU, None for any other device.
+
+    The device is the default one unless given, or that of `tracing_for`.
+    """
+    if device is None and (planned := _planned_capability.get()) is not None:
+        return planned
     device = device or jax.devices()[0]
     if device.platform not in ("gpu", "cuda"):
         return None

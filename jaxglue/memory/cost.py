@@ -118,6 +118,8 @@ class _Trace:
             return self._opaque(inputs, outputs, self._attention[eqn.params["name"]])
         if (inner := _call(eqn)) is not None:
             return self.run(inner.jaxpr, inputs) if len(inner.jaxpr.invars) == len(inputs) else outputs
+        if name == "cond":
+            return self.run(_branch(eqn).jaxpr, inputs[1:])
         if name in _ALIASES:
             return inputs[: len(outputs)]
         if name == "dot_general":
@@ -126,7 +128,7 @@ class _Trace:
             outputs[0].from_matmul = True
             return self._opaque(inputs, outputs, max(flops / self._gpu.matmul, self._copy(moved)))
         if name == "triton_kernel_call":
-            return self._opaque(inputs, outputs, self._grouped_seconds(eqn, inputs, outputs))
+            return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
             return [self._accumulate(*inputs)]
         if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
@@ -137,12 +139,9 @@ class _Trace:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
         return [replace(output, roots=roots) for output in outputs]
 
-    def _grouped_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
-        """Of a kernel that multiplies rows [S, K] with a matrix of their group's, of [E, …] matrices."""
-        shapes = [var.aval.shape for var in eqn.invars]
-        rows = next((shape for shape in shapes if len(shape) == 2), (0, 1))
-        matrices = next((shape for shape in shapes if len(shape) == 3), (1, 0, 0))
-        flops = 2.0 * rows[0] * matrices[1] * matrices[2]
+    def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
+        """Of a Triton kernel, which says what it computes where that is more than its arrays show."""
+        flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
         return max(flops / self._gpu.matmul, self._copy(sum(value.bytes for value in (*inputs, *outputs))))
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
@@ -197,6 +196,12 @@ class _Trace:
         return moved / self._gpu.copy
 
 
+def _branch(eqn) -> ClosedJaxpr:
+    """What runs on NVIDIA GPUs of a choice by platform; of any other choice, the last branch."""
+    branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms") or ()
+    return next((b for b, p in zip(branches, platforms, strict=False) if p and "cuda" in p), branches[-1])
+
+
 def _call(eqn) -> ClosedJaxpr | None:
     """The program inside an equation that only calls it."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -229,7 +234,7 @@ def matmul_flops(jaxpr: Jaxpr) -> float:
 
 def _equations(jaxpr: Jaxpr, repeat: int) -> Iterator[tuple[Any, int]]:
     for eqn in jaxpr.eqns:
-        if (inner := _call(eqn)) is None:
+        if (inner := _branch(eqn) if eqn.primitive.name == "cond" else _call(eqn)) is None:
             yield eqn, repeat
         else:
             yield from _equations(inner.jaxpr, repeat * eqn.params.get("length", 1))

@@ -18,6 +18,8 @@ class Gpu:
     """What a plan needs to know of a GPU and its link to the host; measured rates may replace these."""
 
     name: str
+    capability: tuple[int, int]
+    """Compute capability, which decides the kernels."""
     memory: float
     """Bytes that JAX may allocate."""
     matmul: float
@@ -28,12 +30,13 @@ class Gpu:
     """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
 
 
-def _gpu(name: str, memory_gib: float, bandwidth: float, link: float) -> Gpu:
-    """From the data sheet: GiB, GB/s of memory, GB/s that the link reaches."""
+def _gpu(name: str, capability: tuple[int, int], memory_gib: float, bandwidth: float, link: float) -> Gpu:
+    """From the data sheet: compute capability, GiB, GB/s of memory, GB/s that the link reaches."""
     peak = peak_flops(name)
     assert peak, name
     return Gpu(
         name=name,
+        capability=capability,
         memory=_POOL_SHARE * memory_gib * GIB,
         matmul=_MATMUL_SHARE * peak,
         copy=_COPY_SHARE * bandwidth * 1e9,
@@ -43,22 +46,22 @@ def _gpu(name: str, memory_gib: float, bandwidth: float, link: float) -> Gpu:
 
 _PCIE_5, _PCIE_4 = 55.0, 25.0
 _TABLE = (
-    _gpu("B200", 180, 8000, _PCIE_5),
-    _gpu("H200", 140, 4800, _PCIE_5),
-    _gpu("H100 PCIe", 80, 2039, _PCIE_5),
-    _gpu("H100", 80, 3350, _PCIE_5),
-    _gpu("A100 40GB", 40, 1555, _PCIE_4),
-    _gpu("A100", 80, 2039, _PCIE_4),
-    _gpu("L40S", 45, 864, _PCIE_4),
-    _gpu("L4", 22.5, 300, _PCIE_4),
-    _gpu("A10G", 22.5, 600, _PCIE_4),
-    _gpu("RTX PRO 6000", 95, 1792, _PCIE_5),
-    _gpu("RTX 6000 Ada", 48, 960, _PCIE_4),
-    _gpu("RTX A6000", 48, 768, _PCIE_4),
-    _gpu("RTX 5090", 32, 1792, _PCIE_5),
-    _gpu("RTX 4090", 24, 1008, _PCIE_4),
-    _gpu("RTX 4080", 16, 717, _PCIE_4),
-    _gpu("RTX 3090", 24, 936, _PCIE_4),
+    _gpu("B200", (10, 0), 180, 8000, _PCIE_5),
+    _gpu("H200", (9, 0), 140, 4800, _PCIE_5),
+    _gpu("H100 PCIe", (9, 0), 80, 2039, _PCIE_5),
+    _gpu("H100", (9, 0), 80, 3350, _PCIE_5),
+    _gpu("A100 40GB", (8, 0), 40, 1555, _PCIE_4),
+    _gpu("A100", (8, 0), 80, 2039, _PCIE_4),
+    _gpu("L40S", (8, 9), 45, 864, _PCIE_4),
+    _gpu("L4", (8, 9), 22.5, 300, _PCIE_4),
+    _gpu("A10G", (8, 6), 22.5, 600, _PCIE_4),
+    _gpu("RTX PRO 6000", (12, 0), 95, 1792, _PCIE_5),
+    _gpu("RTX 6000 Ada", (8, 9), 48, 960, _PCIE_4),
+    _gpu("RTX A6000", (8, 6), 48, 768, _PCIE_4),
+    _gpu("RTX 5090", (12, 0), 32, 1792, _PCIE_5),
+    _gpu("RTX 4090", (8, 9), 24, 1008, _PCIE_4),
+    _gpu("RTX 4080", (8, 9), 16, 717, _PCIE_4),
+    _gpu("RTX 3090", (8, 6), 24, 936, _PCIE_4),
 )
 """NVIDIA's data sheets and architecture white papers, times the shares that an H200 was measured to reach: 700 of 989
 TFLOP/s in a step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 GB/s over PCIe 5. Narrower names first."""

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxglue.attention import compute_capability
+from jaxglue.attention import tracing_for
 from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import GIB, Gpu
@@ -67,18 +68,20 @@ class Planner:
     """Traces the layers of one workload for one GPU, each policy once; compiles nothing and needs no GPU.
 
     Raises:
-        ValueError: a mixture of experts where there is no GPU: its kernels are needed to be traced.
+        ValueError: a mixture of experts where jax-triton is not installed: its kernels are traced.
     """
 
     def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int = 1, run_ahead: int = 2):
-        if workload.config.moe is not None and compute_capability() is None:
+        if workload.config.moe is not None and find_spec("jax_triton") is None:
             raise ValueError(
-                f"{workload.config.model_type} has experts: their plan needs the kernels that only a machine with an "
-                "NVIDIA GPU runs"
+                f"{workload.config.model_type} has experts, and their plan needs the kernels' definitions: install "
+                "jax-triton and triton (part of jaxglue[cuda13])"
             )
         self.workload, self.gpu = workload, gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
         self._structure, self._trainable, self._frozen = abstract_parts(workload)
+        # Without jax-triton, what XLA makes of the references stands for the kernels.
+        self._capability = gpu.capability if find_spec("jax_triton") else None
         self._cost = cache(self._trace_layer)
         self._head = self._trace_head()
 
@@ -228,8 +231,9 @@ class Planner:
         layer = LayerFunctions(graph, policy)
         trees = self._trainable["layers"][index], self._frozen["layers"][index]
         x, context = abstract_input(self.workload)
-        forward, (y, residuals) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
-        backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
+        with tracing_for(self._capability):
+            forward, (y, residuals) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
+            backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
         seconds = self._attention_seconds(self.workload.config.layer_windows[index])
         input_bytes = _bytes(x)
         return _LayerCost(
@@ -244,9 +248,9 @@ class Planner:
         sums: Tree = dict.fromkeys(self._trainable)
         x, _ = abstract_input(self.workload)
         batch = abstract_batch(self.workload)
-        jaxpr = jax.make_jaxpr(ends._loss_and_gradients)(
-            ends._head(self._trainable), ends._head(self._frozen), x, batch, jnp.float32(1), ends._head(sums)
-        )
+        trees = ends._head(self._trainable), ends._head(self._frozen)
+        with tracing_for(self._capability):
+            jaxpr = jax.make_jaxpr(ends._loss_and_gradients)(*trees, x, batch, jnp.float32(1), ends._head(sums))
         return program_cost(jaxpr, self.gpu, attention_seconds={})
 
     def _attention_seconds(self, window: int | None) -> dict[str, float]:

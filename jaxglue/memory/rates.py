@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
+from jaxglue.attention import compute_capability
 from jaxglue.memory import transfer
 from jaxglue.memory.gpus import SUSTAINED, Gpu, find_gpu
 
@@ -23,7 +25,7 @@ def device_gpu(device: jax.Device) -> Gpu:
         gpu = find_gpu(device.device_kind)
     except ValueError:
         gpu = measure_gpu(device)
-    return Gpu(name=gpu.name, memory=stats["bytes_limit"], matmul=gpu.matmul, copy=gpu.copy, link=gpu.link)
+    return replace(gpu, memory=stats["bytes_limit"])
 
 
 def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:
@@ -43,6 +45,7 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
     link = _seconds(transfer.to_device, (host,), clock)
     return Gpu(
         name=device.device_kind,
+        capability=compute_capability(device) or (0, 0),
         memory=(device.memory_stats() or {"bytes_limit": 0})["bytes_limit"],
         matmul=SUSTAINED * 2 * size**3 / matmul,
         copy=2 * block.nbytes / copy,

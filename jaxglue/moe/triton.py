@@ -37,9 +37,9 @@ class TritonBackend:
 
     def matmul(self, lhs, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
         """See `GroupedBackend`."""
-        E, K = rhs.shape[0], lhs.shape[1]
+        E, (S, K) = rhs.shape[0], lhs.shape
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-        out_type, table = jax.ShapeDtypeStruct((lhs.shape[0], N), lhs.dtype), groups.tile_group
+        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.dtype), groups.tile_group
         tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
         block_tail = tiles.tail(N)
         descriptors, tail = self._descriptors(lhs, rhs), rhs
@@ -63,12 +63,13 @@ class TritonBackend:
             | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors},
             tiles.num_warps,
             tiles.num_stages,
+            flops=2 * S * K * N,
         )
         return out
 
     def outer(self, lhs, rhs, groups: Groups, dtype):
         """See `GroupedBackend`."""
-        E, K, N = groups.sizes.shape[0], lhs.shape[1], rhs.shape[1]
+        E, (S, K), N = groups.sizes.shape[0], lhs.shape, rhs.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
         descriptors = self._descriptors(lhs, rhs)
         if descriptors:
@@ -81,6 +82,7 @@ class TritonBackend:
             tiles.constants | {"K": K, "N": N, "DESCRIPTORS": descriptors},
             tiles.num_warps,
             tiles.num_stages,
+            flops=2 * S * K * N,
         )
         return out
 
@@ -128,7 +130,9 @@ class TritonBackend:
         aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
         return self.compute_capability >= 90 and aligned
 
-    def _launch(self, kernel, arrays, out_type, grid, constants, num_warps: int = 4, num_stages: int = 1):
+    def _launch(
+        self, kernel, arrays, out_type, grid, constants, num_warps: int = 4, num_stages: int = 1, flops: int = 0
+    ):
         return triton_call(
             *arrays,
             kernel=kernel,
@@ -137,6 +141,7 @@ class TritonBackend:
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=self.compute_capability,
+            cost_estimate={"flops": flops},
             **constants,
         )
 

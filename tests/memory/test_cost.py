@@ -7,7 +7,7 @@ import pytest
 from jaxglue.memory.cost import program_cost
 from jaxglue.memory.gpus import Gpu
 
-SLOW_MATMULS = Gpu(name="test", memory=1e9, matmul=1e6, copy=1e12, link=1e9)
+SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9)
 SQUARE = 64 * 64 * 4
 
 
@@ -42,3 +42,11 @@ def test_attention_takes_the_time_that_is_given():
 
     seconds = cost(lambda x: kernel(x), (64, 64), attention_seconds={"kernel": 0.5}).seconds
     assert seconds == pytest.approx(0.5, rel=1e-3)
+
+
+def test_of_a_choice_by_platform_the_gpus_counts():
+    def either(x, w):
+        return jax.lax.platform_dependent(x, w, cuda=jnp.dot, default=lambda x, w: x)
+
+    shapes = (64, 64), (64, 64)
+    assert cost(either, *shapes).seconds == pytest.approx(cost(jnp.dot, *shapes).seconds)

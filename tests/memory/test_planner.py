@@ -153,3 +153,15 @@ def test_settings_are_resolved_from_their_flags(planner):
         "2 x offload + 4 x dots"
     )
     assert planner.resolve("auto", stream_weights=False, host_memory=HOST).remat == "dots"
+
+
+def test_experts_are_planned_without_a_gpu(tiny_config):
+    experts = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+    config = config_from_hf({**tiny_config, **sizes, **experts})
+    shapes = {"batch_size": 1, "lora": LoraConfig(), "visible_keys": 512}
+    short, long = (
+        Planner(Workload(config=config, seq_len=seq_len, **shapes), find_gpu("H200")).plan(parse_policy("full"))
+        for seq_len in (8192, 16384)
+    )
+    assert 1.5 * short.seconds < long.seconds < 2.2 * short.seconds

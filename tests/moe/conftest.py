@@ -12,7 +12,7 @@ def interpreted_backend(interpreted):
     from jaxglue.moe.triton import TritonBackend
 
     class InterpretedBackend(TritonBackend):
-        def _launch(self, kernel, arrays, out_type, grid, constants, num_warps=4, num_stages=1):
+        def _launch(self, kernel, arrays, out_type, grid, constants, num_warps=4, num_stages=1, flops=0):
             return launches[kernel.__module__](kernel, arrays, out_type, grid, constants)
 
     return InterpretedBackend
