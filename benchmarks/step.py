@@ -31,8 +31,8 @@ from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.trace import copy_overlap
 from jaxglue.memory.workload import Workload, abstract_parts
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import Quantise
 from jaxglue.parameters import merge_module
+from jaxglue.quant.formats import Quantise
 from jaxglue.quant.nf4 import NF4, quantise_nf4
 from jaxglue.segments import pack_segments
 

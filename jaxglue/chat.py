@@ -1,7 +1,7 @@
 """Prompts in, text out: chat templates, end-of-turn tokens and streamed decoding around the generator."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +18,9 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.files import read_json
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import Quantise
 from jaxglue.models.decoder import CausalLM
 from jaxglue.parameters import split_model
+from jaxglue.quant.formats import Quantise
 from jaxglue.sampling import SamplingConfig
 
 _CHANNEL = "<|channel|>"
@@ -48,7 +48,7 @@ class GenerateConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
     quantise: Quantise = "none"
-    """Hold the linear layers of the decoder layers in NF4, as a model that was trained with --quantise nf4 had them."""
+    """Hold the linear layers of the decoder layers in NF4 or int8, as a model that was trained so had them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self):
@@ -96,7 +96,7 @@ def _load(config: GenerateConfig, dtype) -> CausalLM:
     if config.random_weights is None:
         model = load_model(config.model, dtype=dtype, quantise=config.quantise)
     else:
-        shape = replace(config_from_hf(read_config(config.model)), quantise=config.quantise)
+        shape = config_from_hf(read_config(config.model)).quantised(config.quantise)
         model = random_model(shape, dtype=dtype, seed=config.random_weights)
     if config.adapter:
         add_adapter(model, config.adapter)

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
-from jaxglue.quant.nf4 import NF4
+from jaxglue.quant.formats import Quantised, is_quantised
 
 Tree = dict[str, Any]
 """Nested dicts of arrays with the modules' names; `layers` is a list of such dicts."""
@@ -100,12 +100,12 @@ def hf_name(name: str) -> str:
 
 
 def quantised_names(model: CausalLM) -> set[str]:
-    """Hugging Face's names of the parameters that a model holds in NF4."""
+    """Hugging Face's names of the parameters that a model holds quantised."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {_dotted(path) for path, variable in flat if isinstance(variable.get_value(), NF4)}
+    return {_dotted(path) for path, variable in flat if is_quantised(variable.get_value())}
 
 
-def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | NF4]) -> CausalLM:
+def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | Quantised]) -> CausalLM:
     """The model with its variables replaced by the arrays of these Hugging Face names, all of which it must have."""
     graph, state = nnx.split(model)
     flat = [(path, variable.replace(parameters[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]

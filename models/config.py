@@ -2,13 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from jaxglue.quant.nf4 import BLOCK
+from jaxglue.quant.formats import Quantise, check_format
 from jaxglue.rope import RopeConfig
-
-Quantise = Literal["none", "nf4"]
-"""How the decoder layers' linear layers are stored: in the model's dtype, or in NF4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +66,31 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of dimensions")
         assert len(self.layer_windows) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
-        if self.quantise == "nf4":
-            self._check_nf4()
+        self._check_quantise()
 
-    def _check_nf4(self) -> None:
-        if self.moe and not self.moe.mxfp4:
-            raise ValueError("--quantise nf4 is not supported for experts that are not in MXFP4: leave it out")
-        heads = ("num_attention_heads × head_dim", self.num_attention_heads * self.head_dim)
-        for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size), heads):
-            if size % BLOCK:
-                raise ValueError(f"--quantise nf4 needs multiples of {BLOCK}, got {name}={size}: leave it out")
+    def _check_quantise(self) -> None:
+        if self.quantise != "none" and self.moe and not self.moe.mxfp4:
+            raise ValueError(
+                f"--quantise {self.quantise} is not supported for experts that are not in MXFP4: leave it out"
+            )
+        heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
+        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        check_format(self.quantise, sizes | heads)
+
+    def quantised(self, how: Quantise) -> "DecoderConfig":
+        """The same model with its linear layers in this format; `none` leaves them as its folder has them.
+
+        Raises:
+            ValueError: the format cannot hold them, or the folder has them in another.
+        """
+        if how == "none" or how == self.quantise:
+            return self
+        if self.quantise != "none":
+            raise ValueError(
+                f"--quantise {how}: the model's folder is quantised to {self.quantise} already; "
+                "leave it out, or name the folder of the original"
+            )
+        return replace(self, quantise=how)
 
     @property
     def expanded(self) -> "DecoderConfig":
@@ -130,4 +142,28 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": raw.get("mlp_bias", False),
         "initializer_range": raw.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw),
+        "quantise": _stored_format(raw),
     }
+
+
+def _stored_format(raw: Mapping[str, Any]) -> Quantise:
+    """How the folder holds its linear layers, by bitsandbytes' part of config.json.
+
+    Raises:
+        ValueError: quantised by another tool, in another format of bitsandbytes, or only in part.
+    """
+    stored = raw.get("quantization_config") or {}
+    if not stored or raw["model_type"] == "gpt_oss":
+        return "none"
+    remedy = "use the folder of the original model, with --quantise nf4 or int8"
+    if stored.get("quant_method") != "bitsandbytes":
+        raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
+    skipped = stored.get("llm_int8_skip_modules") or []
+    if within := [name for name in skipped if name not in ("lm_head", "embed_tokens", "model.embed_tokens")]:
+        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantised, which is not supported: {remedy}")
+    if stored.get("load_in_8bit"):
+        return "int8"
+    kind = stored.get("bnb_4bit_quant_type", "fp4"), stored.get("bnb_4bit_use_double_quant", False)
+    if kind != ("nf4", True):
+        raise ValueError(f"config.json says {kind[0]}, double quantisation {kind[1]}; only nf4, True is read: {remedy}")
+    return "nf4"

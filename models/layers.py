@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxglue.memory import names
-from jaxglue.models.config import DecoderConfig, Quantise
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.quant.expand import project_quantised
-from jaxglue.quant.nf4 import NF4, quantise_nf4
+from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -24,7 +24,7 @@ def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None
 
 
 class Linear(nnx.Module):
-    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in] or its NF4; computes in x's dtype."""
+    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in], quantised or not; computes in x's dtype."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
-        self.weight = nnx.Param(quantise_nf4(weight) if quantise == "nf4" else weight)
+        self.weight = nnx.Param(quantise_matrix(weight, quantise))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
@@ -57,8 +57,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Applies the projection and its adapter."""
-        weight = self.weight.get_value()
-        y = project_quantised(x, weight) if isinstance(weight, NF4) else project(x, weight)
+        weight: Any = self.weight.get_value()
+        y = project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
         if self.bias is not None:
             y += self.bias[...].astype(x.dtype)
         if self.lora_A is None or self.lora_B is None:

@@ -3,7 +3,7 @@
 python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 4090"
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
@@ -18,7 +18,7 @@ from jaxglue.lora import LoraConfig
 from jaxglue.memory.gpus import GIB, find_gpu
 from jaxglue.memory.planner import Plan, Planner, Workload
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import Quantise
+from jaxglue.quant.formats import Quantise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class EstimateConfig:
     method: Literal["lora", "full"] = "lora"
     """Train adapters on frozen weights, or all weights."""
     quantise: Quantise = "none"
-    """Hold the frozen linear layers of the decoder layers in NF4."""
+    """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
     document_tokens: int | None = None
     """Mean length of the documents in a row; by default one document fills it."""
     host_memory_gib: float = 64.0
@@ -49,7 +49,7 @@ class EstimateConfig:
 def make_planner(config: EstimateConfig) -> Planner:
     """The planner of this workload; `ValueError` for a model or a GPU that is not known."""
     workload = Workload(
-        config=replace(config_from_hf(read_config(config.model)), quantise=config.quantise),
+        config=config_from_hf(read_config(config.model)).quantised(config.quantise),
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         lora=config.lora if config.method == "lora" else None,

@@ -1,6 +1,7 @@
-"""Merges an adapter into its base: a Hugging Face folder that transformers, vLLM and others load.
+"""Merges an adapter into its base, or quantises a model: a Hugging Face folder that transformers and others load.
 
 python scripts/export.py --adapter runs/first/adapter --base models/Qwen3-0.6B --output merged
+python scripts/export.py --quantise nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
 """
 
 from dataclasses import dataclass
@@ -8,27 +9,39 @@ from pathlib import Path
 
 from jaxglue.cli import parse_config, user_errors
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES
-from jaxglue.hf.export import export_adapter
+from jaxglue.hf.export import export_adapter, quantise_folder
+from jaxglue.quant.formats import Quantise
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Merge an adapter into its base model, as a new Hugging Face folder."""
+    """Merge an adapter into its base model, or quantise a model, as a new Hugging Face folder."""
 
-    adapter: Path
-    """PEFT adapter folder."""
     base: Path
-    """Folder of the model that the adapter was trained on."""
+    """Folder of the model; of the one that the adapter was trained on."""
     output: Path
     """The new folder; must not exist, or be empty."""
+    adapter: Path | None = None
+    """PEFT adapter folder to merge."""
+    quantise: Quantise = "none"
+    """Store the linear layers of the decoder layers in NF4 or int8, as bitsandbytes does."""
     max_shard_bytes: int = MAX_SHARD_BYTES
     """Size at which a new file is begun, in bytes."""
+
+    def __post_init__(self):
+        if (self.adapter is None) == (self.quantise == "none"):
+            raise ValueError(
+                "give either --adapter, to merge it, or --quantise; to do both, quantise the merged folder"
+            )
 
 
 def main() -> None:
     config = parse_config(ExportConfig)
     with user_errors():
-        export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes)
+        if config.adapter is not None:
+            export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes)
+        else:
+            quantise_folder(config.base, config.output, config.quantise, config.max_shard_bytes)
     print(f"wrote {config.output}")
 
 

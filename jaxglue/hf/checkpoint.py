@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxglue.hf.experts import find_source
 from jaxglue.hf.files import atomic_folder, read_json
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
+from jaxglue.quant.formats import Quantised
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default size of a shard; transformers' and the hub's convention."""
@@ -82,11 +84,12 @@ def _no_safetensors(folder: Path) -> str:
 def load_tensors(
     folder: str | Path,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    put: Callable[[str, np.ndarray | jax.Array], Any] | None = None,
+    put: Callable[[str, Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Streams the wanted parameters from a folder, casting each to its wanted dtype.
 
-    Experts are taken as they are stored (see `find_source`): stacked, or expanded from MXFP4, where need be.
+    Experts are taken as they are stored (see `find_source`): stacked, or expanded from MXFP4, where need be. What
+    bitsandbytes quantised comes as `Quantised`, which stands for an array of the wanted dtype.
 
     A few tensors at a time are on the host, so that the disk reads one while another goes to its device: each is
     waited for before the next one is read in its place.
@@ -107,7 +110,10 @@ def load_tensors(
     put = put or (lambda name, array: jax.device_put(array, wanted[name].sharding))
 
     def load(name: str) -> Any:
-        return jax.block_until_ready(put(name, sources[name].read(files).astype(wanted[name].dtype, copy=False)))
+        array = sources[name].read(files)
+        dtype = wanted[name].dtype
+        cast = replace(array, dtype=dtype) if isinstance(array, Quantised) else array.astype(dtype, copy=False)
+        return jax.block_until_ready(put(name, cast))
 
     with ThreadPoolExecutor(_READERS) as readers:
         return dict(zip(wanted, readers.map(load, wanted), strict=True))

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.hf.bitsandbytes import find_quantised
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.quant.formats import Quantised
 from jaxglue.quant.mxfp4 import BLOCK, MXFP4, dequantise
 
 Index = tuple[int | slice, ...]
@@ -28,7 +30,7 @@ class Source:
 
     shapes: dict[str, Shape]
     """Tensors of the checkpoint that it needs, with the shapes that they must have."""
-    read: Callable[[TensorFiles], np.ndarray | jax.Array]
+    read: Callable[[TensorFiles], np.ndarray | jax.Array | Quantised]
 
 
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
@@ -39,6 +41,8 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
         parts = expert_parts(name, shape)
         if parts and next(iter(parts)) in files.tensors:
             return _stacked(parts, shape)
+    elif quantised := find_quantised(files, name, shape):
+        return Source(shapes=quantised[0], read=quantised[1])
     return Source(shapes={name: shape}, read=lambda files: files.read(name))
 
 

@@ -4,17 +4,23 @@ import shutil
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxglue.hf.bitsandbytes import QuantisedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
 from jaxglue.hf.experts import part_shape, read_expanded, stored_places
 from jaxglue.hf.files import atomic_folder, write_json
 from jaxglue.hf.merge import load_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.parameters import quantised_names
+from jaxglue.quant.formats import Quantise, quantise_matrix
 from jaxglue.quant.mxfp4 import BLOCK
 
 _COPIED = (  # what belongs to a model beside its weights; other files of the base's folder stay behind
@@ -82,12 +88,12 @@ def _require_fit(
 ) -> None:
     if spec is None:
         raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, which the base does not have")
+    if spec.dtype.kind in "iub":
+        raise ValueError(f"{name} in {base} is quantised ({spec.dtype}): merge into the unquantised checkpoint")
     if spec.shape != shape:
         raise ValueError(
             f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(spec.shape)}"
         )
-    if spec.dtype.kind in "iub":
-        raise ValueError(f"{name} in {base} is quantised ({spec.dtype}): merge into the unquantised checkpoint")
 
 
 def save_model(
@@ -127,6 +133,43 @@ def save_model(
     with atomic_folder(Path(folder), replace=True) as temporary:
         _copy_files(base, temporary, specs)
         write_shards(temporary, specs, read, max_shard_bytes)
+
+
+def quantise_folder(
+    base: str | Path, output: str | Path, how: Quantise, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes a model folder with the linear layers of its decoder layers in NF4 or int8, as bitsandbytes stores them.
+
+    Args:
+        base: the model folder.
+        output: must not exist, or be empty; it appears complete or not at all.
+        how: the format.
+        max_shard_bytes: size at which a new file is begun, and what is in memory at a time.
+
+    Raises:
+        ValueError: the base is quantised already, or the format cannot hold it; a bad folder.
+        OSError: the disk is full, ….
+    """
+    config = config_from_hf(read_config(base)).quantised(how)
+    files = open_checkpoint(base)
+    linears = quantised_names(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
+    if extra := [name for name, info in files.tensors.items() if name in linears and info.dtype.kind in "iub"]:
+        raise ValueError(f"{extra[0]} in {files.tensors[extra[0]].file} is quantised already: use it as it is")
+    specs: dict[str, jax.ShapeDtypeStruct] = {}
+    parts: dict[str, str] = {}
+    for name, info in files.tensors.items():
+        stored = stored_specs(name, info.shape, how) if name in linears else {}
+        parts |= dict.fromkeys(stored, name)
+        specs |= stored or {name: jax.ShapeDtypeStruct(info.shape, info.dtype)}
+
+    def quantise(name: str) -> Any:
+        return quantise_matrix(jnp.asarray(files.read(name)), how)
+
+    with atomic_folder(Path(output)) as temporary:
+        _copy_files(base, temporary, specs)
+        described = read_config(temporary) | {"quantization_config": quantization_config(how)}
+        write_json(temporary / "config.json", described)
+        write_shards(temporary, specs, QuantisedReader(quantise, parts, files.read), max_shard_bytes)
 
 
 def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:

@@ -1,7 +1,6 @@
 """Models from Hugging Face folders, or with random weights of their shapes."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.models.config import DecoderConfig, Quantise
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
-from jaxglue.quant.nf4 import NF4, quantise_nf4
+from jaxglue.quant.formats import Quantise, Quantised, is_quantised, quantise_matrix
 
 Place = Callable[[str], jax.sharding.Sharding | None]
 """Where the parameter of this Hugging Face name goes; None for the default device."""
@@ -38,7 +37,8 @@ def load_model(
         folder: config.json and safetensors.
         dtype: of all weights but experts in MXFP4.
         expand_experts: whether experts in MXFP4 are expanded to `dtype` too.
-        quantise: `nf4` quantises each linear layer of the decoder layers as it arrives, a few at a time.
+        quantise: `nf4` or `int8` quantises each linear layer of the decoder layers as it arrives, a few at a time;
+            `none` leaves them as the folder has them, which may be quantised by bitsandbytes or `quantise_folder`.
         place: where each parameter goes, straight from the file unless it has to be quantised first.
 
     Raises:
@@ -48,7 +48,7 @@ def load_model(
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
-    return _with_parameters(replace(config, quantise=quantise), dtype, place, partial(load_tensors, folder))
+    return _with_parameters(config.quantised(quantise), dtype, place, partial(load_tensors, folder))
 
 
 def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, place: Place | None = None) -> CausalLM:
@@ -60,7 +60,7 @@ def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, pl
     return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
 
 
-Put = Callable[[str, Any], jax.Array | NF4]
+Put = Callable[[str, Any], jax.Array | Quantised]
 """An array as the model holds the parameter of this name: in its place, quantised where it is so there."""
 Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
 """What `Put` makes of an array for each parameter of these names, shapes and dtypes."""
@@ -70,8 +70,10 @@ def _with_parameters(config: DecoderConfig, dtype, place: Place | None, fill: Fi
     model = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
     quantised = quantised_names(model)
 
-    def put(name: str, array) -> jax.Array | NF4:
-        return jax.device_put(quantise_nf4(array) if name in quantised else array, place and place(name))
+    def put(name: str, array) -> jax.Array | Quantised:
+        if name in quantised and not is_quantised(array):
+            array = quantise_matrix(array, config.quantise)
+        return jax.device_put(array, place and place(name))
 
     return set_parameters(model, fill(abstract_parameters(model), put))
 

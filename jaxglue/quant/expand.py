@@ -8,16 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.attention.backends import compute_capability
-from jaxglue.quant.nf4 import NF4, dequantise
+from jaxglue.quant.formats import Quantised, dequantise_matrix
+from jaxglue.quant.nf4 import NF4
 
 if TYPE_CHECKING:
     from jaxglue.quant.triton import TritonExpander
 
 
-def expand(*weights: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+def expand(*weights: Quantised, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
     """The values of weights of one width, one below the other, in `dtype`; the same bits from every backend.
 
-    On NVIDIA GPUs our kernel writes each to its rows of the result; XLA's own takes several times as long.
+    On NVIDIA GPUs our kernel writes each NF4 to its rows of the result; XLA's own takes several times as long.
 
     Raises:
         ValueError: weights of different widths.
@@ -25,9 +26,10 @@ def expand(*weights: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
     if len({weight.shape[1] for weight in weights}) != 1:
         raise ValueError(f"weights to expand together must be [out, in] with one in, got {[w.shape for w in weights]}")
     expander = _expander()
-    if expander is not None:
-        return expander.expand(weights, dtype)
-    expanded = [dequantise(weight, dtype) for weight in weights]
+    stored = [weight for weight in weights if isinstance(weight, NF4)]
+    if expander is not None and len(stored) == len(weights):
+        return expander.expand(stored, dtype)
+    expanded = [dequantise_matrix(weight, dtype) for weight in weights]
     return expanded[0] if len(weights) == 1 else jnp.concatenate(expanded)
 
 
@@ -42,7 +44,7 @@ def _expander() -> "TritonExpander | None":
 
 
 @jax.custom_vjp
-def project_quantised(x: Float[Array, "*B in"], weight: NF4) -> Float[Array, "*B out"]:
+def project_quantised(x: Float[Array, "*B in"], weight: Quantised) -> Float[Array, "*B out"]:
     """x·Wᵀ in x's dtype. The gradient to x expands the weight again; the weight has none."""
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, expand(weight, dtype=x.dtype), contract_last, preferred_element_type=x.dtype)

@@ -11,8 +11,8 @@ from jaxglue.attention import BACKENDS
 from jaxglue.data import DataConfig
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.policy import check_remat
-from jaxglue.models.config import Quantise
 from jaxglue.models.context import RouterLosses
+from jaxglue.quant.formats import Quantise
 from jaxglue.training.optimizer import OptimizerConfig
 
 
@@ -38,7 +38,8 @@ class ModelConfig:
     expand_experts: bool = False
     """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
     quantise: Quantise = "none"
-    """Hold the frozen linear layers of the decoder layers in NF4 (QLoRA): 0.52 bytes a weight, as bitsandbytes does."""
+    """Hold the frozen linear layers of the decoder layers in NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte), with
+    bitsandbytes' values. A model folder that is quantised already needs no word."""
     router_balance_loss: float = 0.0
     """Weight of routers' load-balancing loss; 0 leaves it out, as is usual in fine-tuning. Not in the loss shown."""
     router_z_loss: float = 0.0

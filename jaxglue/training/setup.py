@@ -1,7 +1,7 @@
 """Everything that is known, checked and decided before the accelerator has work to do."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +21,13 @@ from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.moe import choose_backend as choose_grouped_backend
+from jaxglue.quant.formats import FORMATS
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 
 _TRAINED_BYTES = 16
 """Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
-_STORED = {"none": "", "nf4": ", linear layers of the decoder layers in NF4"}
+_STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,12 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
     model = config_from_hf(read_config(config.model.model))
     if config.model.expand_experts:
         model = model.expanded
-    model = replace(model, quantise=config.model.quantise)
+    model = model.quantised(config.model.quantise)
+    if model.quantise != "none" and config.model.method == "full":
+        raise ValueError(
+            f"{config.model.model} is quantised to {model.quantise}, which holds frozen weights, and with "
+            "--method full none are: use --method lora, or the folder of the original"
+        )
     if model.moe and model.moe.mxfp4 and config.model.method == "full":
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
     if config.model.router_losses and model.moe is None:

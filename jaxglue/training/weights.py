@@ -1,6 +1,7 @@
 """Weights at both ends of a run: from a model folder to parameter trees, and from those to what other programs load."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
-        options = {"expand_experts": config.model.expand_experts, "quantise": config.model.quantise}
+        options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantise": config.model.quantise}
         model = load_model(config.model.model, dtype=dtype, place=place, **options)
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))

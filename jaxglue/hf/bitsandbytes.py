@@ -1,0 +1,170 @@
+"""Quantised linear layers as bitsandbytes stores them in model folders: what transformers reads, and we do.
+
+A matrix in NF4 is six tensors: `weight` with the codes, the two levels of scales, a table of values for each level, and
+a JSON text with sizes and the scales' mean, as bytes. One in int8 is `weight`, `SCB` (each row's largest magnitude) and
+`weight_format` (0: rows as they are). See bitsandbytes' `QuantState.as_dict` and `Linear8bitLt`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.quant.formats import Quantised
+from jaxglue.quant.int8 import Int8Weight
+from jaxglue.quant.nf4 import BLOCK, GROUP, NF4, VALUES, dynamic_code
+
+Specs = dict[str, jax.ShapeDtypeStruct]
+
+_STATE = "quant_state.bitsandbytes__nf4"
+_STATE_BYTES = 256
+"""Room for the JSON text, which spaces fill: so the sizes of a folder's tensors are known before any is quantised."""
+_REQUANTISE = "quantise the original model again (scripts/export.py --quantise)"
+
+
+def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
+    """Tensors of a matrix [out, in] of this name (`….weight`) in NF4 or int8."""
+    out, columns = shape
+    if how == "int8":
+        module = name.removesuffix("weight")
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.int8),
+            f"{module}SCB": jax.ShapeDtypeStruct((out,), jnp.float32),
+            f"{module}weight_format": jax.ShapeDtypeStruct((), jnp.uint8),
+        }
+    blocks = out * columns // BLOCK
+    return {
+        name: jax.ShapeDtypeStruct((blocks * BLOCK // 2, 1), jnp.uint8),
+        f"{name}.absmax": jax.ShapeDtypeStruct((blocks,), jnp.uint8),
+        f"{name}.quant_map": jax.ShapeDtypeStruct((len(VALUES),), jnp.float32),
+        f"{name}.nested_absmax": jax.ShapeDtypeStruct((-(-blocks // GROUP),), jnp.float32),
+        f"{name}.nested_quant_map": jax.ShapeDtypeStruct((256,), jnp.float32),
+        f"{name}.{_STATE}": jax.ShapeDtypeStruct((_STATE_BYTES,), jnp.uint8),
+    }
+
+
+def stored_tensors(name: str, weight: Quantised) -> dict[str, np.ndarray]:
+    """The tensors of `stored_specs`."""
+    if isinstance(weight, Int8Weight):
+        parts = [weight.codes, weight.absmax, np.uint8(0)]
+    else:
+        state = _state(weight).encode().ljust(_STATE_BYTES)
+        tables = np.array(VALUES, np.float32), dynamic_code()
+        parts = [weight.codes, weight.scales, tables[0], weight.scale_absmax, tables[1], np.frombuffer(state, np.uint8)]
+    specs = stored_specs(name, weight.shape, "int8" if isinstance(weight, Int8Weight) else "nf4")
+    return {part: np.asarray(array).reshape(specs[part].shape) for part, array in zip(specs, parts, strict=True)}
+
+
+def _state(weight: NF4) -> str:
+    return json.dumps(
+        {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "dtype": str(weight.dtype),
+            "shape": list(weight.shape),
+            "nested_blocksize": GROUP,
+            "nested_dtype": "float32",
+            "nested_offset": float(weight.scale_offset),
+        }
+    )
+
+
+def find_quantised(
+    files: TensorFiles, name: str, shape: tuple[int, ...]
+) -> tuple[dict[str, tuple[int, ...]], Callable[[TensorFiles], Quantised]] | None:
+    """(shapes of the tensors that hold a matrix, what reads them), or None where these files do not quantise it."""
+    module = name.removesuffix("weight")
+    if f"{name}.{_STATE}" in files.tensors:
+        shapes = {part: spec.shape for part, spec in stored_specs(name, shape, "nf4").items()}
+        shapes[f"{name}.{_STATE}"] = files.tensors[f"{name}.{_STATE}"].shape
+        return shapes, lambda files: _read_nf4(files, name, shape)
+    if f"{module}SCB" in files.tensors:
+        shapes = {part: spec.shape for part, spec in stored_specs(name, shape, "int8").items()}
+        if f"{module}weight_format" not in files.tensors:
+            del shapes[f"{module}weight_format"]
+        return shapes, lambda files: _read_int8(files, name)
+    return None
+
+
+def _read_nf4(files: TensorFiles, name: str, shape: tuple[int, ...]) -> NF4:
+    """Raises ValueError for a state or tables that are not those of NF4 with double quantisation."""
+    out, columns = shape
+    try:
+        state = json.loads(files.read(f"{name}.{_STATE}").tobytes())
+        offset = np.float32(state["nested_offset"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _refused(files, name, f"its quant_state cannot be read ({error!r})") from error
+    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [out, columns], "nested_blocksize": GROUP}
+    if wrong := {key: state.get(key) for key, value in expected.items() if state.get(key) != value}:
+        raise _refused(files, name, f"its quant_state says {wrong}, and {expected} is expected")
+    for table, values in (("quant_map", np.array(VALUES, np.float32)), ("nested_quant_map", dynamic_code())):
+        if not np.array_equal(files.read(f"{name}.{table}"), values):
+            raise _refused(files, name, f"its {table} holds other values than bitsandbytes'")
+    parts: dict[str, Any] = {
+        "codes": _typed(files, name, np.uint8).reshape(out, columns // 2),
+        "scales": _typed(files, f"{name}.absmax", np.uint8).reshape(out, columns // BLOCK),
+        "scale_absmax": _typed(files, f"{name}.nested_absmax", np.float32),
+        "scale_offset": offset,
+    }
+    return NF4(**parts, dtype=jnp.dtype(state.get("dtype", "bfloat16")))
+
+
+def _read_int8(files: TensorFiles, name: str) -> Int8Weight:
+    module = name.removesuffix("weight")
+    if f"{module}weight_format" in files.tensors and int(files.read(f"{module}weight_format")) != 0:
+        raise _refused(files, name, "its rows are not stored one after the other (weight_format)")
+    parts: dict[str, Any] = {"codes": _typed(files, name, np.int8), "absmax": _typed(files, f"{module}SCB", np.float32)}
+    return Int8Weight(**parts, dtype=jnp.dtype(jnp.float16))
+
+
+def _typed(files: TensorFiles, name: str, dtype: type[np.generic]) -> np.ndarray:
+    if (found := files.tensors[name].dtype) != dtype:
+        raise _refused(files, name, f"it holds {found}, and {np.dtype(dtype)} is expected")
+    return files.read(name)
+
+
+def _refused(files: TensorFiles, name: str, why: str) -> ValueError:
+    return ValueError(f"{name} in {files.tensors[name].file}: {why}: copy the file again, or {_REQUANTISE}")
+
+
+def quantization_config(how: str) -> dict[str, Any]:
+    """bitsandbytes' part of config.json."""
+    shared: dict[str, Any] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": how == "nf4",
+        "load_in_8bit": how == "int8",
+        "llm_int8_skip_modules": ["lm_head"],
+    }
+    if how == "int8":
+        return shared | {"llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}
+    return shared | {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+    }
+
+
+class QuantisedReader:
+    """Tensors of a folder to be written, from those of the original; a matrix is quantised when a part is asked for.
+
+    What has been quantised and not been asked for is kept, which is at most what goes into one shard.
+    """
+
+    def __init__(self, quantise: Callable[[str], Quantised], parts: Mapping[str, str], read: Callable[[str], Any]):
+        """`parts` maps the tensors of quantised matrices to the matrix's name; `read` reads any other tensor."""
+        self._quantise, self._parts, self._read = quantise, parts, read
+        self._ready: dict[str, np.ndarray] = {}
+
+    def __call__(self, name: str) -> np.ndarray:
+        """The tensor of this name; each part of a matrix can be asked for once."""
+        if name not in self._parts:
+            return self._read(name)
+        if name not in self._ready:
+            matrix = self._parts[name]
+            self._ready |= stored_tensors(matrix, self._quantise(matrix))
+        return self._ready.pop(name)

@@ -1,0 +1,46 @@
+"""int8 weights: a scale for each output channel, the storage of LLM.int8() (arXiv 2208.07339) for weights alone."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8
+
+LARGEST = 127
+"""The code of a row's largest magnitude."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Int8Weight:
+    """A quantised matrix [out, in]. A pytree."""
+
+    codes: Int8[Array, "out in"]
+    absmax: Float[Array, " out"]
+    """Each row's largest magnitude, float32."""
+    dtype: jnp.dtype = field(metadata={"static": True})
+    """Of the matrix that was quantised."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix that this stands for."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+
+@jax.jit
+def quantise_int8(matrix: Float[Array, "out in"]) -> Int8Weight:
+    """Quantises a matrix row by row to the nearest code, as bitsandbytes does (its CUDA code divides less exactly)."""
+    values = matrix.astype(jnp.float32)
+    absmax = jnp.abs(values).max(axis=1)
+    factor = LARGEST / jnp.where(absmax > 0, absmax, 1)
+    codes = jnp.round(values * factor[:, None]).astype(jnp.int8)
+    return Int8Weight(codes=codes, absmax=absmax, dtype=matrix.dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def dequantise_int8(quantised: Int8Weight, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+    """The values in `dtype`: the product of code and scale in float32, rounded once."""
+    scales = quantised.absmax * (np.float32(1) / np.float32(LARGEST))
+    return (quantised.codes.astype(jnp.float32) * scales[:, None]).astype(dtype)

@@ -1,0 +1,186 @@
+"""Folders that bitsandbytes quantised are read, and ours hold what it writes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.bitsandbytes import stored_specs, stored_tensors
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.export import export_adapter, quantise_folder
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.models import config_from_hf
+from jaxglue.parameters import abstract_parameters, flatten_names, quantised_names, split_model
+from jaxglue.quant.formats import is_quantised, quantise_matrix
+from jaxglue.segments import pack_segments
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+HOWS = ("nf4", "int8")
+
+
+def weights(model) -> dict:
+    """Name → matrix of every quantised linear layer."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    found = {".".join(["model", *map(str, path)]): variable.get_value() for path, variable in flat}
+    return {name: weight for name, weight in found.items() if is_quantised(weight)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a golden folder, to be damaged."""
+
+    def copy(how: str) -> Path:
+        return shutil.copytree(GOLDENS / f"{how}_folder", tmp_path / how)
+
+    return copy
+
+
+def test_logits_of_a_published_nf4_folder_are_those_of_transformers():
+    golden = load_file(GOLDENS / "nf4_folder/golden.safetensors")
+    model = load_model(GOLDENS / "nf4_folder", dtype=jnp.float32)
+    tokens = golden["tokens"]
+    logits = model(jnp.asarray(tokens), pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1]))
+    np.testing.assert_allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_is_read_is_written_as_it_was(how):
+    """Every tensor to the bit, and the same JSON."""
+    path = GOLDENS / f"{how}_folder"
+    model, theirs = load_model(path, dtype=jnp.float32), load_file(path / "model.safetensors")
+    assert len(weights(model)) == 2 * 7
+    assert model.config.quantise == how
+    for name, weight in weights(model).items():
+        for part, ours in stored_tensors(name, weight).items():
+            assert (ours.dtype, ours.shape) == (stored_specs(name, weight.shape, how)[part].dtype, ours.shape)
+            if "quant_state" in part:
+                assert json.loads(ours.tobytes()) == json.loads(theirs[part].tobytes())
+            else:
+                np.testing.assert_array_equal(ours, theirs[part], err_msg=part, strict=True)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_quantising_the_original_gives_the_same_matrix(how):
+    path = GOLDENS / f"{how}_folder"
+    original = jnp.asarray(load_file(path / "golden.safetensors")[MATRIX])
+    if how == "int8":  # bitsandbytes casts to float16 first
+        original = original.astype(jnp.float16)
+    stored = weights(load_model(path, dtype=original.dtype))[MATRIX]
+    chex.assert_trees_all_equal(quantise_matrix(original, how), stored)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory, tiny_config):
+    """A model folder whose sizes blocks divide."""
+    folder = tmp_path_factory.mktemp("original") / "model"
+    raw = {**tiny_config, "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = random_model(config_from_hf(raw), dtype=jnp.bfloat16)
+    save_tensors(folder, flatten_names(split_model(model, nnx.Param)[1]))
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_quantised_folder_loads_as_the_original_is_quantised(original, tmp_path, how):
+    quantise_folder(original, tmp_path / how, how, max_shard_bytes=40_000)
+    assert len(list((tmp_path / how).glob("*.safetensors"))) > 2
+    stored, quantised = load_model(tmp_path / how), load_model(original, quantise=how)
+    chex.assert_trees_all_equal(nnx.state(stored), nnx.state(quantised))
+    assert quantised_names(stored) == quantised_names(quantised)
+    assert abstract_parameters(stored) == abstract_parameters(quantised)
+    assert load_model(tmp_path / how, quantise=how).config.quantise == how
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def reconfigure(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"quantization_config": raw["quantization_config"] | changes}))
+
+
+STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "message"),
+    [
+        ("nf4", {MATRIX: lambda a: a[:-1]}, rf"{MATRIX} in model.safetensors is \[4095, 1\].* \[4096, 1\]"),
+        ("nf4", {f"{MATRIX}.nested_absmax": None}, rf"1 missing: {MATRIX}.nested_absmax"),
+        (
+            "nf4",
+            {f"{MATRIX}.quant_map": lambda a: a / 2},
+            r"model.safetensors: its quant_map .* copy the file again, or",
+        ),
+        (
+            "nf4",
+            {f"{MATRIX}.absmax": lambda a: a.astype(np.int32)},
+            "absmax in .*: it holds int32, and uint8 is expected",
+        ),
+        ("nf4", {STATE: lambda a: a[:-9]}, r"its quant_state cannot be read .* quantise the original model again"),
+        ("nf4", {STATE: lambda a: np.frombuffer(a.tobytes().replace(b"64", b"32"), np.uint8)}, "quant_state says"),
+        ("int8", {MATRIX: lambda a: a.astype(np.int32)}, "holds int32, and int8 is expected"),
+        ("int8", {f"{MATRIX[:-6]}weight_format": lambda a: np.array(1, np.uint8)}, "weight_format"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(folder, how, change, message):
+    def apply(tensors):
+        for name, edit in change.items():
+            array = tensors.pop(name)
+            if edit is not None:
+                tensors[name] = edit(array)
+
+    rewrite(path := folder(how), apply)
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"bnb_4bit_quant_type": "fp4"},
+            "says fp4, double quantisation True; only nf4, True is read: use the folder of",
+        ),
+        ({"bnb_4bit_use_double_quant": False}, "double quantisation False"),
+        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, r"leaves model.layers.0.mlp unquantised"),
+        ({"quant_method": "awq"}, "quant_method 'awq' in config.json is not supported: use the folder of the original"),
+    ],
+)
+def test_other_formats_are_refused(folder, changes, message):
+    reconfigure(path := folder("nf4"), **changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
+
+
+def test_a_quantised_folder_is_not_quantised_otherwise(tmp_path):
+    with pytest.raises(ValueError, match=r"--quantise int8: the model's folder is quantised to nf4 already"):
+        load_model(GOLDENS / "nf4_folder", quantise="int8")
+    with pytest.raises(ValueError, match="is quantised already: use it as it is"):
+        quantise_folder(GOLDENS / "nf4_folder", tmp_path / "again", "nf4")
+    with pytest.raises(ValueError, match="quantise must be one of none, nf4, int8, got 'nf5'"):
+        load_model(GOLDENS.parent / "goldens/qwen3_tied", quantise="nf5")
+
+
+def test_an_adapter_is_not_merged_into_a_quantised_folder(original, tmp_path):
+    model = load_model(original)
+    add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(0))
+    adapter = flatten_names(split_model(model, nnx.LoRAParam)[1])
+    save_adapter(tmp_path / "adapter", adapter, LoraConfig(rank=2), str(original))
+    quantise_folder(original, tmp_path / "nf4", "nf4")
+    with pytest.raises(ValueError, match=r"is quantised \(uint8\): merge into the unquantised checkpoint"):
+        export_adapter(tmp_path / "adapter", tmp_path / "nf4", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

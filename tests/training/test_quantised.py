@@ -1,0 +1,86 @@
+"""Runs with quantised frozen weights."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.export import quantise_folder
+from jaxglue.hf.loading import random_model
+from jaxglue.hf.tensor_files import write_shards
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.workload import Workload, abstract_parts
+from jaxglue.models import config_from_hf
+from jaxglue.parameters import flatten_names, split_model
+from jaxglue.training.setup import prepare
+from jaxglue.training.trainer import train
+from jaxglue.training.weights import build_parameters
+
+
+@pytest.fixture
+def nf4_folder(model_folder):
+    """Gives the model folder sizes that blocks divide."""
+    path = model_folder / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    return model_folder
+
+
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_a_run_on_quantised_weights_learns(make_config, nf4_folder, tmp_path, how):
+    summary = train(make_config(steps=8, quantise=how, sample_prompt=("Hello",), sample_tokens=3))
+    assert summary.last_loss < summary.first_loss - 0.2
+    _, tensors = load_adapter(tmp_path / "run/adapter")
+    assert len(tensors) == 2 * 7 * 2
+    assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
+def test_plan_and_planner_count_what_is_stored(make_config, nf4_folder, how, bytes_each):
+    plain, stored = (prepare(make_config(quantise=quantise)) for quantise in ("none", how))
+    assert plain.parameter_counts == stored.parameter_counts
+    assert stored.plan()["dtype"] == f"float32, linear layers of the decoder layers in {how}"
+    linears = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert plain.weight_bytes - stored.weight_bytes == pytest.approx(linears * (4 - bytes_each), rel=0.01)
+    workload = Workload(config=stored.model, batch_size=1, seq_len=8, lora=LoraConfig(rank=4), visible_keys=4)
+    planned = abstract_parts(replace(workload, dtype=stored.config.model.compute_dtype))[2]
+    assert _specs(planned) == _specs(build_parameters(stored)[2])
+
+
+def _tensors(model):
+    arrays = flatten_names(split_model(model, nnx.Param)[1])
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}, arrays.get
+
+
+def _specs(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def test_a_quantised_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
+    model = random_model(config_from_hf(read_config(nf4_folder)), dtype=jnp.float32)
+    write_shards(nf4_folder, *_tensors(model), 10**9)
+    quantise_folder(nf4_folder, tmp_path / "stored", "nf4")
+    for path in nf4_folder.glob("tokenizer*"):
+        assert (tmp_path / "stored" / path.name).is_file()
+    config = make_config(steps=2, model=str(tmp_path / "stored"), random_weights=False)
+    assert prepare(config).model.quantise == "nf4"
+    flagged = make_config(steps=2, random_weights=False, quantise="nf4", output=tmp_path / "flagged")
+    assert train(config).last_loss == train(flagged).last_loss
+    with pytest.raises(ValueError, match=r"is quantised to nf4.*use --method lora, or the folder of the original"):
+        prepare(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
+
+
+def test_full_fine_tuning_is_refused(make_config, nf4_folder):
+    with pytest.raises(ValueError, match=r"--quantise nf4 holds frozen weights.*use --method lora"):
+        make_config(quantise="nf4", method="full")
+    with pytest.raises(ValueError, match=r"--quantise int8 holds frozen weights"):
+        make_config(quantise="int8", method="full")
+    config = prepare(make_config(quantise="nf4")).model
+    with pytest.raises(ValueError, match="quantise=nf4 holds frozen weights, and all train: use adapters"):
+        Workload(config=config, batch_size=1, seq_len=8, lora=None, visible_keys=4)
