@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ CASES = {
 }
 
 
-def measure(case: Case, steps: int) -> dict:
+def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
     """Milliseconds of a step, tokens per second, share of the FLOPs that count, and memory in GiB."""
     config, tokens = case.config, sum(case.lengths)
     model = random_model(config)
@@ -84,14 +85,16 @@ def measure(case: Case, steps: int) -> dict:
     batch = jax.device_put(_batch(case.lengths, config.vocab_size))
     weights = _memory("bytes_in_use")
     seconds = []
-    for step in range(steps + 2):  # the first compiles, the second still allocates
-        begun = time.perf_counter()
-        loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(tokens))
-        trainable, state, _ = optimizer.update(trainable, state, gradients, step)
-        del gradients
-        jax.block_until_ready((loss, trainable))
-        seconds.append(time.perf_counter() - begun)
-    median = float(np.median(seconds[2:]))
+    for step in range(steps + 3):  # the first compiles, the second still allocates, the last may be profiled
+        traced = jax.profiler.trace(str(profile)) if profile and step == steps + 2 else nullcontext()
+        with traced:
+            begun = time.perf_counter()
+            loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(tokens))
+            trainable, state, _ = optimizer.update(trainable, state, gradients, step)
+            del gradients
+            jax.block_until_ready((loss, trainable))
+            seconds.append(time.perf_counter() - begun)
+    median = float(np.median(seconds[2:-1]))
     visible = mean_visible_keys(np.array(case.lengths))
     flops = training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
     return {
@@ -132,10 +135,11 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help="measure this one here, and print a line of JSON")
     parser.add_argument("--cases", nargs="+", default=[name for name in CASES if name != "tiny"], help="by default all")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", type=Path, help="with --case: where a trace of one more step goes")
     parser.add_argument("--json", type=Path, help="where to write the results")
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(measure(CASES[args.case], args.steps)))
+        print(json.dumps(measure(CASES[args.case], args.steps, args.profile)))
         return
     results = [run_case(name, args.steps) for name in args.cases]
     measured = [result for result in results if "error" not in result]
