@@ -89,7 +89,7 @@ class RunConfig:
     log_every: int = 10
     """Optimiser steps between lines of metrics."""
     eval_every: int | None = None
-    """Optimiser steps between evaluations; by default once an epoch."""
+    """Optimiser steps between evaluations, and looks at the use of experts; by default once an epoch."""
     save_every: int | None = None
     """Optimiser steps between checkpoints; by default as often as evaluations."""
     keep_checkpoints: int = 2

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxglue.cli import to_toml
+from jaxglue.data.batch import Batch
 from jaxglue.hf.files import write_json
 from jaxglue.memory.executor import Executor
 from jaxglue.parameters import Place, Tree
@@ -98,6 +99,7 @@ class Trainer:
         self._optimizer_state = self._optimizer.init(self._trainable)
         self._samples = Samples(setup, self._structure, folder, console)
         self._step = 0
+        self._last_batch: Batch | None = None
         self._warm = False
         self._first_loss: float | None = None
         self._last_loss: float | None = None
@@ -138,7 +140,7 @@ class Trainer:
                 profiler.before(self._step + 1)
                 in_flight.append(self._dispatch_step())
                 stop = interrupt.requested
-                evaluate = self._setup.eval_batches is not None and self._is_due(self._eval_every)
+                evaluate = self._observes and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
                 drain = evaluate or save or self._is_log_due(self._step) or not self._warm
                 while len(in_flight) > (0 if drain else _STEPS_IN_FLIGHT):
@@ -166,7 +168,7 @@ class Trainer:
             )
         if self._warm and self._executor.compilations() > compiled:
             _log.warning("step %d compiled programs again: its batch has other shapes", self._step + 1)
-        self._step += 1
+        self._step, self._last_batch = self._step + 1, micro_batches[-1]
         return _StepResult(self._step, {"loss": loss, **values}, tokens)
 
     def _update_part(self, place: Place, gradient: Tree) -> None:
@@ -214,9 +216,16 @@ class Trainer:
     def _is_log_due(self, step: int) -> bool:
         return step % self._run.log_every == 0 or step == self._setup.total_steps
 
-    def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float:
-        """Mean loss per held-out target token."""
-        assert self._setup.eval_batches is not None
+    @property
+    def _observes(self) -> bool:
+        """Whether there is anything to look at between steps: held-out data, or routers."""
+        return self._setup.eval_batches is not None or self._setup.model.moe is not None
+
+    def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float | None:
+        """Writes how evenly experts are used, and the mean loss per held-out target token; None without such data."""
+        if self._setup.eval_batches is None:
+            metrics.write(self._step, self._routing())
+            return None
         losses, targets = [], 0.0
         for batch in self._setup.eval_batches:
             losses.append(self._executor.loss(self._trainable, self._frozen, jax.device_put(batch)))
@@ -229,11 +238,10 @@ class Trainer:
         return eval_loss
 
     def _routing(self) -> dict[str, float]:
-        """How evenly a held-out batch uses the experts; nothing for dense models."""
+        """How evenly a batch, held out if there is one, uses the experts; nothing for dense models."""
         if self._setup.model.moe is None:
             return {}
-        assert self._setup.eval_batches is not None
-        batch = next(iter(self._setup.eval_batches))
+        batch = self._last_batch if self._setup.eval_batches is None else next(iter(self._setup.eval_batches))
         return self._probe.read(self._trainable, self._frozen, jax.device_put(batch))
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:

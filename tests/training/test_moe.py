@@ -46,6 +46,12 @@ def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
 
 
+def test_a_run_without_held_out_data_shows_how_its_own_batches_use_the_experts(make_config, moe_folder, tmp_path):
+    train(make_config(steps=2, eval_every=2))
+    (figures,) = (line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "expert_load_max" in line)
+    assert figures["step"] == 2 and "eval_loss" not in figures
+
+
 def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
     blocks, expanded = (prepare(make_config(expand_experts=expand)) for expand in (False, True))
     assert blocks.parameter_counts == expanded.parameter_counts
