@@ -15,12 +15,14 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.experts import part_shape, stored_places
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import write_shards
+from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.moe_layers import mxfp4_scale
-from jaxglue.parameters import abstract_parameters
+from jaxglue.parameters import abstract_parameters, hf_name
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -138,9 +140,30 @@ def make_model(folder: Path, config: dict) -> None:
         return np.resize(block[start:].view(spec.dtype), spec.shape)
 
     with atomic_folder(folder) as temporary:
-        (temporary / "config.json").write_text(json.dumps(config, indent=2))
+        (temporary / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
         _tokenizer().save_pretrained(temporary)
         write_shards(temporary, specs, weight, 5 * 10**9)
+
+
+def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
+    """Writes an adapter as training starts with: A uniform within ±1/√in, B zero."""
+
+    def build():
+        model = build_model(config_from_hf(config), rngs=nnx.Rngs(0))
+        add_lora(model, lora, rngs=nnx.Rngs(0))
+        return model
+
+    variables = nnx.to_flat_state(nnx.state(nnx.eval_shape(build), nnx.LoRAParam))
+    shapes = {hf_name(".".join(map(str, path))): variable.shape for path, variable in variables}
+    rng = np.random.default_rng(0)
+
+    def matrix(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("lora_B"):
+            return np.zeros(shape, np.float32)
+        bound = shape[-1] ** -0.5
+        return rng.uniform(-bound, bound, shape).astype(np.float32)
+
+    save_adapter(folder, {name: matrix(name, shape) for name, shape in shapes.items()}, lora, "")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -41,6 +41,8 @@ class EstimateConfig:
     """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
     document_tokens: int | None = None
     """Mean length of the documents in a row; by default one document fills it."""
+    memory_limit: float | None = None
+    """GPU memory that may be used, GiB; by default nine tenths of the GPU's."""
     host_memory_gib: float = 64.0
     """Host memory that may be pinned, GiB."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -56,7 +58,7 @@ def make_planner(config: EstimateConfig) -> Planner:
         visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
         accumulation=config.accumulation,
     )
-    return Planner(workload, find_gpu(config.gpu))
+    return Planner(workload, find_gpu(config.gpu).limited(config.memory_limit))
 
 
 def print_plans(planner: Planner, host_memory: float) -> None:

@@ -1,6 +1,6 @@
 """Rates and memory of GPUs, for plans and estimates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxglue.peaks import peak_flops
 
@@ -28,6 +28,10 @@ class Gpu:
     """Device memory, bytes/s, read plus written."""
     link: float
     """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
+
+    def limited(self, gib: float | None) -> "Gpu":
+        """The same GPU with at most `gib` GiB of its memory to plan with; None for all of it."""
+        return self if gib is None else replace(self, memory=min(self.memory, gib * GIB))
 
 
 def _gpu(name: str, capability: tuple[int, int], memory_gib: float, bandwidth: float, link: float) -> Gpu:

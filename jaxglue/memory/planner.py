@@ -26,8 +26,10 @@ _WORKSPACE = int(0.15 * GIB)
 """Bytes that programs and matmul libraries take, whatever the model."""
 _FORWARD_SHARE, _BACKWARD_SHARE = 0.35, 0.30
 """Of the matmul rate, reached by packed attention's forward and backward kernels."""
-_POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload")
-_MIXES = (("dots", "full"), ("dots", "offload"), ("none", "dots"))
+_OFFLOAD_GATE = "offload:layer_input,gate"
+"""As much as the link moves while a layer computes; a matmul of the feed-forward is not computed again."""
+_POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload", _OFFLOAD_GATE)
+_MIXES = (("dots", "full"), ("dots", "offload"), ("dots", _OFFLOAD_GATE), ("none", "dots"))
 """(policy of the last layers, policy of the others)."""
 
 
@@ -104,8 +106,8 @@ class Planner:
             host_bytes=host,
         )
 
-    def resolve(self, remat: str, *, stream_weights: bool, host_memory: float) -> Plan:
-        """The plan that `--remat` and `--weights` ask for, `auto` included.
+    def resolve(self, remat: str, *, stream_weights: bool | None, host_memory: float) -> Plan:
+        """The plan that `--remat` and `--weights` ask for, `auto` included (of weights: None).
 
         Raises:
             ValueError: it does not fit (see `check` and `choose`), or the text is no policy.
@@ -113,7 +115,9 @@ class Planner:
         if remat == AUTO:
             return self.choose(host_memory=host_memory, stream_weights=stream_weights)
         policies = parse_policies(remat, len(self._structure.layers))
-        plan = self.plan(policies, stream_weights=stream_weights)
+        places = (False, True) if stream_weights is None else (stream_weights,)
+        plans = [self.plan(policies, stream_weights=place) for place in places]
+        plan = next((plan for plan in plans if self.fits(plan, host_memory)), plans[0])
         self.check(plan, host_memory=host_memory)
         return plan
 

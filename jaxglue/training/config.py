@@ -33,8 +33,11 @@ class ModelConfig:
     remat: str = "auto"
     """What each layer keeps for its backward pass: none (is recomputed), dots, full (recomputation), offload, a mix
     such as "dots; offload:gate,up", or auto, which takes the fastest that fits the GPU (see docs/memory.md)."""
-    weights: Literal["device", "host"] = "device"
-    """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer."""
+    memory_limit: float | None = None
+    """GPU memory that the run may take, GiB: what auto plans for; by default all that JAX was given."""
+    weights: Literal["device", "host", "auto"] = "device"
+    """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer; auto takes
+    what is faster within the memory limit."""
     expand_experts: bool = False
     """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
     quantise: Quantise = "none"
@@ -47,6 +50,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_remat(self.remat)
+        if self.memory_limit is not None and self.memory_limit <= 0:
+            raise ValueError(f"memory_limit={self.memory_limit} must be positive: it is in GiB")
         for name in ("router_balance_loss", "router_z_loss"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
@@ -130,5 +135,5 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self):
-        if self.run.sample_prompt and self.model.weights == "host":
+        if self.run.sample_prompt and self.model.weights != "device":
             raise ValueError("--sample-prompt needs --weights device: answering reads all weights for every token")

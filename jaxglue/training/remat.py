@@ -15,6 +15,7 @@ from jaxglue.training.config import TrainConfig
 
 _ON_CPU = "dots"
 """What auto stands for without a GPU."""
+_STREAM = {"device": False, "host": True, "auto": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class RematChoice:
     """A policy for every layer and why."""
 
     policies: tuple[RematPolicy, ...]
+    stream_weights: bool = False
+    """The layers' frozen weights are in host memory."""
     text: str
     """The policies as `--remat` takes them, with what is predicted of them."""
 
@@ -44,7 +47,8 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float)
     if jax.default_backend() == "cpu":
         text = _ON_CPU if remat == AUTO else remat
         reason = " (auto, without a GPU)" if remat == AUTO else ""
-        return RematChoice(policies=parse_policies(text, model.num_hidden_layers), text=text + reason)
+        policies = parse_policies(text, model.num_hidden_layers)
+        return RematChoice(policies=policies, stream_weights=config.model.weights == "host", text=text + reason)
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size,
@@ -57,13 +61,13 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float)
     )
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     host_memory = pinned_memory(psutil.virtual_memory().available, limit)
-    planner = Planner(workload, device_gpu(jax.devices()[0]))
-    plan = planner.resolve(remat, stream_weights=config.model.weights == "host", host_memory=host_memory)
-    return RematChoice(
-        policies=plan.policies, text=f"{plan.remat}{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
-    )
+    planner = Planner(workload, device_gpu(jax.devices()[0]).limited(config.model.memory_limit))
+    plan = planner.resolve(remat, stream_weights=_STREAM[config.model.weights], host_memory=host_memory)
+    text = f"{plan.remat}{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
+    return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, text=text)
 
 
 def _predicted(plan: Plan) -> str:
     host = f" and {plan.host_bytes / GIB:.1f} GiB on the host" if plan.host_bytes else ""
-    return f"predicted {plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
+    weights = "weights on the host, " if plan.stream_weights else ""
+    return f"{weights}predicted {plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"

@@ -91,7 +91,7 @@ class Trainer:
             policy=setup.remat.policies,
             dtype=model.compute_dtype,
             attention=model.attention,
-            stream_weights=model.weights == "host",
+            stream_weights=setup.remat.stream_weights,
             router_losses=model.router_losses,
         )
         self._probe = RoutingProbe(self._structure, setup.model, dtype=model.compute_dtype, attention=model.attention)

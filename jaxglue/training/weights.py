@@ -20,7 +20,7 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     """(structure, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
     config, seed = setup.config, setup.config.data.seed
     dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
-    place = _layers_on_host if config.model.weights == "host" else None
+    place = layers_on_host if setup.remat.stream_weights else None
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
@@ -32,7 +32,7 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     return structure, commit(trainable), commit(frozen)
 
 
-def _layers_on_host(name: str) -> jax.sharding.Sharding | None:
+def layers_on_host(name: str) -> jax.sharding.Sharding | None:
     """Pinned memory for what is streamed, so that it never has to fit the GPU."""
     return pinned_host(jax.devices()[0]) if name.startswith("model.layers.") else None
 

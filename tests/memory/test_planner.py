@@ -165,3 +165,15 @@ def test_experts_are_planned_without_a_gpu(tiny_config):
         for seq_len in (8192, 16384)
     )
     assert 1.5 * short.seconds < long.seconds < 2.2 * short.seconds
+
+
+def test_a_memory_limit_moves_weights_to_the_host_where_that_may_be_chosen(planner):
+    here = planner.plan(parse_policy("offload")).device_bytes / GIB
+    limited = Planner(planner.workload, planner.gpu.limited(0.9 * here / (1 - MARGIN)))
+    with pytest.raises(ValueError, match=r"--remat '.*' --weights host would fit"):
+        limited.resolve("full", stream_weights=False, host_memory=HOST)
+    for remat in ("offload", "auto"):
+        plan = limited.resolve(remat, stream_weights=None, host_memory=HOST)
+        assert plan.stream_weights and plan.device_bytes / GIB < 0.9 * here
+    assert planner.gpu.limited(None) == planner.gpu
+    assert planner.gpu.limited(1000).memory == planner.gpu.memory

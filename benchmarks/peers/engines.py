@@ -1,0 +1,120 @@
+"""PyTorch's side of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, as their documentation sets them up.
+
+Nothing here imports jax or jaxglue: peers run with packages of their own.
+"""
+
+import ctypes
+import glob
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+
+RANK = ALPHA = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+    "UNSLOTH_SKIP_TORCHVISION_CHECK": "1",
+    "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
+}
+
+
+def load_unsloth(folder: str, *, quantise: str, checkpointing: str, seq_len: int):
+    """FastLanguageModel with adapters; `checkpointing` is none, device or offload (to the host, Unsloth's own)."""
+    _preload_cuda12()
+    import torch
+    import unsloth  # before transformers, which it patches
+    from unsloth.utils import packing
+
+    shared = {
+        "max_seq_length": seq_len,
+        "use_gradient_checkpointing": {"none": False, "device": True, "offload": "unsloth"}[checkpointing],
+    }
+    model, _ = unsloth.FastLanguageModel.from_pretrained(
+        model_name=folder,
+        dtype=torch.bfloat16,
+        load_in_4bit=quantise == "nf4",
+        load_in_16bit=quantise == "none",
+        local_files_only=True,
+        use_exact_model_name=True,
+        **shared,
+    )
+    model = unsloth.FastLanguageModel.get_peft_model(
+        model, r=RANK, lora_alpha=ALPHA, lora_dropout=0, bias="none", target_modules=TARGETS, **shared
+    )
+    packing.mark_allow_overlength(model)  # what SFTTrainer(packing=True) switches on
+    packing._enable_hf_packed_attention()
+    return model
+
+
+def load_peft(folder: str, *, quantise: str, checkpointing: str, seq_len: int):
+    """AutoModelForCausalLM with PEFT's adapters; `checkpointing` is none or device. `seq_len` is Unsloth's to know."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    cuda = torch.cuda.is_available()
+    options: dict = {"dtype": torch.bfloat16 if cuda else torch.float32}
+    if quantise == "nf4":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    attention = _varlen_attention() if cuda else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=attention, device_map={"": 0 if cuda else "cpu"}, **options
+    )
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    if checkpointing != "none":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
+ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft}
+
+
+def load(engine: str, folder: str, adapter: str, **options):
+    """The model of an engine, ready to train, its adapters set to those of a PEFT folder."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    model = ENGINES[engine](folder, **options)
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    found = set_peft_model_state_dict(model, load_file(f"{adapter}/adapter_model.safetensors"))
+    assert not found.unexpected_keys, found.unexpected_keys[:3]
+    model.config.use_cache = False
+    return model.train()
+
+
+def _varlen_attention() -> str:
+    """Registers the FlashAttention that comes with PyTorch, documents apart, as an attention of transformers."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
+    def attend(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
+        group = module.num_key_value_groups
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        return varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0))[None], None
+
+    AttentionInterface.register("varlen", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("varlen", flash_attention_mask)
+    return "varlen"
+
+
+def _preload_cuda12() -> None:
+    """xformers' wheel is built for CUDA 12 and needs its runtime beside a PyTorch built for CUDA 13."""
+    for folder in sys.path:
+        for pattern in ("peer_cudart12/libcudart.so.12", "nvidia/cuda_runtime/lib/libcudart.so.12"):
+            for library in glob.glob(os.path.join(folder, pattern)):
+                ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+                return

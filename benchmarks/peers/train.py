@@ -1,0 +1,141 @@
+"""Trains a peer on the batches of benchmarks/sft_step.py, and prints a line of JSON: times, losses, memory, kernels.
+
+    python benchmarks/peers/train.py --engine unsloth --model DIR --adapter DIR --batches FILE.npz
+
+Times are of steps dispatched back to back, from one step's end on the GPU to the next one's.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from importlib.metadata import version
+
+import engines
+import numpy as np
+
+PACKAGES = ("torch", "transformers", "peft", "triton", "unsloth", "xformers", "bitsandbytes")
+
+
+class Steps:
+    """LoRA steps of one model: mean cross-entropy per target token, bf16 autocast on GPUs, AdamW."""
+
+    def __init__(self, model, engine: str, learning_rate: float):
+        import torch
+
+        self._torch, self._model, self._engine = torch, model, engine
+        self.cuda = torch.cuda.is_available()
+        self.device = "cuda" if self.cuda else "cpu"
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=self.cuda)
+
+    def batch(self, tokens: np.ndarray, lengths: np.ndarray) -> dict:
+        """What a padding-free collator gives: one row, positions from 0 in each document, -100 at its first token."""
+        torch = self._torch
+        lengths = lengths[lengths > 0]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        ids = torch.tensor(tokens[None].astype(np.int64))
+        labels = ids.masked_fill(torch.tensor(positions[None] == 0), -100)
+        batch = {"input_ids": ids, "labels": labels, "position_ids": torch.tensor(positions[None])}
+        count = torch.tensor(int((labels[:, 1:] != -100).sum()))
+        batch = {name: value.to(self.device) for name, value in {**batch, "num_items_in_batch": count}.items()}
+        if self._engine == "unsloth":
+            return {**batch, "packed_seq_lengths": torch.tensor(lengths.astype(np.int32), device=self.device)}
+        if self.cuda:
+            bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
+            longest = int(lengths.max())
+            batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            batch |= {"max_length_q": longest, "max_length_k": longest}
+        return batch
+
+    def __call__(self, batch: dict):
+        """One step; the loss stays on the device."""
+        torch = self._torch
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.cuda):
+            loss = self._model(**batch, use_cache=False).loss
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def mark(self):
+        """This moment of the GPU's work."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, marks: list) -> list[float]:
+        """Between successive marks."""
+        self.synchronize()
+        pairs = itertools.pairwise(marks)
+        return [begin.elapsed_time(end) if self.cuda else (end - begin) * 1e3 for begin, end in pairs]
+
+    def synchronize(self) -> None:
+        """Waits for the GPU."""
+        if self.cuda:
+            self._torch.cuda.synchronize()
+
+    def kernels(self, batch: dict) -> int:
+        """Kernels that one step launches, copies left out."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            self(batch)
+            self.synchronize()
+        names = [event.name for event in trace.events() if event.device_type.name == "CUDA"]
+        return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Times of the steps after the warm-up, losses of all, and the memory that the steps took at most."""
+    with np.load(args.batches) as stored:
+        tokens, lengths = stored["tokens"], stored["lengths"]
+    options = {"quantise": args.quantise, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
+    model = engines.load(args.engine, args.model, args.adapter, **options)
+    step = Steps(model, args.engine, args.learning_rate)
+    batches = [step.batch(*pair) for pair in zip(tokens, lengths, strict=True)]
+    losses, marks = [], []
+    for number, batch in enumerate(batches):
+        if number == args.warm_up and step.cuda:
+            step.synchronize()
+            step._torch.cuda.reset_peak_memory_stats()
+        if number >= args.warm_up and not marks:
+            marks.append(step.mark())
+        losses.append(step(batch))
+        if marks:
+            marks.append(step.mark())
+    times = step.milliseconds(marks)
+    result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
+    if step.cuda:
+        cuda = step._torch.cuda
+        result |= {"peak_gib": cuda.max_memory_allocated() / 2**30, "reserved_gib": cuda.max_memory_reserved() / 2**30}
+        result |= {"gpu": cuda.get_device_name(0), "kernels": step.kernels(batches[-1])}
+    return result | {"versions": dict(filter(None, map(_version, PACKAGES)))}
+
+
+def _version(package: str) -> tuple[str, str] | None:
+    try:
+        return package, version(package)
+    except ImportError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=engines.ENGINES, required=True)
+    for name in ("model", "adapter", "batches"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--quantise", choices=("none", "nf4"), default="none")
+    parser.add_argument("--checkpointing", choices=("none", "device", "offload"), default="none")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--warm-up", type=int, default=5)
+    print(json.dumps(measure(parser.parse_args())), flush=True)
+    os._exit(0)  # compile workers would linger
+
+
+if __name__ == "__main__":
+    main()

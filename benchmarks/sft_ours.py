@@ -1,0 +1,179 @@
+"""Trains ours on the batches of benchmarks/sft_step.py, and prints a line of JSON: times, losses, memory, kernels.
+
+    python benchmarks/sft_ours.py --model DIR --adapter DIR --batches FILE.npz --memory-limit 18.8
+
+The steps are the trainer's: the executor and AdamW, dispatched one ahead of the loss that is waited for.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+from flax import nnx
+from kernel_profile import kernel_times
+
+from jaxglue.data.batch import Batch
+from jaxglue.flops import mean_visible_keys
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.loading import add_adapter, load_model
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.executor import Executor
+from jaxglue.memory.gpus import GIB, SUSTAINED
+from jaxglue.memory.planner import Plan, Planner, pinned_memory
+from jaxglue.memory.policy import AUTO, parse_policies
+from jaxglue.memory.rates import device_gpu, measure_gpu
+from jaxglue.memory.transfer import commit
+from jaxglue.memory.workload import Workload
+from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.parameters import split_model
+from jaxglue.segments import pack_segments, segment_bucket
+from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+from jaxglue.training.weights import layers_on_host
+
+PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
+
+
+def read_batches(path: Path) -> list[Batch]:
+    """The packed rows, all of one shape; every token but a document's last is trained on the next one."""
+    with np.load(path) as stored:
+        tokens, lengths = stored["tokens"], stored["lengths"]
+    slots = segment_bucket(int((lengths > 0).sum(1).max()))
+    return [_batch(row, sizes[sizes > 0], slots) for row, sizes in zip(tokens, lengths, strict=True)]
+
+
+def _batch(tokens: np.ndarray, lengths: np.ndarray, slots: int) -> Batch:
+    segments = pack_segments([lengths.tolist()], seq_len=len(tokens), max_segments=slots)
+    last = np.zeros((1, len(tokens)), bool)
+    last[0, np.cumsum(lengths) - 1] = True
+    targets = np.where(last, 0, np.roll(tokens, -1)[None]).astype(np.int32)
+    weights = np.where(last, 0, 1).astype(np.float32)
+    return Batch(tokens=tokens[None].astype(np.int32), targets=targets, loss_weights=weights, segments=segments)
+
+
+def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]) -> Plan | None:
+    """The plan that the flags ask for, where weights go chosen too; None without a GPU."""
+    if jax.default_backend() == "cpu":
+        return None
+    lengths = np.concatenate([np.diff(np.asarray(batch.segments.cu_seqlens[0])) for batch in batches])
+    workload = Workload(
+        config=config,
+        batch_size=1,
+        seq_len=batches[0].tokens.shape[1],
+        lora=LoraConfig(),
+        visible_keys=mean_visible_keys(lengths[lengths > 0]),
+    )
+    planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit))
+    if args.remat == AUTO:
+        host_memory = pinned_memory(psutil.virtual_memory().available, args.pinned_gib)
+        return planner.choose(host_memory=host_memory, stream_weights=None if args.memory_limit else False)
+    return planner.plan(parse_policies(args.remat, config.num_hidden_layers), stream_weights=args.weights == "host")
+
+
+class Run:
+    """A model with its adapter and AdamW, and the steps that train it."""
+
+    def __init__(self, args: argparse.Namespace, config: DecoderConfig, plan: Plan | None, steps: int):
+        cpu = jax.default_backend() == "cpu"
+        dtype = np.dtype("float32") if cpu else jax.numpy.bfloat16
+        stream = plan is not None and plan.stream_weights
+        place = layers_on_host if stream else None
+        model = load_model(args.model, dtype=dtype, quantise=args.quantise, place=place)
+        add_adapter(model, args.adapter)
+        self._structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+        del model
+        self.trainable, self.frozen = commit(trainable), commit(frozen)
+        del trainable, frozen
+        policies = plan.policies if plan else parse_policies("dots", config.num_hidden_layers)
+        self._executor = Executor(self._structure, config, policy=policies, dtype=dtype, stream_weights=stream)
+        optimizer = OptimizerConfig(
+            learning_rate=args.learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0
+        )
+        self._optimizer = Optimizer(optimizer, steps)
+        self._state, self._step = self._optimizer.init(self.trainable), 0
+
+    def step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Dispatches a step; (its loss, a value that is there when its backward pass is done)."""
+        weight = float(batch.loss_weights.sum())
+        loss, gradients = self._executor.loss_and_gradients(
+            self.trainable, self.frozen, [jax.device_put(batch)], weight
+        )
+        self.trainable, self._state, values = self._optimizer.update(self.trainable, self._state, gradients, self._step)
+        self._step += 1
+        return loss, values["grad_norm"]
+
+
+def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
+    """Losses of all steps and the time between the ends of those after the warm-up, each dispatched before."""
+    begun, losses, ends, pending = time.perf_counter(), [], [], None
+    for number, batch in enumerate(batches):
+        loss, done = run.step(batch)
+        losses.append(loss)
+        if number == 0 or number == warm_up - 1:
+            jax.block_until_ready(run.trainable)
+        if number == 0:
+            first = time.perf_counter() - begun
+        if pending is not None:
+            jax.block_until_ready(pending)
+            ends.append(time.perf_counter())
+        pending = done
+    jax.block_until_ready((pending, run.trainable))
+    ends.append(time.perf_counter())
+    times = (np.diff(ends)[warm_up - 1 :] * 1e3).tolist()
+    return {"ms": statistics.median(times), "ms_all": times, "losses": [*map(float, losses)], "first_step_s": first}
+
+
+def profile(run: Run, batch: Batch, folder: Path) -> dict:
+    """Kernels of one step."""
+    with jax.profiler.trace(folder):
+        run.step(batch)
+        jax.block_until_ready(run.trainable)
+    times, launches = kernel_times(folder)
+    kernels = sum(count for name, count in launches.items() if not name.startswith("Mem"))
+    return {"kernels": kernels, "kernel_ms": sum(ms for name, ms in times.items() if not name.startswith("Mem"))}
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """What a run of all batches took, and the most memory that was allocated since the process began."""
+    config = replace(config_from_hf(read_config(args.model)), quantise=args.quantise)
+    batches = read_batches(args.batches)
+    plan = choose(args, config, batches)
+    run = Run(args, config, plan, len(batches))
+    result = train(run, batches, args.warm_up)
+    device = jax.devices()[0]
+    if plan is not None:
+        result |= {"peak_gib": device.memory_stats()["peak_bytes_in_use"] / GIB, "plan": str(plan)}
+        result |= {"planned_ms": plan.seconds * 1e3, "planned_gib": plan.device_bytes / GIB}
+        with tempfile.TemporaryDirectory() as scratch:
+            result |= profile(run, batches[-1], args.trace or Path(scratch))
+        del run
+        result["matmul_tflops"] = measure_gpu(device).matmul / SUSTAINED / 1e12
+    return result | {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "adapter"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--batches", type=Path, required=True)
+    parser.add_argument("--quantise", choices=("none", "nf4"), default="none")
+    parser.add_argument("--remat", default=AUTO)
+    parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
+    parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for")
+    parser.add_argument("--pinned-gib", default="100", help="host memory that may be pinned")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace of a step")
+    print(json.dumps(measure(parser.parse_args())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""A LoRA step beside what PyTorch's users run: the same weights, adapters and packed batches through each engine.
+
+    python benchmarks/sft_step.py --scratch /dev/shm/sft --json benchmarks/results/sft_step.json
+
+Engines are ours, unsloth and peft (transformers + PEFT); each runs in a process of its own, one after the other. A
+batch is one row of documents of 64–1,024 tokens, LoRA has rank 16 on all linear layers, AdamW updates it. Results are
+written as they come. `--peers-path` is a folder with the peers' packages, put before their process's own.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from inputs import SHAPES, make_adapter, make_model
+from measure import table, uniform_lengths
+
+from jaxglue.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.lora import LoraConfig
+from jaxglue.models import config_from_hf
+
+HERE = Path(__file__).resolve().parent
+ENGINES = ("ours", "unsloth", "peft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A setting that every engine is measured in."""
+
+    shape: str
+    tokens: int = 16384
+    quantise: str = "none"
+    memory_limit: float | None = None
+    """GiB that ours may take: what Unsloth takes."""
+    checkpointing: str = "offload"
+    """The peers': none, device or offload (Unsloth's; transformers then keeps checkpoints on the device)."""
+
+
+ROWS = {
+    "qwen3-8b": Row(shape="qwen3-8b", memory_limit=18.8),
+    "qwen3-8b, memory free": Row(shape="qwen3-8b", checkpointing="device"),
+    "qwen3-8b NF4": Row(shape="qwen3-8b", quantise="nf4", memory_limit=9.4),
+    "qwen3-0.6b": Row(shape="qwen3-0.6b", tokens=8192, checkpointing="none"),
+    "qwen3-14b NF4": Row(shape="qwen3-14b", quantise="nf4", memory_limit=14.3),
+    "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
+    "tiny": Row(shape="tiny", tokens=512, checkpointing="none"),
+}
+
+
+def make_batches(path: Path, row: Row, steps: int) -> list[int]:
+    """Writes tokens [steps, T] and document lengths [steps, documents], 0 where a row has fewer; returns all lengths.
+
+    A few tokens are frequent and most are rare, so that there is something to learn.
+    """
+    rng, vocabulary = np.random.default_rng(0), SHAPES[row.shape]["vocab_size"]
+    frequency = 1 / np.arange(10, vocabulary + 10)
+    tokens = rng.choice(rng.permutation(vocabulary), (steps, row.tokens), p=frequency / frequency.sum())
+    lengths = [uniform_lengths(row.tokens, seed=step) for step in range(steps)]
+    padded = np.zeros((steps, max(map(len, lengths))), np.int32)
+    for step, sizes in enumerate(lengths):
+        padded[step, : len(sizes)] = sizes
+    np.savez(path, tokens=tokens.astype(np.int32), lengths=padded)
+    return [length for sizes in lengths for length in sizes]
+
+
+def run(engine: str, row: Row, folder: Path, args: argparse.Namespace) -> dict:
+    """What the engine's process printed; or its error."""
+    files = {"model": folder, "adapter": folder / "adapter", "batches": folder / "batches.npz"}
+    flags = {**files, "quantise": row.quantise, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
+    command, environment = [sys.executable, str(HERE / "sft_ours.py")], dict(os.environ)
+    if engine == "ours":
+        flags |= {"memory-limit": row.memory_limit} if row.memory_limit else {}
+        flags |= {"trace": args.traces / folder.name} if args.traces else {}
+        environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
+    else:
+        command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
+        flags["checkpointing"] = row.checkpointing
+        environment.pop("PYTHONPATH", None)
+        environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
+    command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    begun = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    seconds = {"process_s": time.perf_counter() - begun}
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr)
+        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1], **seconds}
+    return json.loads(done.stdout.strip().splitlines()[-1]) | seconds
+
+
+def summary(results: list[dict]) -> list[dict]:
+    """The table's rows; the share of the matmul limit is of the work without recomputation, at the rate measured."""
+    rates = [result["matmul_tflops"] for result in results if "matmul_tflops" in result]
+    rows = []
+    for result in results:
+        row = {"row": result["row"], "engine": result["engine"]}
+        if "error" in result:
+            rows.append(row | dict.fromkeys(("ms", "tokens/s", "peak GiB", "kernels", "of the limit"), "failed"))
+            continue
+        share = result["flops"] / result["ms"] / 1e9 / rates[-1] if rates else None
+        rows.append(
+            row
+            | {
+                "ms": f"{result['ms']:,.1f}",
+                "tokens/s": f"{result['tokens'] / result['ms'] * 1e3:,.0f}",
+                "peak GiB": f"{result['peak_gib']:.1f}" if "peak_gib" in result else "-",
+                "kernels": f"{result['kernels']:,}" if "kernels" in result else "-",
+                "of the limit": f"{share:.0%}" if share else "-",
+            }
+        )
+    return rows
+
+
+def loss_differences(results: list[dict]) -> list[dict]:
+    """How far apart ours and each peer's losses of the same steps are, at most."""
+    ours = {result["row"]: result["losses"] for result in results if result["engine"] == "ours" and "losses" in result}
+    rows = []
+    for result in results:
+        if result["engine"] == "ours" or "losses" not in result or result["row"] not in ours:
+            continue
+        left, right = np.array(ours[result["row"]]), np.array(result["losses"])
+        apart = np.abs(left - right)
+        rows.append(
+            {
+                "row": result["row"],
+                "against": result["engine"],
+                "steps": len(left),
+                "first → last loss": f"{left[0]:.4f} → {left[-1]:.4f}",
+                "largest |Δ|": f"{apart.max():.1e}",
+                "of the loss": f"{(apart / right).max():.1e}",
+            }
+        )
+    return rows
+
+
+def write(path: Path, results: list[dict]) -> None:
+    """Everything so far, so that an interruption loses only the rest."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    command = shlex.join(["python", *sys.argv])
+    temporary.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
+    temporary.rename(path)
+
+
+def prepare(row: Row, scratch: Path, steps: int) -> tuple[Path, list[int]]:
+    """(folder with model, adapter and batches, document lengths)."""
+    folder, config = scratch / row.shape, SHAPES[row.shape]
+    if not folder.exists():
+        make_model(folder, config)
+        make_adapter(folder / "adapter", config, LoraConfig())
+    return folder, make_batches(folder / "batches.npz", row, steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "tiny"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["ours", "unsloth"])
+    parser.add_argument("--scratch", type=Path, required=True, help="a folder with room for the weights, as in memory")
+    parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--peers-python", default=sys.executable)
+    parser.add_argument("--peers-path", type=Path)
+    parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per shape")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # this process only prepares: the GPU is the engines'
+    results: list[dict] = []
+    for name in args.rows:
+        row = ROWS[name]
+        begun = time.perf_counter()
+        folder, lengths = prepare(row, args.scratch, args.warm_up + args.steps)
+        print(f"{name}: prepared in {time.perf_counter() - begun:.1f} s", flush=True)
+        visible = mean_visible_keys(np.array(lengths))
+        config = config_from_hf(SHAPES[row.shape])
+        flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
+        for engine in args.engines:
+            result = run(engine, row, folder, args)
+            results.append({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
+            shown = {key: value for key, value in results[-1].items() if key not in ("ms_all", "losses")}
+            print(json.dumps(shown), flush=True)
+            if args.json:
+                write(args.json, results)
+        if all(ROWS[later].shape != row.shape for later in args.rows[args.rows.index(name) + 1 :]):
+            shutil.rmtree(folder)
+    print(table(summary(results)))
+    if differences := loss_differences(results):
+        print(table(differences))
+
+
+if __name__ == "__main__":
+    main()
