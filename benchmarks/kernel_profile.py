@@ -1,31 +1,91 @@
-"""Where the GPU's time goes in a profiler trace, such as `scripts/train.py --profile 3` writes.
+"""Where the GPU's time goes in a profiler trace, such as `scripts/train.py --profile 3` writes, beside its limits.
 
 python benchmarks/kernel_profile.py runs/latest/profile --steps 3
+
+A kernel's limit is the time that its matmuls take at the GPU's rate or its bytes at that of its memory, whichever is
+longer; kernels whose FLOPs the program does not tell, such as attention's, are held against their bytes alone.
 """
 
 import argparse
 import re
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 from jax.profiler import ProfileData
+from measure import table
+from programs import Work, program_work
 
 from jaxglue.memory.trace import copy_overlap
 
+MATMUL, COPY = 790e12, 4.3e12
+"""FLOP/s and bytes/s that an H200 was measured to reach."""
 
-def kernel_times(folder: Path) -> tuple[Counter, Counter]:
-    """(milliseconds, launches) by kernel name, numbers in the names left out, on the first GPU."""
+
+class Kernel(NamedTuple):
+    """All launches of a kernel with the same work."""
+
+    name: str
+    shape: str
+    """Of its operation's first result."""
+    milliseconds: float
+    launches: int
+    flops: float
+    """Of all launches; 0 where the program does not tell."""
+    bytes: float
+
+
+def kernel_times(folder: Path) -> list[Kernel]:
+    """Kernels and copies on the first GPU in a folder's newest trace, the longest first; no numbers in their names."""
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    planes = ProfileData.from_file(str(newest)).planes
-    gpu = next(plane for plane in planes if plane.name.startswith("/device:GPU"))
-    times, launches = Counter(), Counter()
+    work = program_work(newest)
+    gpu = next(plane for plane in ProfileData.from_file(str(newest)).planes if plane.name.startswith("/device:GPU"))
+    spent: dict[tuple[str, Work], list[float]] = defaultdict(list)
     for line in gpu.lines:
         if line.name.startswith("Stream"):
             for event in line.events:
-                name = re.sub(r"[_.]?\d+(?=$|_)", "", event.name)[:70]
-                times[name] += event.duration_ns / 1e6
-                launches[name] += 1
-    return times, launches
+                stats = {name: str(value) for name, value in event.stats if name in ("hlo_module", "hlo_op")}
+                place = (stats.get("hlo_module", ""), stats.get("hlo_op", ""))
+                name = re.sub(r"[_.]?\d+(?=$|_)", "", event.name)
+                spent[name, work.get(place, Work(0.0, 0.0, ""))].append(event.duration_ns / 1e6)
+    kernels = [
+        Kernel(name, each.shape, sum(times), len(times), each.flops * len(times), each.bytes * len(times))
+        for (name, each), times in spent.items()
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel.milliseconds)
+
+
+def is_copy(kernel: Kernel) -> bool:
+    """Whether it is no kernel but a copy or a fill by the driver."""
+    return kernel.name.startswith("Mem")
+
+
+def profile_rows(kernels: list[Kernel], *, steps: int = 1, top: int = 25) -> list[dict]:
+    """The table's rows, the rest of the kernels added up in the last one."""
+    total = sum(kernel.milliseconds for kernel in kernels)
+    rest = kernels[top:]
+    if rest:
+        sums = [sum(values) for values in zip(*(kernel[2:] for kernel in rest), strict=True)]
+        kernels = [*kernels[:top], Kernel(f"{len(rest)} others", "", sums[0], int(sums[1]), 0.0, 0.0)]
+    return [_row(kernel, total, steps) for kernel in kernels]
+
+
+def _row(kernel: Kernel, total: float, steps: int) -> dict:
+    seconds = kernel.milliseconds / 1e3
+    matmul, copy = kernel.flops / MATMUL, kernel.bytes / COPY
+    bound = (
+        f"{kernel.flops / seconds / 1e12:.0f} TFLOP/s" if matmul > copy else f"{kernel.bytes / seconds / 1e9:,.0f} GB/s"
+    )
+    known = kernel.bytes > 0 and not is_copy(kernel)
+    return {
+        "kernel": kernel.name[:60],
+        "result": kernel.shape,
+        "ms a step": f"{kernel.milliseconds / steps:.3f}",
+        "share": f"{kernel.milliseconds / total:.1%}",
+        "launches": f"{kernel.launches / steps:.0f}",
+        "rate": bound if known else "-",
+        "of the limit": f"{max(matmul, copy) / seconds:.0%}" if known else "-",
+    }
 
 
 def main() -> None:
@@ -34,15 +94,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps in the trace, to divide by")
     parser.add_argument("--top", type=int, default=25)
     args = parser.parse_args()
-    times, launches = kernel_times(args.trace)
+    kernels = kernel_times(args.trace)
     whole = copy_overlap(args.trace)
     print(f"GPU busy {whole.busy / args.steps:.2f} of {whole.span / args.steps:.2f} ms a step, ", end="")
-    print(f"{sum(launches.values()) / args.steps:,.0f} launches and copies")
-    print("| kernel | ms a step | share | launches |\n|---|---|---|---|")
-    total = sum(times.values())
-    for name, milliseconds in times.most_common(args.top):
-        share, count = milliseconds / total, launches[name] / args.steps
-        print(f"| {name} | {milliseconds / args.steps:.3f} | {share:.1%} | {count:.0f} |")
+    print(f"{sum(kernel.launches for kernel in kernels) / args.steps:,.0f} launches and copies")
+    print(table(profile_rows(kernels, steps=args.steps, top=args.top)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import psutil
 from flax import nnx
-from kernel_profile import kernel_times
+from kernel_profile import is_copy, kernel_times, profile_rows
 
 from jaxglue.data.batch import Batch
 from jaxglue.flops import mean_visible_keys
@@ -136,9 +136,11 @@ def profile(run: Run, batch: Batch, folder: Path) -> dict:
     with jax.profiler.trace(folder):
         run.step(batch)
         jax.block_until_ready(run.trainable)
-    times, launches = kernel_times(folder)
-    kernels = sum(count for name, count in launches.items() if not name.startswith("Mem"))
-    return {"kernels": kernels, "kernel_ms": sum(ms for name, ms in times.items() if not name.startswith("Mem"))}
+    events = kernel_times(folder)
+    kernels = [event for event in events if not is_copy(event)]
+    busy = sum(kernel.milliseconds for kernel in kernels)
+    launches = sum(kernel.launches for kernel in kernels)
+    return {"kernels": launches, "kernel_ms": busy, "profile": profile_rows(events)}
 
 
 def measure(args: argparse.Namespace) -> dict:

@@ -51,7 +51,7 @@ ROWS = {
     "qwen3-0.6b": Row(shape="qwen3-0.6b", tokens=8192, checkpointing="none"),
     "qwen3-14b NF4": Row(shape="qwen3-14b", quantise="nf4", memory_limit=14.3),
     "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
-    "tiny": Row(shape="tiny", tokens=512, checkpointing="none"),
+    "tiny": Row(shape="tiny", tokens=1024, checkpointing="none"),
 }
 
 
@@ -184,7 +184,7 @@ def main() -> None:
         for engine in args.engines:
             result = run(engine, row, folder, args)
             results.append({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
-            shown = {key: value for key, value in results[-1].items() if key not in ("ms_all", "losses")}
+            shown = {key: value for key, value in results[-1].items() if key not in ("ms_all", "losses", "profile")}
             print(json.dumps(shown), flush=True)
             if args.json:
                 write(args.json, results)

@@ -1,0 +1,133 @@
+"""What the kernels of a profile have to do: FLOPs and bytes of every operation, from the programs in the trace.
+
+A trace holds the optimised program (HLO) of each module that ran. `ProfileData` does not hand them out, so the few
+fields on the way to them are read from the protocol buffer itself (xplane.proto of XLA: XSpace.planes = 1, XPlane.name
+= 2, .event_metadata = 4, XEventMetadata.stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module = 1).
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jax._src.lib import xla_client
+
+_ITEM = {"pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "bf16": 2}
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d",]*)')
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+
+
+class Work(NamedTuple):
+    """Of one operation."""
+
+    flops: float
+    """Of its matmuls."""
+    bytes: float
+    """Of its operands and results, each read or written once and whole."""
+    shape: str
+    """Of its first result."""
+
+
+def program_work(trace: Path) -> dict[tuple[str, str], Work]:
+    """(module, operation) → work, for every program in a trace file (*.xplane.pb)."""
+    work = {}
+    for text in _programs(memoryview(trace.read_bytes())):
+        module = re.search(r"HloModule ([\w.\-]+)", text)
+        assert module
+        work |= {(module[1], name): value for name, value in operations(text).items()}
+    return work
+
+
+def operations(text: str) -> dict[str, Work]:
+    """Operation → work, of a program in HLO's text."""
+    shapes: dict[str, str] = {}
+    flops: dict[str, float] = {}  # of whole computations, and of the instructions outside of them
+    found, computation = {}, ""
+    for line in text.splitlines():
+        if line.rstrip().endswith("{") and not line.startswith(" "):
+            computation = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+        elif match := _INSTRUCTION.match(line):
+            name, shape, opcode, rest = match.groups()
+            shapes[name] = shape
+            operands = [operand for operand in re.findall(r"%?([\w.\-]+)", _arguments(rest)) if operand in shapes]
+            called = _CALLED.search(rest)
+            own = flops.get(called[1], 0.0) if called else _matmul(shape, opcode, operands, rest, shapes)
+            flops[computation] = flops.get(computation, 0.0) + own
+            size = _size(shape) + sum(_size(shapes[operand]) for operand in operands)
+            found[name] = Work(own, size, shape.split("{")[0].strip("("))
+    return found
+
+
+def _arguments(rest: str) -> str:
+    """The operands: what stands before the closing parenthesis."""
+    depth = 1
+    for index, character in enumerate(rest):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if not depth:
+            return rest[:index]
+    return rest
+
+
+def _matmul(shape: str, opcode: str, operands: list[str], rest: str, shapes: dict[str, str]) -> float:
+    contracted = _CONTRACTED.search(rest)
+    if not (opcode == "dot" or "__cublas" in rest) or not contracted or not operands:
+        return 0.0
+    left = _dimensions(shapes[operands[0]])[0][1]
+    dims = [int(dim) for dim in re.findall(r"\d+", contracted[1])]
+    return 2.0 * math.prod(_dimensions(shape)[0][1]) * math.prod(left[dim] for dim in dims)
+
+
+def _dimensions(shape: str) -> list[tuple[str, list[int]]]:
+    """(dtype, dimensions) of every array of a shape."""
+    return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in _SHAPE.findall(shape)]
+
+
+def _size(shape: str) -> float:
+    return sum(_item(dtype) * math.prod(dims) for dtype, dims in _dimensions(shape))
+
+
+def _item(dtype: str) -> float:
+    if dtype in _ITEM:
+        return _ITEM[dtype]
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 0.0
+
+
+def _programs(space: memoryview) -> Iterator[str]:
+    for plane in (value for field, value in _fields(space) if field == 1):
+        fields = list(_fields(plane))
+        if (2, b"/host:metadata") not in ((field, bytes(value)) for field, value in fields if field == 2):
+            continue
+        for metadata in (dict(_fields(entry))[2] for field, entry in fields if field == 4):
+            for stat in (dict(_fields(value)) for field, value in _fields(metadata) if field == 5):
+                if 6 in stat:
+                    module = bytes(dict(_fields(stat[6]))[1])
+                    yield xla_client.XlaComputation(module).as_hlo_text()
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(field number, value) of a protocol buffer's length-delimited fields; others are skipped."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        kind = key & 7
+        if kind == 2:
+            length, at = _varint(message, at)
+            yield key >> 3, message[at : at + length]
+            at += length
+        elif kind == 0:
+            at = _varint(message, at)[1]
+        else:
+            at += {1: 8, 5: 4}[kind]
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            return value, at

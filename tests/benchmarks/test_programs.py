@@ -1,0 +1,64 @@
+"""The work of a program's operations is read off its text, and programs off a trace."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true
+
+%fused (p: bf16[64,32]) -> f32[64,32] {
+  %p = bf16[64,32]{1,0} parameter(0)
+  ROOT %c = f32[64,32]{1,0} convert(%p), metadata={op_name="jit(f)/convert"}
+}
+
+%gemm (a: bf16[64,16], b: bf16[32,16]) -> bf16[64,32] {
+  %a = bf16[64,16]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  ROOT %d = bf16[64,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (x: bf16[64,16], w: bf16[32,16]) -> f32[64,32] {
+  %x = bf16[64,16]{1,0} parameter(0)
+  %w = bf16[32,16]{1,0} parameter(1)
+  %blas = (bf16[64,32]{1,0}, s8[1024]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
+  %triton = bf16[64,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm
+  ROOT %loop = f32[64,32]{1,0} fusion(%triton), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_matmuls_have_flops_wherever_they_are_and_everything_has_bytes():
+    from programs import operations
+
+    found = operations(PROGRAM)
+    flops, operands = 2 * 64 * 32 * 16, 2 * 16 * (64 + 32)
+    assert found["blas"] == (flops, operands + 2 * 64 * 32 + 1024, "bf16[64,32]")
+    assert found["triton"] == (flops, operands + 2 * 64 * 32, "bf16[64,32]")
+    assert found["loop"] == (0, (2 + 4) * 64 * 32, "f32[64,32]")
+
+
+def test_programs_are_read_from_a_trace(tmp_path):
+    from programs import program_work
+
+    def f(x):
+        return (x @ x).sum()
+
+    x = jnp.ones((48, 48))
+    jax.block_until_ready(jax.jit(f)(x))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(jax.jit(f)(x))
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    flops = [work.flops for (module, _), work in program_work(trace).items() if module == "jit_f"]
+    assert max(flops) == pytest.approx(2 * 48**3)
+
+
+def test_kernels_are_held_against_their_limits():
+    from kernel_profile import COPY, MATMUL, Kernel, profile_rows
+
+    gemm = Kernel("nvjet", "bf16[64,64]", 2.0, 4, MATMUL * 1e-3, COPY * 1e-4)
+    rows = profile_rows([gemm, Kernel("add", "f32[8]", 1.0, 2, 0.0, COPY * 0.9e-3), Kernel("Memcpy", "", 1.0, 2, 0, 0)])
+    assert [row["of the limit"] for row in rows] == ["50%", "90%", "-"]
+    assert rows[0]["rate"] == "395 TFLOP/s" and rows[0]["share"] == "50.0%"
+    assert [row["kernel"] for row in profile_rows([gemm] * 3, top=1)] == ["nvjet", "2 others"]
