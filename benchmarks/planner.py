@@ -16,18 +16,27 @@ from jaxglue.memory.planner import Planner
 from jaxglue.memory.policy import parse_policies
 
 
+def _spans(case: dict, count: int) -> list[tuple[str, int]]:
+    """(policy, layers under it): that of the first layers, and where there are two that of the last."""
+    last = case.get("last", 0)
+    return [(policy, layers) for policy, layers in zip(case["remat"], (count - last, last), strict=False) if layers]
+
+
 def predict(case: dict, gpu: str) -> dict:
     """Predicted and measured time and peak of a case."""
-    work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"])
-    policies = parse_policies(case["remat"][0], work.config.num_hidden_layers)
+    work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"], case.get("quantise", "none"))
+    count = work.config.num_hidden_layers
+    remat = " + ".join(f"{layers} x {policy}" for policy, layers in _spans(case, count))
+    policies = parse_policies(remat, count)
     plan = Planner(work, find_gpu(gpu)).plan(policies, stream_weights=case["weights"] == "host")
     ms, gib = plan.seconds * 1e3, plan.device_bytes / GIB
     return {
         "gpu": gpu,
         "model": case["shape"],
-        "layers": work.config.num_hidden_layers,
+        "layers": count,
         "tokens": case["tokens"],
-        "remat": case["remat"][0],
+        "method": case["method"] + (f", {case['quantise']}" if "quantise" in case else ""),
+        "remat": remat,
         "weights": case["weights"],
         "predicted ms": round(ms, 1),
         "measured ms": round(case["ms"], 1),

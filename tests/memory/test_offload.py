@@ -20,6 +20,13 @@ def layers_on_host(frozen):
     return {**frozen, "layers": transfer.to_host(frozen["layers"])}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    """On GPUs too: float32 matmuls round to TF32 there."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def batches(random_batch):
     return [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
