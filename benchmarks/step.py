@@ -25,15 +25,15 @@ from jaxglue.data.batch import Batch
 from jaxglue.flops import mean_visible_keys
 from jaxglue.lora import LoraConfig
 from jaxglue.memory import transfer
-from jaxglue.memory.ends import EndFunctions
+from jaxglue.memory.ends import EndFunctions, embeddings_to_host
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.trace import copy_overlap
 from jaxglue.memory.workload import Workload, abstract_parts
 from jaxglue.models import config_from_hf
 from jaxglue.parameters import merge_module
-from jaxglue.quant.formats import Quantise
-from jaxglue.quant.nf4 import NF4, quantise_nf4
+from jaxglue.quant.formats import Quantise, is_quantised, quantise_matrix
+from jaxglue.quant.int8 import Int8Weight
 from jaxglue.segments import pack_segments
 
 LENGTHS_SEED = 0
@@ -59,12 +59,12 @@ def random_batch(tokens: int, vocab_size: int) -> Batch:
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
 
 
-def parameters(work: Workload, weights: str):
+def parameters(work: Workload, weights: str, embeddings: str = "device"):
     """(structure, trainable, frozen) with random values, made layer by layer: no more than asked for is on the GPU."""
     structure, *trees = abstract_parts(work)
 
     def fill(tree, key, host: bool):
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_nf4)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_quantised)
         keys = jax.random.split(key, max(len(leaves), 1))
         values = [_normal(k, leaf) for k, leaf in zip(keys, leaves, strict=False)]
         filled = jax.tree.unflatten(treedef, values)
@@ -79,16 +79,14 @@ def parameters(work: Workload, weights: str):
             fill(layer, jax.random.key(100 + 2 * index + number), host) for index, layer in enumerate(tree["layers"])
         ]
         out.append({**rest, "layers": layers})
+    if embeddings == "host":
+        out[1] = embeddings_to_host(out[1])
     return structure, *out
 
 
-def is_nf4(leaf) -> bool:
-    return isinstance(leaf, NF4)
-
-
 def _normal(key, leaf):
-    if is_nf4(leaf):
-        return quantise_nf4(_random(key, leaf.shape, leaf.dtype))
+    if is_quantised(leaf):
+        return quantise_matrix(_random(key, leaf.shape, leaf.dtype), "int8" if isinstance(leaf, Int8Weight) else "nf4")
     return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _random(key, leaf.shape, leaf.dtype)
 
 
@@ -149,7 +147,7 @@ def memory(device: jax.Device, statistic: str) -> float:
 def measure(args) -> dict:
     """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
     work = workload(args.shape, args.layers, args.tokens, args.method, args.quantise)
-    parts = parameters(work, args.weights)
+    parts = parameters(work, args.weights, args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
     device = jax.devices()[0]
@@ -195,6 +193,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--quantise", choices=get_args(Quantise), default="none")
+    parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--remat", nargs="+", default=["full"], help="one policy, or that of the first and last layers")
     parser.add_argument("--last", type=int, default=0, help="layers under the second policy")
     parser.add_argument("--weights", choices=("device", "host"), default="device")

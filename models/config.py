@@ -93,6 +93,11 @@ class DecoderConfig:
         return replace(self, quantise=how)
 
     @property
+    def embedding_values(self) -> int:
+        """V · D."""
+        return self.vocab_size * self.hidden_size
+
+    @property
     def expanded(self) -> "DecoderConfig":
         """The same model with its experts in the dtype of its other weights."""
         return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self

@@ -39,6 +39,8 @@ class EstimateConfig:
     """Train adapters on frozen weights, or all weights."""
     quantise: Quantise = "none"
     """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
+    embeddings: Literal["device", "host"] = "device"
+    """Where the frozen embedding table is."""
     document_tokens: int | None = None
     """Mean length of the documents in a row; by default one document fills it."""
     memory_limit: float | None = None
@@ -57,6 +59,7 @@ def make_planner(config: EstimateConfig) -> Planner:
         lora=config.lora if config.method == "lora" else None,
         visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
         accumulation=config.accumulation,
+        host_embeddings=config.embeddings == "host",
     )
     return Planner(workload, find_gpu(config.gpu).limited(config.memory_limit))
 

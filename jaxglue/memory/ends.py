@@ -1,6 +1,9 @@
 """What comes before and after the layers: embedding and rotary tables, final norm, output projection and loss."""
 
+from typing import Any
+
 import jax
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
@@ -40,8 +43,8 @@ class EndFunctions:
 
         `scale` is that of the loss, where there will be a backward pass.
         """
-        weights = trainable["embed_tokens"], frozen["embed_tokens"]
-        x, cos, sin, keys, router_losses = self._enter(*weights, batch, key, scale)
+        table, tokens = _rows_of_host_table(frozen["embed_tokens"], batch.tokens)
+        x, cos, sin, keys, router_losses = self._enter(trainable["embed_tokens"], table, tokens, batch, key, scale)
         shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
         return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
 
@@ -61,8 +64,8 @@ class EndFunctions:
         """The final norm and the output projection's part of a tree, tied or not."""
         return {name: tree[name] for name in self.head_parts}
 
-    def _embed_and_rope(self, trainable: Tree, frozen: Tree, batch: Batch, key, scale):
-        x = merge_module(self._structure.embed_tokens, trainable, frozen)(batch.tokens, self._dtype)
+    def _embed_and_rope(self, trainable: Tree, frozen: Tree, tokens, batch: Batch, key, scale):
+        x = merge_module(self._structure.embed_tokens, trainable, frozen)(tokens, self._dtype)
         cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
         count = len(self._structure.layers)
         keys = [None] * count if key is None else list(jax.random.split(key, count))
@@ -95,3 +98,26 @@ class EndFunctions:
     def _loss_and_gradients(self, trainable, frozen, x, batch, scale, accumulated):
         loss, (gradients, dx) = jax.value_and_grad(self._loss, argnums=(0, 2))(trainable, frozen, x, batch, scale)
         return loss, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self.head_parts}
+
+
+def embeddings_to_host(frozen: Tree) -> Tree:
+    """The tree with its embedding table in the host's memory, of which a step sends the rows that it needs.
+
+    Raises:
+        ValueError: the output projection is tied to the table, or it trains: then it is needed on the device.
+    """
+    if not frozen["embed_tokens"] or not frozen.get("lm_head"):
+        raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
+    return {**frozen, "embed_tokens": jax.tree.map(np.asarray, frozen["embed_tokens"])}
+
+
+def _rows_of_host_table(table: Tree, tokens: Any) -> tuple[Tree, Any]:
+    """(table, tokens) as they are, or for a table on the host its rows of these tokens, and their numbers."""
+    weight = table.get("weight")
+    if not isinstance(weight, np.ndarray):
+        return table, tokens
+    wanted = np.asarray(tokens)
+    # As 16-bit integers, which numpy copies faster than a type that it does not know.
+    bits = weight.view(np.uint16) if weight.itemsize == 2 else weight
+    rows = np.take(bits, wanted.ravel(), axis=0).view(weight.dtype)
+    return {"weight": rows}, np.arange(wanted.size, dtype=wanted.dtype).reshape(wanted.shape)

@@ -210,6 +210,8 @@ class Planner:
         x = self.workload.tokens * self.workload.config.hidden_size * jnp.dtype(self.workload.dtype).itemsize
         trained = _bytes(self._trainable)
         resident = 3 * trained + _bytes(self._frozen) - sum(weights)
+        if self.workload.host_embeddings:
+            resident -= _bytes(self._frozen["embed_tokens"])
         buffers = self._depth + 1
         streamed = max(weights, default=0) * (buffers + self._run_ahead)
         in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (self._depth + self._run_ahead)

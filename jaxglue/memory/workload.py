@@ -31,12 +31,16 @@ class Workload:
     accumulation: int = 1
     update_in_backward: bool = False
     """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
+    host_embeddings: bool = False
+    """The frozen embedding table is in the host's memory."""
     dtype: Any = jnp.bfloat16
     """Of activations and frozen weights; what trains is float32."""
 
     def __post_init__(self):
         if self.lora is None and self.config.quantise != "none":
             raise ValueError(f"quantise={self.config.quantise} holds frozen weights, and all train: use adapters")
+        if self.host_embeddings and (self.lora is None or self.config.tie_word_embeddings):
+            raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
 
     @property
     def tokens(self) -> int:

@@ -32,26 +32,21 @@ def mxfp4_kernel(blocks, scales, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def nf4_kernel(
     codes, scales, scale_absmax, scale_offset, scale_code, values, out,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STEPS times BLOCK of the COUNT blocks of 64 values, to out from FIRST on; grid (⌈COUNT / BLOCK / STEPS⌉).
+    """BLOCK of the COUNT blocks of 64 values, to out from FIRST on; grid (⌈COUNT / BLOCK⌉).
 
-    A thread takes eight codes, a word, which are 16 bytes in bfloat16.
+    A thread takes words of eight codes, each of which becomes 16 bytes of bfloat16.
     """
     lookup = tl.load(values + tl.arange(0, 16))
-    offset = tl.load(scale_offset)
-    words = codes.to(tl.pointer_type(tl.uint32))
+    word = tl.program_id(0).to(tl.int64) * BLOCK * 8 + tl.arange(0, BLOCK * 8)
+    block = word // 8
+    inside = block < COUNT
+    packed = tl.load(codes.to(tl.pointer_type(tl.uint32)) + word, mask=inside, other=0)
+    scale = tl.load(scale_code + tl.load(scales + block, mask=inside, other=0).to(tl.int32))
+    factor = tl.load(scale_absmax + block // GROUP, mask=inside, other=0.0)
+    scale = tl.fma(scale, factor, 0.0) + tl.load(scale_offset)  # rounded twice, as bitsandbytes does: not to be fused
     place = tl.arange(0, 8)
-    shift = 4 * (place ^ 1)  # the first of two is in the high half of its byte
-    for step in tl.static_range(STEPS):
-        word = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK * 8 + tl.arange(0, BLOCK * 8)
-        block = word // 8
-        inside = block < COUNT
-        packed = tl.load(words + word, mask=inside, other=0)
-        scale = tl.load(scale_code + tl.load(scales + block, mask=inside, other=0).to(tl.int32))
-        factor = tl.load(scale_absmax + block // GROUP, mask=inside, other=0.0)
-        scale = tl.fma(scale, factor, 0.0) + offset  # rounded twice, as bitsandbytes does: not to be fused
-        code = ((packed[:, None] >> shift[None, :]) & 15).to(tl.int32)
-        value = tl.reshape(tl.gather(lookup, tl.reshape(code, (BLOCK * 64,)), 0), (BLOCK * 8, 8)) * scale[:, None]
-        target = out + FIRST + word[:, None] * 8 + place[None, :]
-        tl.store(target, value.to(out.dtype.element_ty), mask=inside[:, None])
+    code = ((packed[:, None] >> (4 * (place ^ 1))[None, :]) & 15).to(tl.int32)  # the first of two is in the high half
+    value = tl.reshape(tl.gather(lookup, tl.reshape(code, (BLOCK * 64,)), 0), (BLOCK * 8, 8)) * scale[:, None]
+    tl.store(out + FIRST + word[:, None] * 8 + place[None, :], value.to(out.dtype.element_ty), mask=inside[:, None])

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 from jaxglue.quant.kernels import nf4_kernel
 from jaxglue.quant.nf4 import GROUP, NF4, VALUES, dynamic_code
 
-_BLOCK, _STEPS = 16, 4
-"""Blocks of 64 values that a program of 128 threads expands at a time, and how often."""
+_BLOCK = 64
+"""Blocks of 64 values that a program of 128 threads expands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class TritonExpander:
         for weight in weights:
             count = weight.scales.size
             parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
-            constants = {"FIRST": first, "COUNT": count, "GROUP": GROUP, "BLOCK": _BLOCK, "STEPS": _STEPS}
-            self._launch(nf4_kernel, (*parts, *tables), out, triton.cdiv(count, _BLOCK * _STEPS), constants)
+            constants = {"FIRST": first, "COUNT": count, "GROUP": GROUP, "BLOCK": _BLOCK}
+            self._launch(nf4_kernel, (*parts, *tables), out, triton.cdiv(count, _BLOCK), constants)
             first += prod(weight.shape)
         return jax.freeze(out)
 

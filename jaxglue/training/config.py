@@ -38,6 +38,8 @@ class ModelConfig:
     weights: Literal["device", "host", "auto"] = "device"
     """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer; auto takes
     what is faster within the memory limit."""
+    embeddings: Literal["device", "host"] = "device"
+    """Where the frozen embedding table is: on the GPU, or in host memory, which looks a step's tokens up."""
     expand_experts: bool = False
     """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
     quantise: Quantise = "none"
@@ -57,6 +59,8 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         if self.weights == "host" and self.method == "full":
             raise ValueError("--weights host streams frozen weights, and with --method full none are: leave one out")
+        if self.embeddings == "host" and self.method == "full":
+            raise ValueError("--embeddings host is for a frozen table, and with --method full it trains: leave one out")
         if self.quantise != "none" and self.method == "full":
             raise ValueError(
                 f"--quantise {self.quantise} holds frozen weights, and with --method full none are: "
@@ -135,5 +139,6 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self):
-        if self.run.sample_prompt and self.model.weights != "device":
-            raise ValueError("--sample-prompt needs --weights device: answering reads all weights for every token")
+        for name in ("weights", "embeddings"):
+            if self.run.sample_prompt and getattr(self.model, name) != "device":
+                raise ValueError(f"--sample-prompt needs --{name} device: answering reads them for every token")

@@ -57,6 +57,7 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float)
         visible_keys=visible_keys,
         accumulation=config.run.accumulation,
         update_in_backward=config.optimizer.update_in_backward,
+        host_embeddings=config.model.embeddings == "host",
         dtype=config.model.compute_dtype,
     )
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")

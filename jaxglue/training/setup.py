@@ -71,6 +71,8 @@ class Setup:
         everything = jax.tree.leaves(nnx.state(self._abstract_model))
         trained = jax.tree.leaves(nnx.state(self._abstract_model, trainable_filter(self.config)))
         frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in everything)
+        if self.config.model.embeddings == "host":
+            frozen -= self.model.embedding_values * self.config.model.compute_dtype.itemsize
         return frozen + sum(leaf.size * (_TRAINED_BYTES - leaf.dtype.itemsize) for leaf in trained)
 
     @cached_property
@@ -183,6 +185,11 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
         )
     if model.moe and model.moe.mxfp4 and config.model.method == "full":
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
+    if config.model.embeddings == "host" and model.tie_word_embeddings:
+        raise ValueError(
+            f"--embeddings host: the output projection of {config.model.model} is tied to the table, so the GPU needs "
+            "it all: leave it out"
+        )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
     return model

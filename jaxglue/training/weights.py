@@ -11,6 +11,7 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
+from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.transfer import commit, pinned_host
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.training.setup import Setup, trainable_filter
@@ -29,6 +30,8 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))
     structure, trainable, frozen = split_model(model, trainable_filter(config))
+    if config.model.embeddings == "host":
+        frozen = embeddings_to_host(frozen)
     return structure, commit(trainable), commit(frozen)
 
 

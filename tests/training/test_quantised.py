@@ -76,6 +76,21 @@ def test_a_quantised_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
         prepare(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
 
 
+def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
+    with pytest.raises(ValueError, match="--embeddings host: the output projection of .* is tied to the table"):
+        prepare(make_config(embeddings="host"))
+    path = nf4_folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    host = make_config(steps=2, quantise="nf4", embeddings="host")
+    device = make_config(steps=2, quantise="nf4", output=tmp_path / "device")
+    assert train(host).last_loss == train(device).last_loss
+    assert prepare(device).weight_bytes - prepare(host).weight_bytes == 4 * 400 * 64
+    with pytest.raises(ValueError, match="--embeddings host is for a frozen table"):
+        make_config(embeddings="host", method="full")
+    with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):
+        make_config(embeddings="host", sample_prompt=("Hi",))
+
+
 def test_full_fine_tuning_is_refused(make_config, nf4_folder):
     with pytest.raises(ValueError, match=r"--quantise nf4 holds frozen weights.*use --method lora"):
         make_config(quantise="nf4", method="full")

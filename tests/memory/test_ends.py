@@ -1,0 +1,46 @@
+"""The embedding table on the host."""
+
+from dataclasses import replace
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.ends import embeddings_to_host
+from jaxglue.memory.gpus import find_gpu
+from jaxglue.memory.planner import Planner
+from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.workload import Workload
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_table_on_the_host_gives_the_same_step(split_parts, random_batch, dtype):
+    parts = split_parts("lora")
+    table = parts.frozen["embed_tokens"]["weight"].astype(dtype)
+    frozen = {**parts.frozen, "embed_tokens": {"weight": table}}
+    host = embeddings_to_host(frozen)
+    assert isinstance(host["embed_tokens"]["weight"], np.ndarray)
+    batches, executor = [random_batch([[5, 1, 7], [12]], 14, seed=seed) for seed in range(2)], parts.executor("full")
+    expected = executor.loss_and_gradients(parts.trainable, frozen, batches, 1.0)
+    chex.assert_trees_all_equal(executor.loss_and_gradients(parts.trainable, host, batches, 1.0), expected)
+    assert executor.loss(parts.trainable, host, batches[0]) == executor.loss(parts.trainable, frozen, batches[0])
+
+
+def test_a_table_that_the_device_needs_stays_there(split_parts):
+    for parts in (split_parts("full"), split_parts("lora", tie_word_embeddings=True)):
+        with pytest.raises(ValueError, match="need a frozen table to which the output projection is not tied"):
+            embeddings_to_host(parts.frozen)
+
+
+def test_the_planner_counts_no_table_on_the_host(split_parts):
+    parts = split_parts("lora")
+    work = Workload(config=parts.config, batch_size=1, seq_len=64, lora=LoraConfig(rank=4), visible_keys=9)
+    on_device, on_host = (
+        Planner(replace(work, host_embeddings=host), find_gpu("H200")).plan(parse_policy("full")).device_bytes
+        for host in (False, True)
+    )
+    assert on_device - on_host == 2 * parts.config.embedding_values
+    with pytest.raises(ValueError, match="need a frozen table"):
+        replace(work, lora=None, host_embeddings=True)
