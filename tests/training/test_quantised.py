@@ -77,7 +77,7 @@ def test_a_quantised_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
 
 
 def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
-    with pytest.raises(ValueError, match="--embeddings host: the output projection of .* is tied to the table"):
+    with pytest.raises(ValueError, match=r"--embeddings host: the output projection of .* is tied to the table"):
         prepare(make_config(embeddings="host"))
     path = nf4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
