@@ -29,6 +29,7 @@ check: .venv/dev
 
 bench: .venv/installed
 ifdef GPU
+	.venv/bin/python benchmarks/sft_step.py --rows qwen3-0.6b --engines ours --scratch runs/benchmarks
 	.venv/bin/python benchmarks/attention.py
 	.venv/bin/python benchmarks/packed_metadata.py
 	.venv/bin/python benchmarks/moe_routing.py

@@ -5,6 +5,7 @@ python benchmarks/inputs.py --shape qwen3-8b --output /dev/shm/qwen3-8b --chats 
 
 import argparse
 import json
+import math
 import zlib
 from pathlib import Path
 
@@ -127,6 +128,8 @@ def make_model(folder: Path, config: dict) -> None:
         for name, (parameter, index) in places.items()
     }
     block = (np.random.default_rng(0).standard_normal(2**24, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+    largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    pool = np.resize(block, largest // block.itemsize + 4096)  # every matrix is a slice: writing is all that takes time
 
     def weight(name: str) -> np.ndarray:
         spec = specs[name]
@@ -137,7 +140,7 @@ def make_model(folder: Path, config: dict) -> None:
         if len(spec.shape) == 1:
             return np.ones(spec.shape, spec.dtype)
         start = zlib.crc32(name.encode()) % 4096  # another beginning for every matrix, so that no two are alike
-        return np.resize(block[start:].view(spec.dtype), spec.shape)
+        return pool[start:].view(spec.dtype)[: math.prod(spec.shape)].reshape(spec.shape)
 
     with atomic_folder(folder) as temporary:
         (temporary / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
