@@ -17,6 +17,7 @@ _ITEM = {"pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "bf16": 2}
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d",]*)')
+_SLICES = ("slice", "dynamic-slice", "gather")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 
 
@@ -26,7 +27,7 @@ class Work(NamedTuple):
     flops: float
     """Of its matmuls."""
     bytes: float
-    """Of its operands and results, each read or written once and whole."""
+    """Of its operands and results, each read or written once; of an operand that is only sliced, the slices."""
     shape: str
     """Of its first result."""
 
@@ -44,11 +45,14 @@ def program_work(trace: Path) -> dict[tuple[str, str], Work]:
 def operations(text: str) -> dict[str, Work]:
     """Operation → work, of a program in HLO's text."""
     shapes: dict[str, str] = {}
-    flops: dict[str, float] = {}  # of whole computations, and of the instructions outside of them
+    flops: dict[str, float] = {}  # by computation, as what follows
+    reads: dict[str, dict[int, float]] = {}
+    parameters: dict[str, int] = {}
     found, computation = {}, ""
     for line in text.splitlines():
         if line.rstrip().endswith("{") and not line.startswith(" "):
             computation = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+            reads[computation], parameters = {}, {}
         elif match := _INSTRUCTION.match(line):
             name, shape, opcode, rest = match.groups()
             shapes[name] = shape
@@ -56,7 +60,17 @@ def operations(text: str) -> dict[str, Work]:
             called = _CALLED.search(rest)
             own = flops.get(called[1], 0.0) if called else _matmul(shape, opcode, operands, rest, shapes)
             flops[computation] = flops.get(computation, 0.0) + own
-            size = _size(shape) + sum(_size(shapes[operand]) for operand in operands)
+            if opcode == "parameter":
+                parameters[name] = int(_arguments(rest))
+            elif opcode == "bitcast" and operands[0] in parameters:
+                parameters[name] = parameters[operands[0]]
+            for operand in operands if opcode != "bitcast" else ():
+                if (index := parameters.get(operand)) is not None:
+                    read = _size(shape if opcode in _SLICES else shapes[operand])
+                    reads[computation][index] = reads[computation].get(index, 0.0) + read
+            inner = reads.get(called[1], {}) if called else {}
+            sizes = [_size(shapes[operand]) for operand in operands]
+            size = _size(shape) + sum(min(size, inner.get(index, size)) for index, size in enumerate(sizes))
             found[name] = Work(own, size, shape.split("{")[0].strip("("))
     return found
 

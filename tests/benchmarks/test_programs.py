@@ -12,6 +12,13 @@ HloModule jit_f, is_scheduled=true
   ROOT %c = f32[64,32]{1,0} convert(%p), metadata={op_name="jit(f)/convert"}
 }
 
+%sliced (q: bf16[64,32]) -> f32[64,8] {
+  %q = bf16[64,32]{1,0} parameter(0)
+  %q.1 = bf16[1,64,32]{2,1,0} bitcast(%q)
+  %s = bf16[1,64,8]{2,1,0} slice(%q.1), slice={[0:1], [0:64], [0:8]}
+  ROOT %e = f32[1,64,8]{2,1,0} convert(%s)
+}
+
 %gemm (a: bf16[64,16], b: bf16[32,16]) -> bf16[64,32] {
   %a = bf16[64,16]{1,0} parameter(0)
   %b = bf16[32,16]{1,0} parameter(1)
@@ -24,6 +31,7 @@ ENTRY %main (x: bf16[64,16], w: bf16[32,16]) -> f32[64,32] {
   %blas = (bf16[64,32]{1,0}, s8[1024]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
   %triton = bf16[64,32]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm
+  %part = f32[1,64,8]{2,1,0} fusion(%triton), kind=kLoop, calls=%sliced
   ROOT %loop = f32[64,32]{1,0} fusion(%triton), kind=kLoop, calls=%fused
 }
 """
@@ -36,6 +44,7 @@ def test_matmuls_have_flops_wherever_they_are_and_everything_has_bytes():
     flops, operands = 2 * 64 * 32 * 16, 2 * 16 * (64 + 32)
     assert found["blas"] == (flops, operands + 2 * 64 * 32 + 1024, "bf16[64,32]")
     assert found["triton"] == (flops, operands + 2 * 64 * 32, "bf16[64,32]")
+    assert found["part"] == (0, (2 + 4) * 64 * 8, "f32[1,64,8]")
     assert found["loop"] == (0, (2 + 4) * 64 * 32, "f32[64,32]")
 
 
