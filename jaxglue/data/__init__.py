@@ -2,7 +2,7 @@
 
 from jaxglue.data.batch import Batch, TokenDataset
 from jaxglue.data.config import DataConfig
-from jaxglue.data.iterator import BatchIterator, EvalBatches
+from jaxglue.data.iterator import BatchIterator, EvalBatches, Step
 from jaxglue.data.prepare import DataReport, PreparedData, prepare_data
 from jaxglue.data.tokenizer import load_tokenizer
 
@@ -13,6 +13,7 @@ __all__ = [
     "DataReport",
     "EvalBatches",
     "PreparedData",
+    "Step",
     "TokenDataset",
     "load_tokenizer",
     "prepare_data",

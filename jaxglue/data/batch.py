@@ -36,6 +36,8 @@ class TokenDataset:
     """Indices into the store."""
     lengths: Int[np.ndarray, "documents"]
     """Tokens to take of each document, from its beginning."""
+    targets: Int[np.ndarray, "documents"]
+    """Tokens among these that the loss is taken on."""
 
     def __len__(self) -> int:
         return len(self.documents)

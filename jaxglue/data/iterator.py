@@ -17,8 +17,20 @@ _READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one optimiser step trains on."""
+
+    micro_batches: tuple[Batch, ...]
+    """This process's rows of every micro-batch."""
+    tokens: int
+    """In the rows of all processes, padding left out."""
+    targets: int
+    """Of these tokens those that the loss is taken on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Random access to the steps of one epoch: step `i` is a tuple of `accumulation` batches."""
+    """Random access to the steps of one epoch."""
 
     dataset: TokenDataset
     plan: PackPlan
@@ -32,15 +44,20 @@ class _Steps:
     def __len__(self) -> int:
         return _steps(self.plan, self.batch_size * self.accumulation)
 
-    def __getitem__(self, step: int) -> tuple[Batch, ...]:
+    def __getitem__(self, step: int) -> Step:
         rows = np.arange(self.batch_size * self.accumulation) + step * self.batch_size * self.accumulation
         own = rows.reshape(self.accumulation, self.process_count, -1)[:, self.process_index]
         shape = {"seq_len": self.seq_len, "max_segments": self.max_segments}
-        return tuple(build_batch(self.dataset, self.plan, micro, **shape) for micro in own)
+        documents = self.plan.documents[slice(*self.plan.bounds[np.minimum(rows[[0, -1]] + [0, 1], self.plan.rows)])]
+        return Step(
+            micro_batches=tuple(build_batch(self.dataset, self.plan, micro, **shape) for micro in own),
+            tokens=int(self.dataset.lengths[documents].sum()),
+            targets=int(self.dataset.targets[documents].sum()),
+        )
 
 
-class BatchIterator(Iterator[tuple[Batch, ...]]):
-    """The micro-batches of one optimiser step after another, every document once per epoch.
+class BatchIterator(Iterator[Step]):
+    """The batches of one optimiser step after another, every document once per epoch.
 
     Each epoch shuffles and packs anew, as a function of `seed` and the epoch only. An epoch's last step is filled up
     with empty rows. All batches have the same shapes.
@@ -53,7 +70,8 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
         seed: of shuffling.
         epochs: where to stop; None goes on for ever.
         max_segments: documents in a row at most (rounded up to a power of two); by default what the first epoch needs.
-        process_index, process_count: this process gets its own `B / process_count` rows of every micro-batch.
+        process_index, process_count: this process gets its own `B / process_count` rows of every micro-batch; the
+            batches themselves, and so the state, are the same for any number of processes.
 
     Raises:
         ValueError: sizes below 1, or a batch that does not divide among the processes.
@@ -104,7 +122,7 @@ class BatchIterator(Iterator[tuple[Batch, ...]]):
     def __iter__(self) -> "BatchIterator":
         return self
 
-    def __next__(self) -> tuple[Batch, ...]:
+    def __next__(self) -> Step:
         while True:
             try:
                 return next(self._steps)
@@ -168,12 +186,14 @@ class EvalBatches:
         processes = {"process_index": 0, "process_count": 1, **processes}
         shape = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size, "accumulation": 1}
         self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
+        self.targets = int(dataset.targets.sum())
+        """Tokens that the loss is taken on, over all batches and processes."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (batch for (batch,) in _read_ahead(self._steps))
+        return (step.micro_batches[0] for step in _read_ahead(self._steps))
 
 
 def _read_ahead(steps: _Steps) -> grain.DatasetIterator:

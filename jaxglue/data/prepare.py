@@ -122,7 +122,7 @@ def _split_report(part: Selection, config: DataConfig) -> SplitReport:
     return SplitReport(
         documents=len(part.dataset),
         tokens=tokens,
-        target_tokens=int(part.targets.sum()),
+        target_tokens=int(part.dataset.targets.sum()),
         packed_rows=rows,
         efficiency=tokens / (rows * config.seq_len),
     )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from jaxtyping import Int
 
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
@@ -17,8 +16,6 @@ class Selection:
     """Documents to use, and what was done to get them."""
 
     dataset: TokenDataset
-    targets: Int[np.ndarray, "documents"]
-    """Tokens of each document that the loss is taken on."""
     truncated: int
     """Documents cut to `seq_len` tokens."""
     dropped: int
@@ -43,8 +40,7 @@ def select_documents(store: TokenStore, config: DataConfig, sources: tuple[str, 
         raise _nothing_left(store, config, sources, len(overlong))
     documents = np.flatnonzero(keep)
     return Selection(
-        dataset=TokenDataset(store=store, documents=documents, lengths=lengths[documents]),
-        targets=targets[documents],
+        dataset=TokenDataset(store=store, documents=documents, lengths=lengths[documents], targets=targets[documents]),
         truncated=int(keep[overlong].sum()),
         dropped=len(keep) - len(documents),
     )
@@ -69,9 +65,9 @@ def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selec
 
 
 def _part(selection: Selection, chosen: np.ndarray) -> Selection:
-    data = selection.dataset
-    part = TokenDataset(store=data.store, documents=data.documents[chosen], lengths=data.lengths[chosen])
-    return Selection(dataset=part, targets=selection.targets[chosen], truncated=0, dropped=0)
+    whole = selection.dataset
+    part = {name: getattr(whole, name)[chosen] for name in ("documents", "lengths", "targets")}
+    return Selection(dataset=TokenDataset(store=whole.store, **part), truncated=0, dropped=0)
 
 
 def _overlong_error(store: TokenStore, config: DataConfig, sources: tuple[str, ...], document: int) -> ValueError:

@@ -152,12 +152,10 @@ class Trainer:
 
     def _dispatch_step(self) -> _StepResult:
         with self._meter.waiting():
-            micro_batches = next(self._setup.batches)
-        targets = float(sum(batch.loss_weights.sum() for batch in micro_batches))
-        tokens = sum(int((batch.segments.segment_ids > 0).sum()) for batch in micro_batches)
+            step = next(self._setup.batches)
         key = self._dropout_key()
         compiled = self._executor.compilations()
-        arguments = (self._trainable, self._frozen, jax.device_put(micro_batches), targets)
+        arguments = (self._trainable, self._frozen, jax.device_put(step.micro_batches), float(step.targets))
         if self._config.optimizer.update_in_backward:
             loss = self._executor.loss_and_update(*arguments, self._update_part, key)
             values = self._optimizer.learning_rate(self._step)
@@ -168,8 +166,8 @@ class Trainer:
             )
         if self._warm and self._executor.compilations() > compiled:
             _log.warning("step %d compiled programs again: its batch has other shapes", self._step + 1)
-        self._step, self._last_batch = self._step + 1, micro_batches[-1]
-        return _StepResult(self._step, {"loss": loss, **values}, tokens)
+        self._step, self._last_batch = self._step + 1, step.micro_batches[-1]
+        return _StepResult(self._step, {"loss": loss, **values}, step.tokens)
 
     def _update_part(self, place: Place, gradient: Tree) -> None:
         if jax.tree.leaves(gradient):
@@ -226,11 +224,11 @@ class Trainer:
         if self._setup.eval_batches is None:
             metrics.write(self._step, self._routing())
             return None
-        losses, targets = [], 0.0
-        for batch in self._setup.eval_batches:
-            losses.append(self._executor.loss(self._trainable, self._frozen, jax.device_put(batch)))
-            targets += float(batch.loss_weights.sum())
-        eval_loss = float(np.sum(jax.device_get(losses))) / targets
+        losses = [
+            self._executor.loss(self._trainable, self._frozen, jax.device_put(batch))
+            for batch in self._setup.eval_batches
+        ]
+        eval_loss = float(np.sum(jax.device_get(losses))) / self._setup.eval_batches.targets
         metrics.write(self._step, {"eval_loss": eval_loss, **self._routing()})
         progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")
         if self._best_eval is None or eval_loss < self._best_eval[0]:

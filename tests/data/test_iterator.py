@@ -22,7 +22,7 @@ def dataset(tmp_path_factory):
     tokens = np.repeat(np.arange(1, 61, dtype=np.int32), lengths)
     folder = tmp_path_factory.mktemp("data") / "store"
     write_store(folder, [Encoded(tokens, np.ones_like(tokens, np.uint8), lengths)])
-    return TokenDataset(store=open_store(folder), documents=np.arange(60), lengths=lengths)
+    return TokenDataset(store=open_store(folder), documents=np.arange(60), lengths=lengths, targets=lengths - 1)
 
 
 @pytest.fixture
@@ -39,11 +39,16 @@ def iterate(dataset):
         iterator.close()
 
 
+def micro_batches(steps):
+    return [batch for step in steps for batch in step.micro_batches]
+
+
 def token_counts(batches):
     return Counter(np.concatenate([b.tokens[b.segments.segment_ids > 0] for b in batches]).tolist())
 
 
 def assert_same(one, other):
+    """Two batches, or tuples of them, are equal."""
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -54,13 +59,21 @@ def test_every_document_once_per_epoch_in_another_order(dataset, iterate):
     first, second = steps[: iterator.steps_per_epoch], steps[iterator.steps_per_epoch :]
     expected = Counter(dataset.store.tokens.tolist())
     for epoch in (first, second):
-        assert token_counts([batch for step in epoch for batch in step]) == expected
-    assert first[0][0].tokens.tolist() != second[0][0].tokens.tolist()
+        assert token_counts(micro_batches(epoch)) == expected
+    one, other = (micro_batches(epoch)[0] for epoch in (first, second))
+    assert one.tokens.tolist() != other.tokens.tolist()
+
+
+def test_a_step_counts_its_tokens_and_targets(dataset, iterate):
+    for step in iterate(epochs=2):
+        assert step.tokens == sum((batch.segments.segment_ids > 0).sum() for batch in step.micro_batches)
+        assert step.targets == sum(batch.loss_weights.sum() for batch in step.micro_batches)
+    assert EvalBatches(dataset, seq_len=32, batch_size=4).targets == dataset.targets.sum()
 
 
 def test_all_batches_have_the_same_shapes(iterate):
     iterator = iterate(epochs=4)
-    shapes = {str(jax.tree.map(np.shape, batch)) for step in iterator for batch in step}
+    shapes = {str(jax.tree.map(np.shape, batch)) for batch in micro_batches(iterator)}
     assert len(shapes) == 1
     assert iterator.max_segments & (iterator.max_segments - 1) == 0
 
@@ -75,18 +88,20 @@ def test_a_state_continues_to_the_bit(iterate, steps):
     resumed = iterate()
     resumed.set_state(state)
     for _ in range(iterator.steps_per_epoch + 2):
-        assert_same(next(iterator), next(resumed))
+        assert_same(next(iterator).micro_batches, next(resumed).micro_batches)
 
 
 def test_other_seeds_give_other_batches(iterate):
-    assert next(iterate())[0].tokens.tolist() != next(iterate(seed=6))[0].tokens.tolist()
+    one, other = (next(iterate(seed=seed)).micro_batches[0] for seed in (5, 6))
+    assert one.tokens.tolist() != other.tokens.tolist()
 
 
 def test_a_state_of_other_data_or_sizes_is_refused(dataset, iterate):
     state = iterate().get_state()
     with pytest.raises(ValueError, match=r"cannot resume.*seed: 5 then, 6 now; batch_size: 2 then, 4 now"):
         iterate(seed=6, batch_size=4).set_state(state)
-    fewer = TokenDataset(store=dataset.store, documents=dataset.documents[1:], lengths=dataset.lengths[1:])
+    rest = {name: getattr(dataset, name)[1:] for name in ("documents", "lengths", "targets")}
+    fewer = TokenDataset(store=dataset.store, **rest)
     with pytest.raises(ValueError, match=r"cannot resume.*data: "):
         iterate(fewer).set_state(state)
 
@@ -94,13 +109,28 @@ def test_a_state_of_other_data_or_sizes_is_refused(dataset, iterate):
 def test_processes_share_the_rows_of_a_batch(iterate):
     whole = next(iterate())
     parts = [next(iterate(process_index=p, process_count=2)) for p in range(2)]
-    for micro, *own in zip(whole, *parts, strict=True):
+    for micro, *own in zip(whole.micro_batches, *(part.micro_batches for part in parts), strict=True):
         assert_same(micro, jax.tree.map(lambda *arrays: np.concatenate(arrays), *own))
+    assert {(step.tokens, step.targets) for step in (whole, *parts)} == {(whole.tokens, whole.targets)}
+
+
+def test_a_state_continues_in_another_number_of_processes(iterate):
+    two = [iterate(process_index=p, process_count=2) for p in range(2)]
+    for _ in range(3):
+        next(two[0]), next(two[1])
+    states = [iterator.get_state() for iterator in two]
+    assert states[0] == states[1]
+    alone = iterate()
+    alone.set_state(states[0])
+    whole, *parts = (next(iterator).micro_batches for iterator in (alone, *two))
+    assert_same(
+        whole, tuple(jax.tree.map(lambda *rows: np.concatenate(rows), *own) for own in zip(*parts, strict=True))
+    )
 
 
 def test_max_segments_holds(iterate):
     iterator = iterate(epochs=1, max_segments=2)
-    assert all(batch.segments.segment_ids.max() <= 2 for step in iterator for batch in step)
+    assert all(batch.segments.segment_ids.max() <= 2 for batch in micro_batches(iterator))
 
 
 @pytest.mark.parametrize(

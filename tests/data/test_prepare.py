@@ -28,7 +28,7 @@ def test_the_report_counts(prepare, write_jsonl, chat_rows):
     assert seen == [50]
     assert "50 rows of format messages" in str(report)
     assert len(list(epoch(prepared))) == -(-report.train.packed_rows // 2)
-    with_loss = sum(batch.loss_weights.sum() for step in epoch(prepared) for batch in step)
+    with_loss = sum(batch.loss_weights.sum() for step in epoch(prepared) for batch in step.micro_batches)
     assert with_loss == report.train.target_tokens < report.train.tokens
 
 

@@ -1,0 +1,103 @@
+"""Which process of a run this one is: told by flags, SLURM or Open MPI."""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_FIRST_PORT, _PORTS = 61_000, 4_000
+"""Above the ports that Linux hands out by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """A run in several processes; srun and mpirun say all of this themselves."""
+
+    coordinator: str | None = None
+    """HOST:PORT at which the processes find each other: process 0's host, and a port that is free there."""
+    num_processes: int | None = None
+    """Processes of the run on all hosts."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+
+    def __post_init__(self):
+        if self.coordinator is not None and not re.fullmatch(r"[^:]+:\d+|\[.+\]:\d+", self.coordinator):
+            raise ValueError(f"--coordinator {self.coordinator}: expected HOST:PORT, such as node1:12355")
+        if self.num_processes is not None and self.num_processes < 1:
+            raise ValueError(f"--num-processes {self.num_processes} must be at least 1")
+        if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or self.process_id + 1):
+            raise ValueError(
+                f"--process-id {self.process_id} of --num-processes {self.num_processes}: they count from 0 to "
+                f"{(self.num_processes or 1) - 1}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One process of several."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def find_launch(config: DistributedConfig, environ: Mapping[str, str]) -> Launch | None:
+    """What the flags say, filled up with what SLURM or Open MPI says; None for a run in one process.
+
+    Args:
+        config: the flags.
+        environ: the environment variables.
+
+    Raises:
+        ValueError: something is given, but not everything that is needed.
+    """
+    launcher, told = _launcher(environ)
+    flags = {name: value for name, value in asdict(config).items() if value is not None}
+    values = {**told, **flags}
+    if values.get("num_processes", 0 if flags else 1) == 1:
+        return None
+    if missing := [f"--{name.replace('_', '-')}" for name in asdict(config) if name not in values]:
+        source = f" and {launcher} does not say" if launcher else ", and neither srun nor mpirun started this process"
+        raise ValueError(
+            f"{' and '.join(missing)}: not given{source}; give --coordinator, --num-processes and "
+            "--process-id together, the same on every process but for the last (see docs/multi_node.md)"
+        )
+    return Launch(**values)
+
+
+def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+    """(name of the launcher that started several processes, what it says)."""
+    # Those of a job step: in the script of a job itself there is one process, whatever the job's size.
+    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        port = _port(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
+        coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
+        count, index = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"]
+        return "SLURM", {"coordinator": coordinator, "num_processes": int(count), "process_id": int(index)}
+    if int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        size = environ["OMPI_COMM_WORLD_SIZE"]
+        told: dict[str, Any] = {"num_processes": int(size), "process_id": int(environ["OMPI_COMM_WORLD_RANK"])}
+        # Where it runs on several hosts, it does not say which has process 0.
+        if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size:
+            job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
+            told |= {"coordinator": f"127.0.0.1:{_port(job)}"}
+        return "Open MPI", told
+    return None, {}
+
+
+def _first_host(nodes: str) -> str:
+    """Of SLURM's list: `gpu[003-007,012],login1` begins with `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    assert match, nodes
+    return "".join(part or "" for part in match.groups())
+
+
+def _port(job: str) -> int:
+    """The same for all processes of a job, another for the next job on the host."""
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

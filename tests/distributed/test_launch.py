@@ -1,0 +1,96 @@
+"""What flags, SLURM and Open MPI say about a run's processes."""
+
+import pytest
+
+from jaxglue.distributed import DistributedConfig, find_launch
+from jaxglue.distributed.processes import ALONE, Processes, share_gpus
+
+SLURM = {
+    "SLURM_JOB_ID": "812",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+}
+MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3", "PMIX_NAMESPACE": "prterun-node1-42@1"}
+ONE_HOST = {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
+
+
+def test_without_flags_and_launcher_a_run_has_one_process():
+    assert find_launch(DistributedConfig(), {}) is None
+    assert find_launch(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert find_launch(DistributedConfig(), {"SLURM_JOB_ID": "812", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}) is None
+
+
+def test_flags_name_a_process():
+    launch = find_launch(DistributedConfig(coordinator="node1:1234", num_processes=4, process_id=2), {})
+    assert (launch.address, launch.num_processes, launch.process_id) == (("node1", 1234), 4, 2)
+    six = find_launch(DistributedConfig(coordinator="[fe80::1]:1234", num_processes=4, process_id=2), {})
+    assert six.address == ("fe80::1", 1234)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[003-004]", "gpu003"), ("a7,b[1-2]", "a7"), ("n[5,9-12]-ib,m1", "n5-ib"), ("login", "login")],
+)
+def test_slurm_says_everything(nodes, first):
+    launch = find_launch(DistributedConfig(), {**SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert (launch.address[0], launch.num_processes, launch.process_id) == (first, 16, 9)
+    other = find_launch(DistributedConfig(), {**SLURM, "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": nodes})
+    assert 61_000 <= launch.address[1] < 65_000 and launch.address[1] != other.address[1]
+
+
+def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several():
+    launch = find_launch(DistributedConfig(), {**MPI, **ONE_HOST})
+    assert (launch.address[0], launch.num_processes, launch.process_id) == ("127.0.0.1", 8, 3)
+    with pytest.raises(ValueError, match="--coordinator: not given and Open MPI does not say"):
+        find_launch(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    launch = find_launch(DistributedConfig(coordinator="node1:12355"), MPI)
+    assert (launch.coordinator, launch.process_id) == ("node1:12355", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"coordinator": "node1:1"}, "--num-processes and --process-id: not given, and neither srun nor mpirun"),
+        ({"num_processes": 2}, "--coordinator and --process-id: not given"),
+        ({"coordinator": "node1:1", "process_id": 0}, "--num-processes: not given"),
+        ({"coordinator": "node1"}, "--coordinator node1: expected HOST:PORT"),
+        ({"num_processes": 2, "process_id": 2}, "--process-id 2 of --num-processes 2: they count from 0 to 1"),
+        ({"num_processes": 0}, "--num-processes 0 must be at least 1"),
+    ],
+)
+def test_half_of_the_flags_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        find_launch(DistributedConfig(**given), {})
+
+
+def test_gpus_are_shared_by_the_processes_that_see_the_same_ones():
+    four, two = ["a", "b", "c", "d"], ["e", "f"]
+    assert [share_gpus([["x", four]] * 2, index) for index in range(2)] == [[0, 1], [2, 3]]
+    assert [share_gpus([["x", two], ["y", two]], index) for index in range(2)] == [[0, 1], [0, 1]]
+    assert [share_gpus([["x", four[:2]], ["x", four[2:]]], index) for index in range(2)] == [[0, 1], [0, 1]]
+    assert share_gpus([["x", []]] * 2, 1) == []
+    with pytest.raises(ValueError, match="3 processes on x see the same 4 GPUs, which do not divide"):
+        share_gpus([["x", four]] * 3, 0)
+
+
+class _Recorded(Processes):
+    """A process whose others have been heard already."""
+
+    def __init__(self, *others):
+        super().__init__(count=1 + len(others))
+        self._others = others
+
+    def exchange(self, value):
+        return [value, *self._others]
+
+
+def test_processes_that_disagree_are_told_where():
+    mine = {"run": {"batch_size": 8, "seed": 0}, "data": "0a1b"}
+    flat = {"run.batch_size": 8, "run.seed": 0, "data": "0a1b"}
+    ALONE.agree("configuration", mine)
+    _Recorded(flat).agree("configuration", mine)
+    with pytest.raises(ValueError, match="the processes disagree on the configuration:") as error:
+        _Recorded(flat, {**flat, "run.batch_size": 4, "data": "77"}).agree("configuration", mine)
+    assert "  run.batch_size: 8 on process 0, 4 on process 2\n  data: '0a1b' on process 0, '77'" in str(error.value)

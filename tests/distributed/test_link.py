@@ -1,0 +1,114 @@
+"""How the processes of a run meet, exchange values, and hear of a death; here they are threads."""
+
+import queue
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxglue.distributed.link import Link
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def meet(port):
+    """meet(n) → the links of n processes and a queue of what they were told of lost ones."""
+    lost = queue.Queue()
+
+    def open_link(index, count, timeout=20.0):
+        return Link(index, count, ("127.0.0.1", port), timeout=timeout, lost=lambda line: lost.put((index, line)))
+
+    def make(count):
+        with ThreadPoolExecutor(count) as pool:
+            links = list(pool.map(lambda index: open_link(index, count), reversed(range(count))))
+        return links[::-1], lost
+
+    make.open_link = open_link
+    return make
+
+
+def together(links, function):
+    with ThreadPoolExecutor(len(links)) as pool:
+        return list(pool.map(function, links, range(len(links))))
+
+
+def test_every_process_gets_the_values_of_all_in_order(meet):
+    links, lost = meet(4)
+    for turn in range(3):
+        results = together(links, lambda link, index, turn=turn: link.exchange({"id": index, "turn": turn}))
+        assert results == [[{"id": index, "turn": turn} for index in range(4)]] * 4
+    together(links, lambda link, index: link.close())
+    assert lost.empty()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_all_others_are_told_which_process_died(meet, victim):
+    links, lost = meet(3)
+    links[victim]._closing = True  # a dead process notices nothing; what the system does when it ends:
+    for peer in links[victim]._peers.values():
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    told = dict(lost.get(timeout=10) for _ in range(2))
+    assert set(told) == {0, 1, 2} - {victim}
+    assert set(told.values()) == {f"process {victim} on {socket.gethostname()}: died"}
+
+
+def test_a_process_that_waits_for_a_value_is_told_too(meet):
+    links, lost = meet(2)
+    threading.Thread(target=links[0].exchange, args=(1,), daemon=True).start()
+    links[1].fail("error: no such file: chats.jsonl")
+    assert lost.get(timeout=10) == (0, f"process 1 on {socket.gethostname()}: error: no such file: chats.jsonl")
+    assert links[0].broken.is_set()
+
+
+def failures(meet, *processes, timeout=20.0):
+    """The messages of the processes, each an (index, count), that did not get a link."""
+
+    def attempt(process):
+        try:
+            meet.open_link(*process, timeout=timeout)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(attempt, processes))
+
+
+def test_processes_that_do_not_fit_are_all_told_why(meet):
+    for message in failures(meet, (0, 3), (1, 3), (1, 3)):
+        assert "say that they are process 1: give each a --process-id of its own" in message
+    for message in failures(meet, (0, 2), (1, 3)):
+        assert "give all the same --num-processes" in message
+
+
+def test_waiting_for_the_others_ends(meet, port):
+    first, second = failures(meet, (0, 3), (1, 3), timeout=1.0)
+    assert "of 3 processes these did not come in time: 2 (process 0 waited on" in first
+    assert second == first
+    (alone,) = failures(meet, (1, 2), timeout=0.5)
+    assert f"could not reach process 0 at 127.0.0.1:{port} in time" in alone
+
+
+def test_a_stranger_changes_nothing(meet, port):
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet.open_link, 0, 2)
+        while True:
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port))
+                break
+            except OSError:
+                pass
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        second = pool.submit(meet.open_link, 1, 2)
+        links = [first.result(20), second.result(20)]
+    assert together(links, lambda link, index: link.exchange(index)) == [[0, 1]] * 2
+
+
+def test_a_taken_port_is_named(meet, port):
+    with socket.create_server(("", port)), pytest.raises(ValueError, match=rf"port {port} of .* cannot be used"):
+        meet.open_link(0, 2)
