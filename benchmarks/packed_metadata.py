@@ -36,7 +36,8 @@ from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import split_model
-from jaxglue.rope import apply_rope, rope_tables
+from jaxglue.rope import rope_tables
+from jaxglue.rowwise import rotate_heads
 from jaxglue.segments import PackedSegments, pack_segments
 
 PUBLISHED = {
@@ -85,9 +86,9 @@ class RebuiltContext(PackedContext):
 
     config: DecoderConfig = field(metadata={"static": True})
 
-    def rotate(self, x):
+    def rotate(self, q, k, norms=None):
         positions = bounds_from_ids(self.segments).positions
-        return apply_rope(x, *rope_tables(positions, self.config.rope, self.config.head_dim))
+        return rotate_heads(q, k, *rope_tables(positions, self.config.rope, self.config.head_dim), norms=norms)
 
     def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
         return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks, scale=scale)

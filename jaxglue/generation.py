@@ -18,7 +18,8 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import project
 from jaxglue.moe import Routing
 from jaxglue.parameters import ModelStructure, Tree, merge_module
-from jaxglue.rope import apply_rope, rope_tables
+from jaxglue.rope import rope_tables
+from jaxglue.rowwise import HeadNorms, rotate_heads
 from jaxglue.sampling import SamplingConfig, sample_token
 from jaxglue.segments import pack_segments
 
@@ -59,9 +60,9 @@ class DecodeContext(_Inference):
     def __init__(self, cache: Cache, position: Int[Array, ""], cos: Float[Array, "1 1 half"], sin):
         self.cache, self._position, self._tables = cache, position, (cos, sin)
 
-    def rotate(self, x: Float[Array, "1 1 N H"]) -> Float[Array, "1 1 N H"]:
-        """Applies the rotary embedding of the token's position."""
-        return apply_rope(x, *self._tables)
+    def rotate(self, q, k, norms: HeadNorms | None = None) -> tuple[Array, Array]:
+        """Applies the norms of heads, where there are any, and the rotary embedding of the token's position."""
+        return rotate_heads(q, k, *self._tables, norms=norms)
 
     def attend(self, q, k, v, *, window=None, sinks=None, scale=None) -> Float[Array, "1 1 N H"]:
         """Attention over the cache, the new token included."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.attention import packed_attention
 from jaxglue.moe import Routing
-from jaxglue.rope import apply_rope
+from jaxglue.rowwise import HeadNorms, rotate_heads
 from jaxglue.segments import PackedSegments
 
 
@@ -37,8 +37,10 @@ class LayerContext(Protocol):
     def observe_routing(self, routing: Routing) -> None:
         """Is shown how the layer spread the tokens over its experts, for statistics."""
 
-    def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """Applies the rotary embedding of the tokens' positions."""
+    def rotate(
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], norms: HeadNorms | None = None
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """Applies the norms of heads, where there are any, and the rotary embedding of the tokens' positions."""
 
     def attend(
         self,
@@ -73,9 +75,9 @@ class PackedContext:
     def observe_routing(self, routing: Routing) -> None:
         """Training keeps no statistics."""
 
-    def rotate(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """Applies the rotary embedding of the tokens' positions."""
-        return apply_rope(x, self.cos, self.sin)
+    def rotate(self, q, k, norms: HeadNorms | None = None) -> tuple[Array, Array]:
+        """Applies the norms of heads, where there are any, and the rotary embedding of the tokens' positions."""
+        return rotate_heads(q, k, self.cos, self.sin, norms=norms)
 
     def attend(self, q, k, v, *, window=None, sinks=None, scale=None) -> Float[Array, "B T N H"]:
         """Causal attention inside each segment."""

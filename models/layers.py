@@ -15,6 +15,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.quant.expand import project_quantised
 from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
+from jaxglue.rowwise import HeadNorms, rms_norm
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -100,9 +101,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Returns x's dtype."""
-        x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale).astype(x.dtype) * self.weight[...].astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -128,14 +127,18 @@ class Attention(nnx.Module):
         q = self._heads(checkpoint_name(self.q_proj(x, context), names.QUERY))
         k = self._heads(checkpoint_name(self.k_proj(x, context), names.KEY))
         v = self._heads(checkpoint_name(self.v_proj(x, context), names.VALUE))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = context.rotate(q, k, self._head_norms())
         sinks = None if self.sinks is None else self.sinks[...]
-        out = context.attend(context.rotate(q), context.rotate(k), v, window=self.window, sinks=sinks)
+        out = context.attend(q, k, v, window=self.window, sinks=sinks)
         return self.o_proj(out.reshape(*x.shape[:2], -1), context)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
 
 
 class GatedMLP(nnx.Module):

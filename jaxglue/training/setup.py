@@ -22,6 +22,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.moe import choose_backend as choose_grouped_backend
 from jaxglue.quant.formats import FORMATS
+from jaxglue.rowwise import choose_backend as choose_rotation_backend
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 
@@ -99,6 +100,7 @@ class Setup:
         total, trained = self.parameter_counts
         epochs = self.total_steps / self.batches.steps_per_epoch
         attention = self._attention()
+        rotation = choose_rotation_backend(self.config.model.compute_dtype, capability=compute_capability())
         return {
             "model": f"{self.config.model.model} ({self.model.model_type}, {total:,} parameters)",
             "method": f"{self.config.model.method}, {trained:,} parameters train ({trained / total:.2%})",
@@ -108,6 +110,7 @@ class Setup:
             "dtype": f"{self.config.model.compute_dtype}{_STORED[self.model.quantise]}",
             "remat": self.remat,
             "attention": f"{attention.name}: {attention.reason}",
+            "rotation": f"{rotation.name}: {rotation.reason}",
             **self._experts(),
             "devices": ", ".join(sorted({device.device_kind for device in jax.devices()})),
             "memory": f"{self.weight_bytes / GIB:.2f} GiB for weights, gradients and optimiser; activations on top",

@@ -1,0 +1,70 @@
+"""Operations on every token by itself, which cost what they read and write: norms and rotation."""
+
+from typing import TYPE_CHECKING
+
+from jaxtyping import Array, Float
+
+from jaxglue.attention.backends import compute_capability
+from jaxglue.rowwise.backends import BACKENDS, choose_backend
+from jaxglue.rowwise.fused import RotateSpec, fused_rotate
+from jaxglue.rowwise.reference import HeadNorms, reference_rotate, rms_norm
+
+if TYPE_CHECKING:
+    from jaxglue.rowwise.triton import TritonBackend
+
+__all__ = ["BACKENDS", "HeadNorms", "choose_backend", "rms_norm", "rotate_heads"]
+
+
+def rotate_heads(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    norms: HeadNorms | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Queries and keys with the norm of every head, where there are norms, and the rotary embedding.
+
+    Computes in float32 and rounds where transformers does: before the norm's weight, after it, and at the end.
+
+    Args:
+        q, k: projections, in one dtype.
+        cos, sin: `rope_tables` of the tokens; they get no gradient from a fused backend.
+        norms: weights and ε of the norms; None for none.
+        backend: one of `BACKENDS`; `auto` is decided by `choose_backend` from the dtype and the default device.
+
+    Raises:
+        ValueError: shapes that do not fit, or a named backend that cannot serve.
+    """
+    _check(q, k, cos, sin, norms)
+    fused = fused_backend(q.dtype, backend)
+    if fused is None:
+        return reference_rotate(q, k, cos, sin, norms)
+    spec = RotateSpec(backend=fused, eps=0.0 if norms is None else norms.eps)
+    return fused_rotate(spec, (q, k), None if norms is None else norms.weights, cos, sin)
+
+
+def fused_backend(dtype, name: str) -> "TritonBackend | None":
+    """The backend's object, None for the reference; imported here, for only GPU installations have what it needs."""
+    capability = compute_capability()
+    if choose_backend(dtype, backend=name, capability=capability).name == "reference":
+        return None
+    assert capability is not None
+    from jaxglue.rowwise.triton import TritonBackend
+
+    return TritonBackend.of(capability)
+
+
+def _check(q, k, cos, sin, norms: HeadNorms | None) -> None:
+    """Raises ValueError for arguments that do not fit together."""
+    if q.ndim != 4 or q.shape[3] % 2:
+        raise ValueError(f"q must be [B, T, N, H] with an even H, got shape {q.shape}")
+    B, T, _, H = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (B, T, H) or k.dtype != q.dtype:
+        raise ValueError(f"k must be [B, T, K, H] = [{B}, {T}, K, {H}] {q.dtype} to fit q, got {k.shape} {k.dtype}")
+    if cos.shape != (B, T, H // 2) or sin.shape != cos.shape:
+        raise ValueError(f"cos and sin must be [{B}, {T}, {H // 2}] to fit q, got {cos.shape} and {sin.shape}")
+    for weight in () if norms is None else norms.weights:
+        if weight.shape != (H,):
+            raise ValueError(f"norms must have weights of the head dim, [{H}], got shape {weight.shape}")

@@ -1,0 +1,90 @@
+"""The differentiation rules of the fused backends: what is kept is what the kernels read again."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from jaxglue.rowwise.reference import HeadNorms, reference_rotate
+
+Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
+Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
+
+
+class RotateBackend(Protocol):
+    """One pass over q and k forward, one backward."""
+
+    def rotate(self, q, k, weights: Weights | None, cos, sin, *, eps: float, inverse: bool = False) -> Heads:
+        """(q, k), normed with `weights` and rotated, or rotated back."""
+
+    def rotate_gradient(self, q, k, weights: Weights, cos, sin, dq_out, dk_out, *, eps: float) -> Heads:
+        """(dq, dk) of normed and rotated heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateSpec:
+    """What is static in a call: it must be hashable."""
+
+    backend: RotateBackend
+    eps: float
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["heads", "weights", "cos", "sin"],
+    meta_fields=["weights_move"],
+)
+@dataclass(frozen=True, kw_only=True)
+class _Residuals:
+    heads: Heads | None
+    """q and k; only for the norms."""
+    weights: Weights | None
+    cos: Array
+    sin: Array
+    weights_move: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_rotate(
+    spec: RotateSpec,
+    heads: Heads,
+    weights: Weights | None,
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+) -> Heads:
+    """Norms and rotates by a fused backend; the tables have no gradient, the weights one where it is asked for."""
+    return spec.backend.rotate(*heads, weights, cos, sin, eps=spec.eps)
+
+
+def _forward(spec, *primals):
+    heads, weights, cos, sin = jax.tree.map(lambda primal: primal.value, primals)
+    move = any(primal.perturbed for primal in jax.tree.leaves(primals[1]))
+    kept = None if weights is None else heads
+    out = spec.backend.rotate(*heads, weights, cos, sin, eps=spec.eps)
+    return out, _Residuals(heads=kept, weights=weights, cos=cos, sin=sin, weights_move=move)
+
+
+def _backward(spec, r: _Residuals, dout):
+    dout = [jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in dout]
+    if r.heads is None or r.weights is None:
+        return spec.backend.rotate(*dout, None, r.cos, r.sin, eps=spec.eps, inverse=True), None, None, None
+    dheads = spec.backend.rotate_gradient(*r.heads, r.weights, r.cos, r.sin, *dout, eps=spec.eps)
+    return dheads, _weight_gradients(spec, r, dout) if r.weights_move else None, None, None
+
+
+def _weight_gradients(spec, r: _Residuals, dout) -> Weights:
+    """By XLA: only full fine-tuning asks for them."""
+    assert r.heads is not None and r.weights is not None
+    q, k = r.heads
+
+    def rotate(weights: Weights):
+        return reference_rotate(q, k, r.cos, r.sin, HeadNorms(*weights, spec.eps))
+
+    return jax.vjp(rotate, r.weights)[1](tuple(dout))[0]
+
+
+fused_rotate.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,103 @@
+"""Triton kernels over tokens: every value is read and written once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(x, columns, mask):
+    return tl.load(x + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inverse_rms(squares, D: tl.constexpr, EPS: tl.constexpr):
+    return 1.0 / tl.sqrt(squares / D + EPS)
+
+
+@triton.jit
+def _normed_half(half, scale, weight, dtype: tl.constexpr):
+    """half · scale · weight, rounded where the reference rounds."""
+    return ((half * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate(
+    x, weight, cos, sin, out,
+    N: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All N heads of one token."""
+    HALF: tl.constexpr = H // 2
+    dtype = out.dtype.element_ty
+    columns = tl.arange(0, BLOCK_H)
+    inside = columns < HALF
+    c, s = _load(cos, columns, inside)[None, :], _load(sin, columns, inside)[None, :]
+    if INVERSE:
+        s = -s
+    if HAS_NORM:
+        left_weight = _load(weight, columns, inside)[None, :]
+        right_weight = _load(weight + HALF, columns, inside)[None, :]
+    for start in tl.static_range(0, N, BLOCK_N):
+        heads = start + tl.arange(0, BLOCK_N)
+        at, mask = heads[:, None] * H + columns[None, :], (heads < N)[:, None] & inside[None, :]
+        left, right = _load(x, at, mask), _load(x + HALF, at, mask)
+        if HAS_NORM:
+            scale = _inverse_rms(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
+            left = _normed_half(left, scale, left_weight, dtype)
+            right = _normed_half(right, scale, right_weight, dtype)
+        tl.store(out + at, (left * c - right * s).to(dtype), mask=mask)
+        tl.store(out + HALF + at, (right * c + left * s).to(dtype), mask=mask)
+
+
+@triton.jit
+def rotate_kernel(
+    q, k, q_weight, k_weight, cos, sin, q_out, k_out,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr,
+    HAS_NORM: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One token of the rotated (and before that normed) q [M, N·H] and k [M, K·H]; grid (M)."""
+    token = tl.program_id(0).to(tl.int64)
+    cos, sin = cos + token * (H // 2), sin + token * (H // 2)
+    q, q_out, k, k_out = q + token * N * H, q_out + token * N * H, k + token * K * H, k_out + token * K * H
+    _rotate(q, q_weight, cos, sin, q_out, N, H, EPS, HAS_NORM, INVERSE, BLOCK_N, BLOCK_H)
+    _rotate(k, k_weight, cos, sin, k_out, K, H, EPS, HAS_NORM, INVERSE, BLOCK_K, BLOCK_H)
+
+
+@triton.jit
+def _rotate_gradient(
+    x, weight, cos, sin, dout, dx,
+    N: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All N heads of one token: rotates the gradient back, then through the norm."""
+    HALF: tl.constexpr = H // 2
+    dtype = dx.dtype.element_ty
+    columns = tl.arange(0, BLOCK_H)
+    inside = columns < HALF
+    c, s = _load(cos, columns, inside)[None, :], _load(sin, columns, inside)[None, :]
+    left_weight = _load(weight, columns, inside)[None, :]
+    right_weight = _load(weight + HALF, columns, inside)[None, :]
+    for start in tl.static_range(0, N, BLOCK_N):
+        heads = start + tl.arange(0, BLOCK_N)
+        at, mask = heads[:, None] * H + columns[None, :], (heads < N)[:, None] & inside[None, :]
+        left, right = _load(x, at, mask), _load(x + HALF, at, mask)
+        dleft, dright = _load(dout, at, mask), _load(dout + HALF, at, mask)
+        dleft, dright = (dleft * c + dright * s) * left_weight, (dright * c - dleft * s) * right_weight
+        scale = _inverse_rms(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
+        along = tl.sum(dleft * left + dright * right, 1)[:, None] * scale * scale / H
+        tl.store(dx + at, ((dleft - left * along) * scale).to(dtype), mask=mask)
+        tl.store(dx + HALF + at, ((dright - right * along) * scale).to(dtype), mask=mask)
+
+
+@triton.jit
+def rotate_gradient_kernel(
+    q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, dq, dk,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One token of dq [M, N·H] and dk [M, K·H], of normed and rotated heads; grid (M)."""
+    token = tl.program_id(0).to(tl.int64)
+    cos, sin = cos + token * (H // 2), sin + token * (H // 2)
+    q, dq_out, dq = q + token * N * H, dq_out + token * N * H, dq + token * N * H
+    k, dk_out, dk = k + token * K * H, dk_out + token * K * H, dk + token * K * H
+    _rotate_gradient(q, q_weight, cos, sin, dq_out, dq, N, H, EPS, BLOCK_N, BLOCK_H)
+    _rotate_gradient(k, k_weight, cos, sin, dk_out, dk, K, H, EPS, BLOCK_K, BLOCK_H)
