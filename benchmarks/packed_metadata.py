@@ -110,7 +110,7 @@ class Stack:
         """The last layer's output, and what each layer keeps."""
         kept = []
         for _ in range(self.depth):
-            y, residuals = self._functions.forward(*self._weights, x, context)
+            y, residuals, _ = self._functions.forward(*self._weights, x, context)
             kept.append((x, residuals))
             x = y
         return x, kept
@@ -122,7 +122,7 @@ class Stack:
         dx, gradients = jnp.ones_like(y), None
         while kept:
             x, residuals = kept.pop()
-            dx, gradients, _ = self._functions.backward(residuals, *self._weights, x, context, dx, gradients)
+            dx, gradients, *_ = self._functions.backward(residuals, *self._weights, x, context, dx, gradients)
         return dx, gradients
 
 

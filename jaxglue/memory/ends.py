@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
@@ -13,6 +14,8 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.parameters import ModelStructure, Tree, merge_module
 from jaxglue.rope import rope_tables
+from jaxglue.sharding.device import ROWS, share, total
+from jaxglue.sharding.layout import WHOLE, Layout
 
 
 class EndFunctions:
@@ -26,7 +29,9 @@ class EndFunctions:
         dtype,
         attention: str,
         router_losses: RouterLosses | None = None,
+        layout: Layout = WHOLE,
     ):
+        self._layout = layout
         self._router_losses = router_losses
         self._structure, self._config, self._dtype, self._attention = structure, config, dtype, attention
         self.head_parts = ("norm", "embed_tokens" if structure.lm_head is None else "lm_head")
@@ -65,39 +70,77 @@ class EndFunctions:
         return {name: tree[name] for name in self.head_parts}
 
     def _embed_and_rope(self, trainable: Tree, frozen: Tree, tokens, batch: Batch, key, scale):
-        x = merge_module(self._structure.embed_tokens, trainable, frozen)(tokens, self._dtype)
-        cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
-        count = len(self._structure.layers)
-        keys = [None] * count if key is None else list(jax.random.split(key, count))
-        return x, cos, sin, keys, self._layers_router_losses(batch, scale)
+        layout, stored = self._layout, self._layout.stored((trainable, frozen), "embed_tokens")
+
+        def enter(weights, tokens, batch, key, scale):
+            embed = merge_module(self._structure.embed_tokens, *layout.gather(weights, stored))
+            cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
+            count = len(self._structure.layers)
+            keys = [None] * count if key is None else list(jax.random.split(key, count))
+            return embed(tokens, self._dtype), cos, sin, keys, self._layers_router_losses(batch, scale)
+
+        rows, whole = layout.rows, PartitionSpec()
+        specs, results = (stored, rows, rows, whole, whole), (rows, rows, rows, whole, whole)
+        return layout.run(enter, specs, results)((trainable, frozen), tokens, batch, key, scale)
 
     def _layers_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """What a layer's router losses count: the mean over layers, and over micro-batches by their targets."""
         moe = self._config.moe
         if self._router_losses is None or moe is None or scale is None:
             return None
-        share = scale * batch.loss_weights.sum() / sum(moe.sparse_layers)
+        share = scale * total(batch.loss_weights.sum(), *ROWS) / sum(moe.sparse_layers)
         return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
     def _embed_gradients(self, trainable: Tree, batch: Batch, dx, accumulated: Tree | None) -> Tree:
-        def embed(trainable):
-            return merge_module(self._structure.embed_tokens, trainable)(batch.tokens, self._dtype)
-
         if not trainable:
             return {}
-        (gradients,) = jax.vjp(embed, trainable)[1](dx)
-        return add_trees(accumulated, gradients)
+        layout, prefix = self._layout, "embed_tokens"
+        stored, summands = layout.stored(trainable, prefix), layout.gradients(trainable, prefix)
+
+        def backward(trainable, batch, dx, accumulated):
+            def embed(trainable):
+                return merge_module(self._structure.embed_tokens, trainable)(batch.tokens, self._dtype)
+
+            (gradients,) = jax.vjp(embed, layout.gather(trainable, stored))[1](dx)
+            return add_trees(accumulated, layout.own_part(gradients, stored, prefix))
+
+        specs = (stored, layout.rows, layout.rows, None if accumulated is None else summands)
+        return layout.run(backward, specs, summands)(trainable, batch, dx, accumulated)
 
     def _loss(self, trainable: Tree, frozen: Tree, x, batch: Batch, scale):
+        """Every device's share of the loss."""
+        layout, stored = self._layout, self._layout.stored((trainable, frozen))
+
+        def loss(weights, x, batch, scale):
+            trainable, frozen = layout.gather(weights, stored)
+            return layout.stack(share(self._own_loss(trainable, frozen, x, batch, scale), "tensor"))
+
+        specs = (stored, layout.rows, layout.rows, PartitionSpec())
+        return layout.run(loss, specs, layout.every)((trainable, frozen), x, batch, scale)
+
+    def _loss_and_gradients(self, trainable, frozen, x, batch, scale, accumulated):
+        layout, stored = self._layout, self._layout.stored((trainable, frozen))
+        summands = layout.gradients(trainable)
+
+        def backward(weights, x, batch, scale, accumulated):
+            differentiate = jax.value_and_grad(self._own_loss, argnums=(0, 2))
+            loss, (gradients, dx) = differentiate(*layout.gather(weights, stored), x, batch, scale)
+            gradients = layout.own_part(gradients, stored[0])
+            loss = layout.stack(share(loss, "tensor"))
+            return loss, dx, {n: add_trees(accumulated[n], gradients[n]) for n in self.head_parts}
+
+        sums = {name: None if accumulated[name] is None else summands[name] for name in self.head_parts}
+        specs = (stored, layout.rows, layout.rows, PartitionSpec(), sums)
+        results = (layout.every, layout.rows, summands)
+        return layout.run(backward, specs, results)((trainable, frozen), x, batch, scale, accumulated)
+
+    def _own_loss(self, trainable: Tree, frozen: Tree, x, batch: Batch, scale):
+        """scale · Σ loss of a device's rows."""
         graphs = {"norm": self._structure.norm, self.head_parts[1]: self._structure.output}
         norm, output = (merge_module(graphs[name], trainable[name], frozen[name]) for name in self.head_parts)
         flat = norm(x).reshape(-1, x.shape[-1])
         loss = linear_cross_entropy(flat, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel())
         return loss * scale
-
-    def _loss_and_gradients(self, trainable, frozen, x, batch, scale, accumulated):
-        loss, (gradients, dx) = jax.value_and_grad(self._loss, argnums=(0, 2))(trainable, frozen, x, batch, scale)
-        return loss, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self.head_parts}
 
 
 def embeddings_to_host(frozen: Tree) -> Tree:

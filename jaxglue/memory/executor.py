@@ -4,13 +4,14 @@ Compile time is one layer's, whatever the depth, and the program rather than the
 and when it is copied: XLA delays copies to the host until they save nothing, or runs them one after the other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
@@ -21,15 +22,20 @@ from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.parameters import ModelStructure, Place, Tree, set_part
+from jaxglue.sharding.layout import Layout
 
 Update = Callable[[Place, Tree], None]
 """Takes a part of the model (a name, or a layer's index) and its finished gradients."""
 
 
+_Weights = tuple[Tree, Tree]
+"""Trainable and frozen parameters of a layer."""
+
+
 class _Kept(NamedTuple):
     """What a layer's backward pass takes beside the gradient: here or on the host."""
 
-    frozen: Tree
+    weights: _Weights
     x: Array
     residuals: Residuals
 
@@ -48,6 +54,8 @@ class Executor:
         run_ahead: how many layers may be dispatched and not done while copies are asked for.
         router_losses: coefficients of the auxiliary losses of routers, each a mean over the layers with experts. Their
             gradients are added to those of the loss, their values are not. None for no such losses.
+        mesh: the devices that share the work (see `jaxglue.sharding`); parameters and batches are on it, as `Layout`
+            says. None for one device.
 
     Raises:
         ValueError: the policy or the weights need pinned host memory, and the default device has none; or the number
@@ -66,19 +74,25 @@ class Executor:
         prefetch_depth: int = 1,
         run_ahead: int = 2,
         router_losses: RouterLosses | None = None,
+        mesh: Mesh | None = None,
     ):
         policies = [policy] * len(structure.layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(structure.layers):
             raise ValueError(f"{len(policies)} remat policies for {len(structure.layers)} layers: give one for each")
-        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention, router_losses=router_losses)
+        self._layout = layout = Layout(mesh, dtype)
+        ends: dict[str, Any] = {"dtype": dtype, "attention": attention, "router_losses": router_losses}
+        self._ends = EndFunctions(structure, config, **ends, layout=layout)
         types = list(zip(structure.layers, policies, strict=True))
-        self._layer_types = {kind: LayerFunctions(*kind) for kind in types}
+        self._layer_types = {kind: LayerFunctions(*kind, layout) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
         self._stream_weights, self._prefetch_depth, self._run_ahead = stream_weights, prefetch_depth, run_ahead
         self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
         if self._uses_host:
             transfer.check_pinned_memory(jax.devices()[0])
-        self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like))
+        self._zeros = jax.jit(layout.zeros)
+        self._add_up = jax.jit(layout.add_up, static_argnames="prefix")
+        self._total = jax.jit(jnp.sum, out_shardings=layout.sharding(PartitionSpec()))
+        self._gather = jax.jit(self._gather_parts)
 
     def loss_and_gradients(
         self,
@@ -121,21 +135,24 @@ class Executor:
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
-            finish = update if last else partial(set_part, sums)
+            finish = partial(self._finish, update) if last else partial(set_part, sums)
             losses.append(self._micro_batch(trainable, frozen, batch, scale, batch_key, sums, finish))
-        return sum(losses[1:], start=losses[0])
+        return self._whole_loss(sum(losses[1:], start=losses[0]))
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Batch) -> Float[Array, ""]:
         """Σ loss over one batch, not divided by its weight; nothing is kept for a backward pass."""
         trainable, frozen = transfer.commit((trainable, frozen))
         x, contexts = self._ends.enter(trainable, frozen, batch, None)
         running = transfer.RunAhead(self._run_ahead)
-        weights = self._weights(frozen)
+        stored = self._stored_weights(trainable, frozen)
+        ahead = self._gather_first(stored)
         for i, layer in enumerate(self._layers):
-            x = layer.apply(trainable["layers"][i], next(weights), x, contexts[i])
+            weights = self._layout.whole(ahead, stored.take())
+            x, ahead = layer.apply(*weights, x, contexts[i], self._layout.in_parts(stored.following))
             if self._stream_weights:
                 running.add(x)
-        return self._ends.loss(trainable, frozen, x, batch, np.float32(1))
+            del weights
+        return self._whole_loss(self._ends.loss(trainable, frozen, x, batch, np.float32(1)))
 
     def compilations(self) -> int:
         """How many programs have been compiled; constant once a run is under way."""
@@ -153,7 +170,7 @@ class Executor:
         embed_sums = head.pop("embed_tokens", sums["embed_tokens"])
         for part in list(head):
             finish(part, head.pop(part))
-        dx = self._backward(trainable, kept, contexts, dx, sums["layers"], finish)
+        dx = self._backward(kept, contexts, dx, sums["layers"], finish)
         finish("embed_tokens", self._ends.embed_backward(trainable, batch, dx, embed_sums))
         return loss
 
@@ -161,40 +178,65 @@ class Executor:
         """The last layer's output and what every layer keeps, on its way to where the policy wants it."""
         kept: list[_Kept] = []
         running = transfer.RunAhead(self._run_ahead)
-        weights = self._weights(frozen)
+        stored = self._stored_weights(trainable, frozen)
+        ahead = self._gather_first(stored)
         for i, layer in enumerate(self._layers):
-            here = next(weights)
-            y, residuals = layer.forward(trainable["layers"][i], here, x, contexts[i])
-            kept.append(self._put_away(i, _Kept(here, x, residuals), frozen["layers"][i]))
+            weights = self._layout.whole(ahead, stored.take())
+            y, residuals, ahead = layer.forward(*weights, x, contexts[i], self._layout.in_parts(stored.following))
+            unused = trainable["layers"][i], frozen["layers"][i]
+            kept.append(self._put_away(i, _Kept(weights, x, residuals), unused))
             if self._uses_host:
                 running.add((kept[-1].x, kept[-1].residuals.offloaded))
             x = y
-            del here, y, residuals  # what is asked for next must not find this layer's copies still held
+            del weights, y, residuals  # what is asked for next must not find this layer's copies still held
         return x, kept
 
-    def _backward(self, trainable, kept: list[_Kept], contexts, dx, sums: list[Tree | None], finish: Update) -> Array:
+    def _backward(self, kept: list[_Kept], contexts, dx, sums: list[Tree | None], finish: Update) -> Array:
         """The gradient to the first layer's input; empties `kept` and `sums` on the way."""
-        running = transfer.RunAhead(self._run_ahead)
-        loads = transfer.prefetch([partial(self._bring_back, kept)] * len(kept), self._prefetch_depth)
-        for i in reversed(range(len(kept))):
-            weights, x, residuals = next(loads)
+        running, count = transfer.RunAhead(self._run_ahead), len(kept)
+        loads = transfer.prefetch([partial(self._bring_back, kept)] * count, self._prefetch_depth)
+        turns = transfer.Turns(loads, early=self._layout.gathers)
+        ahead = None
+        for i in reversed(range(count)):
+            stored, x, residuals = turns.take()
+            weights = self._layout.whole(ahead, stored)
             accumulated, sums[i] = sums[i], None
-            arguments = (residuals, trainable["layers"][i], weights, x, contexts[i], dx, accumulated)
-            dx, gradients, done = self._layers[i].backward(*arguments)
+            following = self._layout.in_parts(turns.following and turns.following.weights)
+            arguments = (residuals, *weights, x, contexts[i], dx, accumulated, following)
+            dx, gradients, done, ahead = self._layers[i].backward(*arguments)
             finish(i, gradients)
-            del weights, x, residuals, arguments, gradients, accumulated
+            del stored, weights, x, residuals, following, arguments, gradients, accumulated
             if self._uses_host:
                 running.add(done)
         return dx
 
-    def _weights(self, frozen: Tree) -> Iterator[Tree]:
-        """Every layer's frozen weights on the device, from the host one layer ahead where they are there."""
+    def _stored_weights(self, trainable: Tree, frozen: Tree) -> transfer.Turns[_Weights]:
+        """Every layer's weights as they are stored; those that are on the host come from there one layer ahead."""
+        layers = zip(trainable["layers"], frozen["layers"], strict=True)
         if not self._stream_weights:
-            return iter(frozen["layers"])
-        loads = (partial(transfer.to_device, layer) for layer in frozen["layers"])
-        return transfer.prefetch(loads, self._prefetch_depth)
+            return transfer.Turns(iter(layers), early=self._layout.gathers)
+        loads = transfer.prefetch((partial(transfer.to_device, layer) for layer in layers), self._prefetch_depth)
+        return transfer.Turns(loads, early=self._layout.gathers)
 
-    def _put_away(self, index: int, kept: _Kept, weights: Tree) -> _Kept:
+    def _gather_first(self, stored: transfer.Turns[_Weights]) -> Any:
+        """What must be gathered of the first layer's weights: there is no layer before it whose program could."""
+        return self._gather(self._layout.in_parts(stored.following)) if self._layout.gathers else None
+
+    def _gather_parts(self, parts):
+        specs = self._layout.stored(parts)
+        gather = partial(self._layout.gather, specs=specs)
+        return self._layout.run(gather, (specs,), self._layout.used(parts))(parts)
+
+    def _finish(self, update: Update, place: Place, gradients: Tree) -> None:
+        """Hands over a part's gradients, added up over the devices: once a step, however many the micro-batches."""
+        if self._layout.mesh:
+            gradients = self._add_up(gradients, prefix=place if isinstance(place, str) else "")
+        update(place, gradients)
+
+    def _whole_loss(self, shares: Array) -> Float[Array, ""]:
+        return self._total(shares) if self._layout.mesh else shares
+
+    def _put_away(self, index: int, kept: _Kept, weights: _Weights) -> _Kept:
         """Starts the copies to the host; the last layer, whose backward comes next, keeps everything on the device."""
         policy = self._layers[index].policy
         if index == len(self._layers) - 1:

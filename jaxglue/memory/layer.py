@@ -1,5 +1,6 @@
 """The compiled forward and backward of one layer type, and what passes between them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtyping import Array
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import Tree, merge_module
+from jaxglue.sharding.layout import WHOLE, Layout
 
 _ARGUMENT, _SAVED, _OFFLOADED = range(3)
 
@@ -32,23 +34,76 @@ class Residuals:
 
 
 class LayerFunctions:
-    """The compiled forward and backward of one layer type under one policy."""
+    """The compiled forward and backward of one layer type under one policy.
 
-    def __init__(self, graph, policy: RematPolicy):
-        self._graph = graph
+    On a mesh each is one program of every device. Where weights are stored in parts, it also gathers those of the layer
+    whose turn is next (`ahead`: the parts of its trainable and frozen parameters), while this one computes.
+    """
+
+    def __init__(self, graph, policy: RematPolicy, layout: Layout = WHOLE):
+        self._graph, self._layout = graph, layout
         self.policy = policy
         self.forward = jax.jit(self._forward)
         self.backward = jax.jit(self._backward, donate_argnames=("dy", "accumulated"))
         self.apply = jax.jit(self._apply)
 
-    def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+    def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
+        """(y, the next layer's parameters)."""
+
+        def apply(*arguments):
+            return (self._layer(*arguments),)
+
+        arguments = (trainable, frozen, x, context)
+        return self._run(apply, arguments, self._specs(*arguments), (self._layout.rows,), ahead)
+
+    def _forward(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
+        """(y, residuals, the next layer's parameters)."""
+        layout, arguments = self._layout, (trainable, frozen, x, context)
+
+        def forward(*arguments):
+            y, residuals = self._vjp(*arguments)
+            return y, layout.stack(residuals)
+
+        return self._run(forward, arguments, self._specs(*arguments), (layout.rows, layout.every), ahead)
+
+    def _backward(self, residuals: Residuals, trainable, frozen, x, context, dy, accumulated, ahead=None):
+        """(dx, accumulated + dtrainable, a scalar that is there when the layer is done, parameters of the next)."""
+        layout, forward_arguments = self._layout, (trainable, frozen, x, context)
+        stored, summands = layout.stored(trainable), layout.gradients(trainable)
+
+        def backward(residuals, forward_arguments, dy, accumulated):
+            residuals = layout.unstack(residuals)
+            places = (jax.tree.leaves(forward_arguments), residuals.saved, residuals.offloaded)
+            leaves = [places[place][index] for place, index in residuals.sources]
+            dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
+            gradients = add_trees(accumulated, layout.own_part(dtrainable, stored))
+            return dx, gradients, layout.stack(dx[(0,) * dx.ndim])
+
+        specs = (layout.every, self._specs(*forward_arguments), layout.rows, None if accumulated is None else summands)
+        results = (layout.rows, summands, layout.every)
+        return self._run(backward, (residuals, forward_arguments, dy, accumulated), specs, results, ahead)
+
+    def _run(self, function: Callable, arguments: tuple, specs: tuple, results: tuple, ahead: Tree | None) -> tuple:
+        """The function's results, on each device, and the gathered parameters."""
+        layout, stored = self._layout, self._layout.stored(ahead)
+
+        def program(ahead, *arguments):
+            return *function(*arguments), layout.gather(ahead, stored)
+
+        return layout.run(program, (stored, *specs), (*results, layout.used(ahead)))(ahead, *arguments)
+
+    def _specs(self, trainable: Tree, frozen: Tree, x, context: PackedContext) -> tuple:
+        layout = self._layout
+        return layout.used(trainable), layout.used(frozen), layout.rows, layout.context(context)
+
+    def _layer(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
         return merge_module(self._graph, trainable, frozen)(x, context)
 
-    def _forward(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+    def _vjp(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
         """(y, residuals): weights and context are not differentiated and never copied into the residuals."""
 
         def layer(trainable, x):
-            return self.policy.wrap(self._apply)(trainable, frozen, x, context)
+            return self.policy.wrap(self._layer)(trainable, frozen, x, context)
 
         y, vjp = jax.vjp(layer, trainable, x)
         leaves, treedef = jax.tree.flatten(vjp)
@@ -71,19 +126,12 @@ class LayerFunctions:
         """For every leaf of the vjp function whether the policy offloads it: whether `jax.checkpoint` itself would."""
 
         def residuals(trainable, x):
-            layer = self.policy.wrap_with_offload(self._apply)
+            layer = self.policy.wrap_with_offload(self._layer)
             vjp = jax.vjp(lambda trainable, x: layer(trainable, frozen, x, context), trainable, x)[1]
             return jax.tree.leaves(vjp)
 
         avals = jax.make_jaxpr(residuals)(trainable, x).out_avals
         return [aval.memory_space == jax.memory.Space.Host for aval in avals]
-
-    def _backward(self, residuals: Residuals, trainable, frozen, x, context, dy, accumulated):
-        """(dx, accumulated + dtrainable, a scalar that is there when the layer is done)."""
-        places = (jax.tree.leaves((trainable, frozen, x, context)), residuals.saved, residuals.offloaded)
-        leaves = [places[place][index] for place, index in residuals.sources]
-        dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
-        return dx, add_trees(accumulated, dtrainable), dx[(0,) * dx.ndim]
 
 
 def add_trees(accumulated: Tree | None, gradients: Tree) -> Tree:

@@ -238,7 +238,7 @@ class Planner:
         trees = self._trainable["layers"][index], self._frozen["layers"][index]
         x, context = abstract_input(self.workload)
         with tracing_for(self._capability):
-            forward, (y, residuals) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
+            forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
             backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
         seconds = self._attention_seconds(self.workload.config.layer_windows[index])
         input_bytes = _bytes(x)

@@ -65,6 +65,23 @@ def prefetch[Item](fetches: Iterable[Callable[[], Item]], depth: int) -> Iterato
         yield asked.popleft()
 
 
+class Turns[Item]:
+    """Hands out items in order; holds none but the next, where that is wanted while the one before it is in use."""
+
+    def __init__(self, items: Iterator[Item], *, early: bool):
+        self._items, self._early = items, early
+        self.following: Item | None = next(items, None) if early else None
+        """The next item, None after the last or where it is not wanted early."""
+
+    def take(self) -> Item:
+        """The next item."""
+        if not self._early:
+            return next(self._items)
+        item, self.following = self.following, next(self._items, None)
+        assert item is not None
+        return item
+
+
 class RunAhead:
     """Holds the program back so that it asks for device memory only a few layers before the device gets there."""
 

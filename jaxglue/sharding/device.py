@@ -35,6 +35,12 @@ def total(x: Array, *axes: str) -> Array:
     return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
 
 
+def share(x: Array, *axes: str) -> Array:
+    """An equal part of what all devices along these axes have computed alike, inside `per_device`; x elsewhere."""
+    size = axis_size(*axes)
+    return x / size if size > 1 else x
+
+
 def own_key(key: PRNGKeyArray) -> PRNGKeyArray:
     """A key of this device's rows alone, inside `per_device`; the key itself elsewhere."""
     return jax.random.fold_in(key, jax.lax.axis_index(ROWS)) if axis_size(*ROWS) > 1 else key

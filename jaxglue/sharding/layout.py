@@ -1,0 +1,208 @@
+"""What of a model is split over which axes of a mesh: the partition rules, and what follows from them."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxglue.models.context import PackedContext
+from jaxglue.parameters import hf_name
+from jaxglue.sharding.device import ROWS, per_device, share
+
+RULES: tuple[tuple[str, P], ...] = (
+    # parameter                                                     axes that split each of its dimensions
+    (r"experts\.\w+_proj(_blocks|_scales)?$",                       P("expert", "fsdp")),  # [E, ·, ·]
+    (r"experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",                P("expert")),
+    (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
+    (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales)?$",         P(("tensor", "fsdp"))),  # [out, in]
+    (r"\.(o|down)_proj\.weight(\.codes|\.scales)?$",                P("fsdp", "tensor")),
+    (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
+    (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
+    (r"",                                                           P()),
+)  # fmt: skip
+"""The first pattern found in a parameter's name decides; its gradient and optimiser states are split as it is."""
+
+_IN_PARALLEL = re.compile(r"(^|\.)(self_attn|mlp)\.")
+"""Modules inside which every device along `tensor` computes a part; outside, they all compute the same."""
+
+
+class Layout:
+    """The rules applied to one mesh; without one (None), everything is whole and functions stay as they are.
+
+    Args:
+        mesh: of the axes of `MeshShape`.
+        dtype: of gathered weights; what trains is gathered in it rather than in float32.
+    """
+
+    def __init__(self, mesh: Mesh | None, dtype=jnp.float32):
+        self.mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self._sizes = dict(self.mesh.shape) if self.mesh else {}
+        self._axes = tuple(axis for axis, size in self._sizes.items() if size > 1)
+        self._dtype = dtype
+        self.rows = _short([tuple(axis for axis in ROWS if axis in self._axes)])
+        """Of arrays [B, …]."""
+        self.every = _short([self._axes])
+        """Of arrays [devices, …], a part for each device."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are stored in parts that are gathered to be used."""
+        return "fsdp" in self._axes
+
+    def run(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """The function run by every device on its own parts (`per_device`)."""
+        return per_device(function, self.mesh, in_specs, out_specs)
+
+    def sharding(self, spec: P) -> NamedSharding | None:
+        """A spec on this mesh; None without one."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def shardings(self, specs: Any) -> Any:
+        """A tree of specs on this mesh; None without one."""
+        return None if self.mesh is None else jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+    def stored(self, tree: Any, prefix: str = "") -> Any:
+        """The spec of every parameter of a tree, and of its optimiser state, by name and shape."""
+        return jax.tree.map_with_path(lambda path, leaf: self.spec(_name(prefix, path), leaf.shape), tree)
+
+    def used(self, tree: Any, prefix: str = "") -> Any:
+        """The specs of the parameters as programs take them: gathered over `fsdp`."""
+        return jax.tree.map(lambda spec: _without(spec, "fsdp"), self.stored(tree, prefix))
+
+    def gradients(self, tree: Any, prefix: str = "") -> Any:
+        """The specs of gradients [n, …], whose sum over n is due: n devices have the same part of the parameter."""
+        return jax.tree.map(lambda spec: _short([self._sharing(spec), *map(_tuple, spec)]), self.stored(tree, prefix))
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> P:
+        """Which axes split the parameter of this name. An axis that does not divide a dimension leaves it whole."""
+        rule = next(spec for pattern, spec in RULES if re.search(pattern, name))
+        return _short(self._dividing(axes, size) for axes, size in zip(rule, shape, strict=False))
+
+    def context(self, context: PackedContext) -> Any:
+        """The specs of what a layer is given beside its input."""
+        router_losses = None if context.router_losses is None else P()
+        key = None if context.dropout_key is None else P()
+        rows: Any = {"segments": self.rows, "cos": self.rows, "sin": self.rows}
+        return dataclasses.replace(context, **rows, dropout_key=key, router_losses=router_losses)
+
+    def in_parts(self, tree: Any) -> Any:
+        """Those of a tree's arrays that must be gathered before they are used, None for the others."""
+        if not self.gathers:
+            return None
+        return jax.tree.map(lambda leaf: leaf if "fsdp" in _axes(leaf.sharding.spec) else None, tree)
+
+    def whole(self, gathered: Any, stored: Any) -> Any:
+        """The tree `stored` with what was gathered of it (see `in_parts`) in its place."""
+        if gathered is None:
+            return stored
+        return jax.tree.map(lambda new, old: old if new is None else new, gathered, stored, is_leaf=_is_none)
+
+    def gather(self, parts: Any, specs: Any) -> Any:
+        """On a device: its parts of parameters stored as `specs` → the parameters, whole but for other axes."""
+
+        def whole(part, spec):
+            if "fsdp" not in _axes(spec):
+                return part
+            part = part.astype(self._dtype) if jnp.issubdtype(part.dtype, jnp.floating) else part
+            return jax.lax.all_gather(part, "fsdp", axis=_dimension(spec, "fsdp"), tiled=True)
+
+        return jax.tree.map(whole, parts, specs)
+
+    def own_part(self, gradients: Any, specs: Any, prefix: str = "") -> Any:
+        """On a device: gradients to used parameters → this device's term [1, …] of those of the stored ones."""
+
+        def term(path, gradient, spec):
+            gradient = gradient.astype(jnp.float32)
+            if "fsdp" in _axes(spec):
+                gradient = jax.lax.psum_scatter(
+                    gradient, "fsdp", scatter_dimension=_dimension(spec, "fsdp"), tiled=True
+                )
+            parallel = _IN_PARALLEL.search(_name(prefix, path))
+            return (gradient if parallel else share(gradient, "tensor"))[None]
+
+        return jax.tree.map_with_path(term, gradients, specs) if self.mesh else gradients
+
+    def add_up(self, gradients: Any, prefix: str = "") -> Any:
+        """Gradients [n, …] → their sums over n, stored as the parameters are; gradients themselves without a mesh."""
+
+        def total(path, summands):
+            spec = self.spec(_name(prefix, path), summands.shape[1:])
+            return jax.lax.with_sharding_constraint(summands.sum(0), self.sharding(spec))
+
+        return jax.tree.map_with_path(total, gradients) if self.mesh else gradients
+
+    def zeros(self, tree: Any, prefix: str = "") -> Any:
+        """Zeros to add gradients to, [n, …] on a mesh."""
+
+        def zero(leaf, spec):
+            n = math.prod(self._sizes[axis] for axis in _tuple(spec[0])) if spec else 1
+            return jax.lax.with_sharding_constraint(jnp.zeros((n, *leaf.shape)), self.sharding(spec))
+
+        if self.mesh is None:
+            return jax.tree.map(jnp.zeros_like, tree)
+        return jax.tree.map(zero, tree, self.gradients(tree, prefix))
+
+    def stack(self, tree: Any) -> Any:
+        """On a device: arrays of its own → its parts of arrays [devices, …]."""
+        return jax.tree.map(lambda leaf: leaf[None], tree) if self.mesh else tree
+
+    def unstack(self, tree: Any) -> Any:
+        """On a device: the way back from `stack`."""
+        return jax.tree.map(lambda leaf: leaf[0], tree) if self.mesh else tree
+
+    def _dividing(self, axes: str | tuple[str, ...] | None, size: int) -> tuple[str, ...]:
+        """Those of the axes that the mesh has, as far as they divide the size."""
+        kept: tuple[str, ...] = ()
+        for axis in _tuple(axes):
+            if axis in self._axes and size % math.prod(self._sizes[a] for a in (*kept, axis)) == 0:
+                kept = (*kept, axis)
+        return kept
+
+    def _sharing(self, spec: P) -> tuple[str, ...]:
+        """Axes along which devices hold the same part."""
+        return tuple(axis for axis in self._axes if axis not in _axes(spec))
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _name(prefix: str, path: tuple) -> str:
+    """The parameter's name, without the indices of layers and of trees side by side."""
+    names = tuple(key for key in path if not isinstance(key, jax.tree_util.SequenceKey))
+    return hf_name(f"{prefix}.{jax.tree_util.keystr(names, simple=True, separator='.')}")
+
+
+def _tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else (axes,) if axes else ()
+
+
+def _axes(spec: P) -> set[str]:
+    return {axis for axes in spec for axis in _tuple(axes)}
+
+
+def _dimension(spec: P, axis: str) -> int:
+    return next(i for i, axes in enumerate(spec) if axis in _tuple(axes))
+
+
+def _without(spec: P, axis: str) -> P:
+    return _short(tuple(a for a in _tuple(axes) if a != axis) for axes in spec)
+
+
+def _short(dimensions: Iterable[tuple[str, ...]]) -> P:
+    """The spec as JAX itself writes it: one axis without its tuple, no dimensions at the end that are whole."""
+    axes = [names[0] if len(names) == 1 else names or None for names in dimensions]
+    while axes and axes[-1] is None:
+        axes.pop()
+    return P(*axes)
+
+
+WHOLE = Layout(None)
+"""One device."""
