@@ -19,8 +19,9 @@ from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
 from jaxglue.quant.formats import Quantise, Quantised, is_quantised, quantise_matrix
 
-Place = Callable[[str], jax.sharding.Sharding | None]
-"""Where the parameter of this Hugging Face name goes; None for the default device."""
+Place = Callable[[str, Any], Any]
+"""Where the parameter of this Hugging Face name and value goes: a sharding, or one for each of its parts where it is
+quantised; None for the default device."""
 
 
 def load_model(
@@ -73,7 +74,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Place | None, fill: Fi
     def put(name: str, array) -> jax.Array | Quantised:
         if name in quantised and not is_quantised(array):
             array = quantise_matrix(array, config.quantise)
-        return jax.device_put(array, place and place(name))
+        return jax.device_put(array, place and place(name, array))
 
     return set_parameters(model, fill(abstract_parameters(model), put))
 

@@ -80,6 +80,20 @@ class Layout:
         """The specs of gradients [n, …], whose sum over n is due: n devices have the same part of the parameter."""
         return jax.tree.map(lambda spec: _short([self._sharing(spec), *map(_tuple, spec)]), self.stored(tree, prefix))
 
+    def place(self, name: str, value: Any) -> Any:
+        """The sharding of the parameter of this name, or of each part of its value; None without a mesh."""
+        return self.shardings(self.stored(value, name))
+
+    def put(self, tree: Any) -> Any:
+        """The parameters in their places on the mesh."""
+        return jax.device_put(tree, self.shardings(self.stored(tree))) if self.mesh else tree
+
+    def constrain(self, tree: Any, prefix: str = "") -> Any:
+        """In a program of all devices: the parameters, or optimiser states, made in their places."""
+        if self.mesh is None:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, self.shardings(self.stored(tree, prefix)))
+
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """Which axes split the parameter of this name. An axis that does not divide a dimension leaves it whole."""
         rule = next(spec for pattern, spec in RULES if re.search(pattern, name))
@@ -130,13 +144,8 @@ class Layout:
         return jax.tree.map_with_path(term, gradients, specs) if self.mesh else gradients
 
     def add_up(self, gradients: Any, prefix: str = "") -> Any:
-        """Gradients [n, …] → their sums over n, stored as the parameters are; gradients themselves without a mesh."""
-
-        def total(path, summands):
-            spec = self.spec(_name(prefix, path), summands.shape[1:])
-            return jax.lax.with_sharding_constraint(summands.sum(0), self.sharding(spec))
-
-        return jax.tree.map_with_path(total, gradients) if self.mesh else gradients
+        """In a program of all devices: gradients [n, …] → their sums over n, in the places of the parameters."""
+        return self.constrain(jax.tree.map(lambda summands: summands.sum(0), gradients), prefix)
 
     def zeros(self, tree: Any, prefix: str = "") -> Any:
         """Zeros to add gradients to, [n, …] on a mesh."""
@@ -176,8 +185,9 @@ def _is_none(leaf: Any) -> bool:
 
 def _name(prefix: str, path: tuple) -> str:
     """The parameter's name, without the indices of layers and of trees side by side."""
-    names = tuple(key for key in path if not isinstance(key, jax.tree_util.SequenceKey))
-    return hf_name(f"{prefix}.{jax.tree_util.keystr(names, simple=True, separator='.')}")
+    keys = tuple(key for key in path if not isinstance(key, jax.tree_util.SequenceKey))
+    names = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return hf_name(".".join(filter(None, (prefix, names))))
 
 
 def _tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -110,6 +111,13 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Where the rows of arrays [B, …] of a batch belong."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def place_batch(batches: Any, mesh: Mesh | None) -> Any:
+    """Batches of numpy arrays [B, …], each process's own rows of them, on their devices."""
+    if mesh is None:
+        return jax.device_put(batches)
+    return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

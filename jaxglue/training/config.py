@@ -13,6 +13,7 @@ from jaxglue.lora import LoraConfig
 from jaxglue.memory.policy import check_remat
 from jaxglue.models.context import RouterLosses
 from jaxglue.quant.formats import Quantise
+from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.optimizer import OptimizerConfig
 
 
@@ -88,9 +89,12 @@ class RunConfig:
     output: Path = Path("runs/latest")
     """Folder for the adapter, checkpoints, metrics and curve."""
     batch_size: int = 1
-    """B: packed rows in a micro-batch."""
+    """B: packed rows in a micro-batch, over all GPUs."""
     accumulation: int = 1
     """Micro-batches in an optimiser step."""
+    mesh: str = AUTO
+    """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
+    for adapters on weights that fit each GPU, else fsdp, or expert where there are experts (see docs/sharding.md)."""
     epochs: int = 1
     """Passes over the data, unless steps says otherwise."""
     steps: int | None = None
@@ -124,6 +128,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if self.mesh != AUTO:
+            MeshShape.parse(self.mesh)
         if self.profile < 0:
             raise ValueError(f"profile={self.profile} must be at least 0")
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.memory.transfer import commit
 from jaxglue.parameters import Place, Tree, get_part, set_part
+from jaxglue.sharding.layout import WHOLE, Layout
 
 _PARTS_PER_PROGRAM = 8
 """Parts updated by one program: more are fewer launches, but longer to compile."""
@@ -73,7 +74,8 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
 class Optimizer:
     """AdamW with global-norm clipping; its state has an entry for every place of `places`."""
 
-    def __init__(self, config: OptimizerConfig, total_steps: int):
+    def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = WHOLE):
+        self._layout = layout
         self.schedule = learning_rate_schedule(config, total_steps)
         self._clip_norm = config.clip_norm
         self._adamw = optax.chain(
@@ -81,7 +83,7 @@ class Optimizer:
             optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
             optax.scale_by_learning_rate(self.schedule),
         )
-        self._init = jax.jit(self._adamw.init)
+        self._init = jax.jit(self._init_part, static_argnames="prefix")
         self._square_norm = jax.jit(optax.tree.norm, static_argnames="squared")
         self._clip_scale = jax.jit(self._norm_and_scale)
         self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
@@ -89,7 +91,8 @@ class Optimizer:
 
     def init(self, trainable: Tree) -> list[Any]:
         """Optimiser state of every part, in the order of `places`."""
-        return commit([self._init(get_part(trainable, place)) for place in places(trainable)])
+        parts = [(get_part(trainable, place), place if isinstance(place, str) else "") for place in places(trainable)]
+        return commit([self._init(part, prefix=prefix) for part, prefix in parts])
 
     def update(
         self, trainable: Tree, state: list[Any], gradients: Tree, step: int
@@ -126,6 +129,9 @@ class Optimizer:
         trainable = {**trainable, "layers": list(trainable["layers"])}
         set_part(trainable, place, part)
         return trainable, [*state[:index], part_state, *state[index + 1 :]]
+
+    def _init_part(self, part: Tree, prefix: str) -> Any:
+        return self._layout.constrain(self._adamw.init(part), prefix)
 
     def _norm_and_scale(self, squares: list[Array], step: Array) -> tuple[Array, dict[str, Array]]:
         norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))

@@ -23,6 +23,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.moe import choose_backend as choose_grouped_backend
 from jaxglue.quant.formats import FORMATS
 from jaxglue.rowwise import choose_backend as choose_rotation_backend
+from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 
@@ -39,6 +40,7 @@ class Setup:
     model: DecoderConfig
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
+    mesh: MeshShape
     remat: RematChoice
     batches: BatchIterator
     eval_batches: EvalBatches | None
@@ -109,6 +111,7 @@ class Setup:
             "steps": f"{self.total_steps:,} ({self.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
             "dtype": f"{self.config.model.compute_dtype}{_STORED[self.model.quantise]}",
             "remat": self.remat,
+            **self._split(),
             "attention": f"{attention.name}: {attention.reason}",
             "rotation": f"{rotation.name}: {rotation.reason}",
             **self._experts(),
@@ -125,6 +128,10 @@ class Setup:
         stored = ", in MXFP4" if moe.mxfp4 else ""
         served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
         return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
+
+    def _split(self) -> dict[str, object]:
+        """The plan's row about several devices; none for one."""
+        return {"mesh": str(self.mesh)} if self.mesh.devices > 1 else {}
 
     def _attention(self):
         shape = AttentionShape(
@@ -159,6 +166,7 @@ def prepare(config: TrainConfig) -> Setup:
     batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)
     total_steps = run.steps or batches.total_steps
     assert total_steps is not None
+    mesh = choose_mesh(config, model)
     remat = choose_remat(config, model, mean_visible_keys(data.train.lengths))
     eval_batches = (
         EvalBatches(data.eval, **shared, max_segments=batches.max_segments) if data.eval is not None else None
@@ -168,11 +176,29 @@ def prepare(config: TrainConfig) -> Setup:
         model=model,
         tokenizer=tokenizer,
         data=data,
+        mesh=mesh,
         remat=remat,
         batches=batches,
         eval_batches=eval_batches,
         total_steps=total_steps,
     )
+
+
+def choose_mesh(config: TrainConfig, model: DecoderConfig) -> MeshShape:
+    """The mesh that the run asked for.
+
+    Raises:
+        ValueError: it does not fit the devices, the batch or the model.
+    """
+    devices = jax.device_count()
+    if config.run.mesh == AUTO:
+        shape = MeshShape(fsdp=devices) if config.model.method == "full" else MeshShape(data=devices)
+    else:
+        shape = MeshShape.parse(config.run.mesh)
+    if devices > 1 and config.model.embeddings == "host":
+        raise ValueError("--embeddings host is for one GPU: leave it out, or use fsdp to split the table")
+    shape.check(model, batch_size=config.run.batch_size, devices=devices)
+    return shape
 
 
 def _read_model(config: TrainConfig) -> DecoderConfig:

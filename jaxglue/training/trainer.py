@@ -16,6 +16,8 @@ from jaxglue.data.batch import Batch
 from jaxglue.hf.files import write_json
 from jaxglue.memory.executor import Executor
 from jaxglue.parameters import Place, Tree
+from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.mesh import make_mesh, place_batch
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
@@ -82,7 +84,9 @@ class Trainer:
     def __init__(self, setup: Setup, folder: Path, console: Console, timer: StartupTimer):
         self._setup, self._config, self._run = setup, setup.config, setup.config.run
         self._folder, self._console, self._timer = folder, console, timer
-        self._structure, self._trainable, self._frozen = build_parameters(setup)
+        self._mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
+        layout = Layout(self._mesh)
+        self._structure, self._trainable, self._frozen = build_parameters(setup, layout)
         timer.stage("weights")
         model = self._config.model
         self._executor = Executor(
@@ -93,9 +97,10 @@ class Trainer:
             attention=model.attention,
             stream_weights=setup.remat.stream_weights,
             router_losses=model.router_losses,
+            mesh=self._mesh,
         )
         self._probe = RoutingProbe(self._structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
-        self._optimizer = Optimizer(self._config.optimizer, setup.total_steps)
+        self._optimizer = Optimizer(self._config.optimizer, setup.total_steps, layout)
         self._optimizer_state = self._optimizer.init(self._trainable)
         self._samples = Samples(setup, self._structure, folder, console)
         self._step = 0
@@ -155,7 +160,7 @@ class Trainer:
             step = next(self._setup.batches)
         key = self._dropout_key()
         compiled = self._executor.compilations()
-        arguments = (self._trainable, self._frozen, jax.device_put(step.micro_batches), float(step.targets))
+        arguments = (self._trainable, self._frozen, place_batch(step.micro_batches, self._mesh), float(step.targets))
         if self._config.optimizer.update_in_backward:
             loss = self._executor.loss_and_update(*arguments, self._update_part, key)
             values = self._optimizer.learning_rate(self._step)
@@ -225,7 +230,7 @@ class Trainer:
             metrics.write(self._step, self._routing())
             return None
         losses = [
-            self._executor.loss(self._trainable, self._frozen, jax.device_put(batch))
+            self._executor.loss(self._trainable, self._frozen, place_batch(batch, self._mesh))
             for batch in self._setup.eval_batches
         ]
         eval_loss = float(np.sum(jax.device_get(losses))) / self._setup.eval_batches.targets
@@ -240,7 +245,7 @@ class Trainer:
         if self._setup.model.moe is None:
             return {}
         batch = self._last_batch if self._setup.eval_batches is None else next(iter(self._setup.eval_batches))
-        return self._probe.read(self._trainable, self._frozen, jax.device_put(batch))
+        return self._probe.read(self._trainable, self._frozen, place_batch(batch, self._mesh))
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host = {

@@ -1,5 +1,6 @@
 """Weights at both ends of a run: from a model folder to parameter trees, and from those to what other programs load."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from jaxglue.lora import add_lora
 from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.transfer import commit, pinned_host
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
+from jaxglue.sharding.layout import WHOLE, Layout
 from jaxglue.training.setup import Setup, trainable_filter
 
 
-def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
+def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelStructure, Tree, Tree]:
     """(structure, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
     config, seed = setup.config, setup.config.data.seed
     dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
-    place = layers_on_host if setup.remat.stream_weights else None
+    place = partial(layers_on_host, layout=layout) if setup.remat.stream_weights else layout.place
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
@@ -32,12 +34,16 @@ def build_parameters(setup: Setup) -> tuple[ModelStructure, Tree, Tree]:
     structure, trainable, frozen = split_model(model, trainable_filter(config))
     if config.model.embeddings == "host":
         frozen = embeddings_to_host(frozen)
-    return structure, commit(trainable), commit(frozen)
+    return structure, commit(layout.put(trainable)), commit(frozen)
 
 
-def layers_on_host(name: str) -> jax.sharding.Sharding | None:
+def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
     """Pinned memory for what is streamed, so that it never has to fit the GPU."""
-    return pinned_host(jax.devices()[0]) if name.startswith("model.layers.") else None
+    shardings = layout.place(name, value)
+    if not name.startswith("model.layers."):
+        return shardings
+    pinned = pinned_host(jax.devices()[0])
+    return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
 def export_result(setup: Setup, trainable: Tree, folder: Path) -> Path:

@@ -50,7 +50,7 @@ def test_parameters_go_where_they_are_wanted(tmp_path, quantise):
     save_tensors(tmp_path / "model", parameters(random_model(config, dtype=jnp.float32, seed=3)))
     (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
 
-    def place(name):
+    def place(name, value=None):
         return host if name.startswith("model.layers.") else None
 
     drawn = random_model(replace(config, quantise=quantise), dtype=jnp.float32, seed=3, place=place)

@@ -1,0 +1,49 @@
+"""Whole runs on a mesh of eight devices; see tests/sharding/test_devices.py."""
+
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from jaxglue.training.metrics import read_metrics
+from jaxglue.training.trainer import Trainer, train
+
+pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="run by test_devices.py in a process of eight devices")
+
+
+def losses(folder):
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+
+
+def test_full_fine_tuning_continues_on_another_mesh(make_config, tmp_path, monkeypatch, caplog):
+    options = {"batch_size": 8, "accumulation": 2, "seq_len": 48, "steps": 4, "method": "full", "learning_rate": 1e-3}
+    train(make_config(**options, output=tmp_path / "whole", mesh="data=2,fsdp=4"))
+    assert "compiled programs again" not in caplog.text
+    dispatch, trainers = Trainer._dispatch_step, []
+
+    def interrupted(self):
+        trainers.append(self)
+        result = dispatch(self)
+        if result.step == 2 and len(trainers) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(Trainer, "_dispatch_step", interrupted)
+    assert train(make_config(**options)) is None  # auto: fsdp=8
+    embedding = trainers[0]._trainable["embed_tokens"]["weight"]
+    moments = [state for state in jax.tree.leaves(trainers[0]._optimizer_state) if state.shape == embedding.shape]
+    assert {array.sharding.spec for array in (embedding, *moments)} == {jax.sharding.PartitionSpec("fsdp")}
+    assert train(make_config(**options, mesh="data=4,fsdp=2", resume=True)) is not None
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-4)
+    assert trainers[-1]._trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
+
+
+def test_adapters_train_on_copies_of_the_weights(make_config, tmp_path, capsys):
+    options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "eval_fraction": 0.2}
+    train(make_config(**options, output=tmp_path / "copies", sample_prompt=("Hello",), sample_tokens=2))
+    assert "data=8" in capsys.readouterr().out
+    train(make_config(**options, mesh="fsdp=8", sample_prompt=("Hello",), sample_tokens=2))
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "copies"), rtol=1e-5)
+    samples = [(tmp_path / run / "samples.jsonl").read_text() for run in ("run", "copies")]
+    assert samples[0] == samples[1]
