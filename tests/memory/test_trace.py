@@ -27,14 +27,14 @@ def test_a_folder_without_a_trace_is_refused(tmp_path):
 
 @pytest.mark.gpu
 def test_copies_run_under_computation(tiny_config, random_batch, tmp_path):
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8, "head_dim": 128}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 6, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     config = config_from_hf({**tiny_config, **sizes, **heads, "model_type": "qwen3"})
     model = build_model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     add_lora(model, LoraConfig(), rngs=nnx.Rngs(1))
     structure, trainable, frozen = split_model(model, nnx.LoRAParam)
     executor = Executor(structure, config, policy=parse_policy("offload"))
-    batch = jax.device_put(random_batch([[512] * 16], 8192))
+    batch = jax.device_put(random_batch([[512] * 32], 16384))
     for _ in range(2):
         jax.block_until_ready(executor.loss_and_gradients(trainable, frozen, [batch], 1.0))
     with jax.profiler.trace(str(tmp_path)):
