@@ -13,6 +13,7 @@ from measure import table, write_results
 from step import run_case
 
 SERIAL = {"depth": 0, "run_ahead": 0}
+HOST = {"weights": "host", "embeddings": "host"}
 FULL, OFFLOAD, DOTS = ({"remat": [name]} for name in ("full", "offload", "dots"))
 CASES: dict[str, list[tuple[str, dict]]] = {
     "8b": [
@@ -37,9 +38,9 @@ CASES: dict[str, list[tuple[str, dict]]] = {
     ],
     "32b": [
         ("full, weights on the device", {**FULL, "layers": 16}),
-        ("offload, weights on the host", {**OFFLOAD, "weights": "host", "layers": 16}),
+        ("offload, weights on the host", {**OFFLOAD, **HOST, "layers": 16}),
         ("full, weights on the device", FULL),
-        ("offload, weights on the host", {**OFFLOAD, "weights": "host"}),
+        ("offload, weights on the host", {**OFFLOAD, **HOST}),
     ],
     "planner": [
         ("a mix", {"shape": "qwen3-14b", "remat": ["full", "dots"], "last": 15}),

@@ -5,6 +5,7 @@ python benchmarks/planner.py benchmarks/results/offload*.json --json benchmarks/
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ def _spans(case: dict, count: int) -> list[tuple[str, int]]:
 def predict(case: dict, gpu: str) -> dict:
     """Predicted and measured time and peak of a case."""
     work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"], case.get("quantise", "none"))
+    work = replace(work, host_embeddings=case.get("embeddings") == "host")
     count = work.config.num_hidden_layers
     remat = " + ".join(f"{layers} x {policy}" for policy, layers in _spans(case, count))
     policies = parse_policies(remat, count)
