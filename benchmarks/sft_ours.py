@@ -25,6 +25,7 @@ from jaxglue.flops import mean_visible_keys
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.lora import LoraConfig
+from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.gpus import GIB, SUSTAINED
 from jaxglue.memory.planner import Plan, Planner, pinned_memory
@@ -70,6 +71,7 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
         seq_len=batches[0].tokens.shape[1],
         lora=LoraConfig(),
         visible_keys=mean_visible_keys(lengths[lengths > 0]),
+        host_embeddings=args.embeddings == "host",
     )
     planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit))
     if args.remat == AUTO:
@@ -90,6 +92,8 @@ class Run:
         add_adapter(model, args.adapter)
         self._structure, trainable, frozen = split_model(model, nnx.LoRAParam)
         del model
+        if args.embeddings == "host":
+            frozen = embeddings_to_host(frozen)
         self.trainable, self.frozen = commit(trainable), commit(frozen)
         del trainable, frozen
         policies = plan.policies if plan else parse_policies("dots", config.num_hidden_layers)
@@ -169,6 +173,7 @@ def main() -> None:
     parser.add_argument("--quantise", choices=("none", "nf4"), default="none")
     parser.add_argument("--remat", default=AUTO)
     parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
+    parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for")
     parser.add_argument("--pinned-gib", default="100", help="host memory that may be pinned")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

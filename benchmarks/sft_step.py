@@ -85,7 +85,8 @@ def run(engine: str, row: Row, folder: Path, args: argparse.Namespace) -> dict:
         flags["checkpointing"] = row.checkpointing
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
-    command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    further = args.ours_flags if engine == "ours" else []
+    command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)] + further
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     seconds = {"process_s": time.perf_counter() - begun}
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--peers-path", type=Path)
     parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per shape")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("ours_flags", nargs="*", help="further flags for sft_ours.py, after --")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # this process only prepares: the GPU is the engines'
     results: list[dict] = []
