@@ -8,13 +8,15 @@ longer; kernels whose FLOPs the program does not tell, such as attention's, are 
 
 import argparse
 import re
+import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from jax.profiler import ProfileData
 from measure import table
-from programs import Work, program_work
+from programs import UNKNOWN, Work, read_programs
 
 from jaxglue.memory.trace import copy_overlap
 
@@ -35,19 +37,27 @@ class Kernel(NamedTuple):
     bytes: float
 
 
-def kernel_times(folder: Path) -> list[Kernel]:
-    """Kernels and copies on the first GPU in a folder's newest trace, the longest first; no numbers in their names."""
+def kernel_times(folder: Path, flops: Mapping[str, float] | None = None) -> list[Kernel]:
+    """Kernels and copies on the first GPU in a folder's newest trace, the longest first; no numbers in their names.
+
+    Args:
+        folder: what was given to `jax.profiler.trace`.
+        flops: of a launch of those kernels, by name, that the program tells nothing of.
+    """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    work = program_work(newest)
     gpu = next(plane for plane in ProfileData.from_file(str(newest)).planes if plane.name.startswith("/device:GPU"))
-    spent: dict[tuple[str, Work], list[float]] = defaultdict(list)
-    for line in gpu.lines:
-        if line.name.startswith("Stream"):
-            for event in line.events:
-                stats = {name: str(value) for name, value in event.stats if name in ("hlo_module", "hlo_op")}
-                place = (stats.get("hlo_module", ""), stats.get("hlo_op", ""))
-                name = re.sub(r"[_.]?\d+(?=$|_)", "", event.name)
-                spent[name, work.get(place, Work(0.0, 0.0, ""))].append(event.duration_ns / 1e6)
+    events = [event for line in gpu.lines if line.name.startswith("Stream") for event in line.events]
+    runs: dict[int, list] = defaultdict(list)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of jaxlib's own making
+        for event in sorted(events, key=lambda event: event.start_ns):
+            runs[-1 if _copies(event.name) else int(dict(event.stats).get("program_id", -1))].append(event)
+    programs, spent = read_programs(newest), defaultdict[tuple[str, Work], list[float]](list)
+    for number, ran in runs.items():
+        names = [event.name for event in ran]
+        work = programs[number].work(names) if number in programs else [UNKNOWN] * len(ran)
+        for event, each in zip(ran, work, strict=True):
+            name = re.sub(r"[_.]?\d+(?=$|_)", "", event.name)
+            spent[name, each._replace(flops=(flops or {}).get(name, each.flops))].append(event.duration_ns / 1e6)
     kernels = [
         Kernel(name, each.shape, sum(times), len(times), each.flops * len(times), each.bytes * len(times))
         for (name, each), times in spent.items()
@@ -55,13 +65,19 @@ def kernel_times(folder: Path) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: -kernel.milliseconds)
 
 
+def _copies(name: str) -> bool:
+    """The driver's copies and fills, and its kernels for them in CUDA graphs."""
+    return name.lower().startswith("mem")
+
+
 def is_copy(kernel: Kernel) -> bool:
     """Whether it is no kernel but a copy or a fill by the driver."""
-    return kernel.name.startswith("Mem")
+    return _copies(kernel.name)
 
 
 def profile_rows(kernels: list[Kernel], *, steps: int = 1, top: int = 25) -> list[dict]:
-    """The table's rows, the rest of the kernels added up in the last one."""
+    """The table's rows, the rest of the kernels added up in the last one; copies, which run beside them, left out."""
+    kernels = [kernel for kernel in kernels if not is_copy(kernel)]
     total = sum(kernel.milliseconds for kernel in kernels)
     rest = kernels[top:]
     if rest:
@@ -76,7 +92,7 @@ def _row(kernel: Kernel, total: float, steps: int) -> dict:
     bound = (
         f"{kernel.flops / seconds / 1e12:.0f} TFLOP/s" if matmul > copy else f"{kernel.bytes / seconds / 1e9:,.0f} GB/s"
     )
-    known = kernel.bytes > 0 and not is_copy(kernel)
+    known = kernel.bytes > 0
     return {
         "kernel": kernel.name[:60],
         "result": kernel.shape,

@@ -2,7 +2,9 @@
 
 A trace holds the optimised program (HLO) of each module that ran. `ProfileData` does not hand them out, so the few
 fields on the way to them are read from the protocol buffer itself (xplane.proto of XLA: XSpace.planes = 1, XPlane.name
-= 2, .event_metadata = 4, XEventMetadata.stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module = 1).
+= 2, .event_metadata = 4, XEventMetadata.name = 2, .stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module =
+1). Inside a CUDA graph an event does not say which operation it belongs to: XLA's own kernels carry its name, and those
+of libraries and custom calls follow in the program's order.
 """
 
 import math
@@ -32,14 +34,31 @@ class Work(NamedTuple):
     """Of its first result."""
 
 
-def program_work(trace: Path) -> dict[tuple[str, str], Work]:
-    """(module, operation) → work, for every program in a trace file (*.xplane.pb)."""
-    work = {}
-    for text in _programs(memoryview(trace.read_bytes())):
-        module = re.search(r"HloModule ([\w.\-]+)", text)
-        assert module
-        work |= {(module[1], name): value for name, value in operations(text).items()}
-    return work
+UNKNOWN = Work(0.0, 0.0, "")
+
+
+class Program:
+    """The operations of one program, by the names of their kernels."""
+
+    def __init__(self, text: str):
+        found = operations(text)
+        self._named = {name.replace(".", "_"): work for name, work in found.items()}
+        calls = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*custom_call_target=", text, re.MULTILINE)
+        self._calls = [found[name] for name in calls]
+
+    def work(self, kernels: list[str]) -> list[Work]:
+        """Of each of the kernels that ran, in their order; nothing where it cannot be told."""
+        unnamed = [index for index, kernel in enumerate(kernels) if kernel not in self._named]
+        found = [self._named.get(kernel, UNKNOWN) for kernel in kernels]
+        if self._calls and len(unnamed) % len(self._calls) == 0:
+            for place, index in enumerate(unnamed):
+                found[index] = self._calls[place % len(self._calls)]
+        return found
+
+
+def read_programs(trace: Path) -> dict[int, Program]:
+    """Id → program, for every program in a trace file (*.xplane.pb)."""
+    return {number: Program(text) for number, text in _programs(memoryview(trace.read_bytes()))}
 
 
 def operations(text: str) -> dict[str, Work]:
@@ -110,16 +129,17 @@ def _item(dtype: str) -> float:
     return int(bits[0]) / 8 if bits else 0.0
 
 
-def _programs(space: memoryview) -> Iterator[str]:
+def _programs(space: memoryview) -> Iterator[tuple[int, str]]:
     for plane in (value for field, value in _fields(space) if field == 1):
         fields = list(_fields(plane))
         if (2, b"/host:metadata") not in ((field, bytes(value)) for field, value in fields if field == 2):
             continue
         for metadata in (dict(_fields(entry))[2] for field, entry in fields if field == 4):
+            number = re.search(rb"\((\d+)\)$", dict(_fields(metadata)).get(2, b""))
             for stat in (dict(_fields(value)) for field, value in _fields(metadata) if field == 5):
-                if 6 in stat:
+                if 6 in stat and number:
                     module = bytes(dict(_fields(stat[6]))[1])
-                    yield xla_client.XlaComputation(module).as_hlo_text()
+                    yield int(number[1]), xla_client.XlaComputation(module).as_hlo_text()
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:

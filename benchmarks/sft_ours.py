@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 from flax import nnx
 from kernel_profile import is_copy, kernel_times, profile_rows
+from measure import milliseconds
 
 from jaxglue.data.batch import Batch
 from jaxglue.flops import mean_visible_keys
@@ -27,10 +28,10 @@ from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.executor import Executor
-from jaxglue.memory.gpus import GIB, SUSTAINED
+from jaxglue.memory.gpus import GIB
 from jaxglue.memory.planner import Plan, Planner, pinned_memory
 from jaxglue.memory.policy import AUTO, parse_policies
-from jaxglue.memory.rates import device_gpu, measure_gpu
+from jaxglue.memory.rates import device_gpu
 from jaxglue.memory.transfer import commit
 from jaxglue.memory.workload import Workload
 from jaxglue.models import config_from_hf
@@ -64,13 +65,12 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
     """The plan that the flags ask for, where weights go chosen too; None without a GPU."""
     if jax.default_backend() == "cpu":
         return None
-    lengths = np.concatenate([np.diff(np.asarray(batch.segments.cu_seqlens[0])) for batch in batches])
     workload = Workload(
         config=config,
         batch_size=1,
         seq_len=batches[0].tokens.shape[1],
         lora=LoraConfig(),
-        visible_keys=mean_visible_keys(lengths[lengths > 0]),
+        visible_keys=visible_keys(batches),
         host_embeddings=args.embeddings == "host",
     )
     planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit))
@@ -135,16 +135,35 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
     return {"ms": statistics.median(times), "ms_all": times, "losses": [*map(float, losses)], "first_step_s": first}
 
 
-def profile(run: Run, batch: Batch, folder: Path) -> dict:
+def attention_flops(config: DecoderConfig, batches: list[Batch]) -> dict[str, float]:
+    """Of a launch of each attention kernel, from the keys that documents show: two, three and four matmuls."""
+    matmul = 2 * config.num_attention_heads * config.head_dim * visible_keys(batches) * batches[0].tokens.size
+    return {"forward_kernel": 2 * matmul, "dq_kernel": 3 * matmul, "dkdv_kernel": 4 * matmul}
+
+
+def visible_keys(batches: list[Batch]) -> float:
+    """Mean number of keys that a query attends to."""
+    lengths = np.concatenate([np.diff(np.asarray(batch.segments.cu_seqlens[0])) for batch in batches])
+    return mean_visible_keys(lengths[lengths > 0])
+
+
+def profile(run: Run, batch: Batch, folder: Path, flops: dict[str, float]) -> dict:
     """Kernels of one step."""
     with jax.profiler.trace(folder):
         run.step(batch)
         jax.block_until_ready(run.trainable)
-    events = kernel_times(folder)
+    events = kernel_times(folder, flops)
     kernels = [event for event in events if not is_copy(event)]
     busy = sum(kernel.milliseconds for kernel in kernels)
     launches = sum(kernel.launches for kernel in kernels)
     return {"kernels": launches, "kernel_ms": busy, "profile": profile_rows(events)}
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """TFLOP/s of a large bf16 matmul of random numbers."""
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (size, size), jax.numpy.bfloat16) for key in keys)
+    return 2 * size**3 / milliseconds(jax.jit(jax.numpy.dot), a, b) / 1e9
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -152,16 +171,18 @@ def measure(args: argparse.Namespace) -> dict:
     config = replace(config_from_hf(read_config(args.model)), quantise=args.quantise)
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
+    begun = time.perf_counter()
     run = Run(args, config, plan, len(batches))
-    result = train(run, batches, args.warm_up)
+    loaded = time.perf_counter() - begun
+    result = train(run, batches, args.warm_up) | {"load_s": loaded}
     device = jax.devices()[0]
     if plan is not None:
         result |= {"peak_gib": device.memory_stats()["peak_bytes_in_use"] / GIB, "plan": str(plan)}
         result |= {"planned_ms": plan.seconds * 1e3, "planned_gib": plan.device_bytes / GIB}
         with tempfile.TemporaryDirectory() as scratch:
-            result |= profile(run, batches[-1], args.trace or Path(scratch))
+            result |= profile(run, batches[-1], args.trace or Path(scratch), attention_flops(config, batches))
         del run
-        result["matmul_tflops"] = measure_gpu(device).matmul / SUSTAINED / 1e12
+        result["matmul_tflops"] = matmul_rate()
     return result | {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
 
 

@@ -4,7 +4,8 @@
 
 Engines are ours, unsloth and peft (transformers + PEFT); each runs in a process of its own, one after the other. A
 batch is one row of documents of 64–1,024 tokens, LoRA has rank 16 on all linear layers, AdamW updates it. Results are
-written as they come. `--peers-path` is a folder with the peers' packages, put before their process's own.
+written as they come. `--peers-path` is a folder with the peers' packages, put before their process's own. With `--gpus`
+several rows are measured side by side, all engines of a row on the same GPU.
 """
 
 import argparse
@@ -15,8 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 
 import jax
 import numpy as np
@@ -71,29 +76,96 @@ def make_batches(path: Path, row: Row, steps: int) -> list[int]:
     return [length for sizes in lengths for length in sizes]
 
 
-def run(engine: str, row: Row, folder: Path, args: argparse.Namespace) -> dict:
+class Inputs:
+    """Models and batches on disk: made when a row asks for them, models deleted after the last row that does."""
+
+    def __init__(self, scratch: Path, steps: int, names: list[str]):
+        self._scratch, self._steps = scratch, steps
+        self._rows = Counter(ROWS[name].shape for name in names)
+        self._locks: dict[str, Lock] = {shape: Lock() for shape in self._rows}
+
+    def prepare(self, name: str) -> tuple[dict[str, Path], list[int]]:
+        """(files by the engines' flags, lengths of all documents)."""
+        row = ROWS[name]
+        folder, config = self._scratch / row.shape, SHAPES[row.shape]
+        with self._locks[row.shape]:
+            if not folder.exists():
+                make_model(folder, config)
+                make_adapter(folder / "adapter", config, LoraConfig())
+        batches = self._scratch / f"{name}.npz"
+        lengths = make_batches(batches, row, self._steps)
+        return {"model": folder, "adapter": folder / "adapter", "batches": batches}, lengths
+
+    def done(self, name: str) -> None:
+        """The row is measured."""
+        shape = ROWS[name].shape
+        with self._locks[shape]:
+            self._rows[shape] -= 1
+            if not self._rows[shape]:
+                shutil.rmtree(self._scratch / shape)
+
+
+def run(engine: str, name: str, files: dict[str, Path], gpu: int, args: argparse.Namespace) -> dict:
     """What the engine's process printed; or its error."""
-    files = {"model": folder, "adapter": folder / "adapter", "batches": folder / "batches.npz"}
+    row, further, environment = ROWS[name], [], dict(os.environ)
     flags = {**files, "quantise": row.quantise, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
-    command, environment = [sys.executable, str(HERE / "sft_ours.py")], dict(os.environ)
+    if args.gpus > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if engine == "ours":
+        command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
         flags |= {"memory-limit": row.memory_limit} if row.memory_limit else {}
-        flags |= {"trace": args.traces / folder.name} if args.traces else {}
+        flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}
         environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
         flags["checkpointing"] = row.checkpointing
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
-    further = args.ours_flags if engine == "ours" else []
-    command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)] + further
+    command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    seconds = {"process_s": time.perf_counter() - begun}
+    seconds = {"process_s": round(time.perf_counter() - begun, 1)}
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr)
         return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1], **seconds}
     return json.loads(done.stdout.strip().splitlines()[-1]) | seconds
+
+
+class Measurements:
+    """The results of all rows, kept in the rows' order and written as they come."""
+
+    def __init__(self, args: argparse.Namespace):
+        self._args, self._lock = args, Lock()
+        self._inputs = Inputs(args.scratch, args.warm_up + args.steps, args.rows)
+        self._gpus: SimpleQueue[int] = SimpleQueue()
+        for gpu in range(args.gpus):
+            self._gpus.put(gpu)
+        self._results: dict[str, list[dict]] = {name: [] for name in args.rows}
+
+    @property
+    def results(self) -> list[dict]:
+        return [result for results in self._results.values() for result in results]
+
+    def measure(self, name: str) -> None:
+        """All engines of a row, one after the other on one GPU."""
+        gpu = self._gpus.get()
+        row, config = ROWS[name], config_from_hf(SHAPES[ROWS[name].shape])
+        files, lengths = self._inputs.prepare(name)
+        visible = mean_visible_keys(np.array(lengths))
+        flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
+        for engine in self._args.engines:
+            result = run(engine, name, files, gpu, self._args)
+            self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
+        self._inputs.done(name)
+        self._gpus.put(gpu)
+
+    def _add(self, result: dict) -> None:
+        with self._lock:
+            self._results[result["row"]].append(result)
+            shown = {key: value for key, value in result.items() if key not in ("ms_all", "losses", "profile")}
+            print(json.dumps(shown), flush=True)
+            if self._args.json:
+                write(self._args.json, self.results)
 
 
 def summary(results: list[dict]) -> list[dict]:
@@ -150,15 +222,6 @@ def write(path: Path, results: list[dict]) -> None:
     temporary.rename(path)
 
 
-def prepare(row: Row, scratch: Path, steps: int) -> tuple[Path, list[int]]:
-    """(folder with model, adapter and batches, document lengths)."""
-    folder, config = scratch / row.shape, SHAPES[row.shape]
-    if not folder.exists():
-        make_model(folder, config)
-        make_adapter(folder / "adapter", config, LoraConfig())
-    return folder, make_batches(folder / "batches.npz", row, steps)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "tiny"])
@@ -167,31 +230,18 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--gpus", type=int, default=1, help="rows measured side by side")
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers-path", type=Path)
-    parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per shape")
+    parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("ours_flags", nargs="*", help="further flags for sft_ours.py, after --")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # this process only prepares: the GPU is the engines'
-    results: list[dict] = []
-    for name in args.rows:
-        row = ROWS[name]
-        begun = time.perf_counter()
-        folder, lengths = prepare(row, args.scratch, args.warm_up + args.steps)
-        print(f"{name}: prepared in {time.perf_counter() - begun:.1f} s", flush=True)
-        visible = mean_visible_keys(np.array(lengths))
-        config = config_from_hf(SHAPES[row.shape])
-        flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
-        for engine in args.engines:
-            result = run(engine, row, folder, args)
-            results.append({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
-            shown = {key: value for key, value in results[-1].items() if key not in ("ms_all", "losses", "profile")}
-            print(json.dumps(shown), flush=True)
-            if args.json:
-                write(args.json, results)
-        if all(ROWS[later].shape != row.shape for later in args.rows[args.rows.index(name) + 1 :]):
-            shutil.rmtree(folder)
+    measurements = Measurements(args)
+    with ThreadPoolExecutor(args.gpus) as pool:
+        list(pool.map(measurements.measure, args.rows))
+    results = measurements.results
     print(table(summary(results)))
     if differences := loss_differences(results):
         print(table(differences))

@@ -49,7 +49,7 @@ def test_matmuls_have_flops_wherever_they_are_and_everything_has_bytes():
 
 
 def test_programs_are_read_from_a_trace(tmp_path):
-    from programs import program_work
+    from programs import read_programs
 
     def f(x):
         return (x @ x).sum()
@@ -59,8 +59,21 @@ def test_programs_are_read_from_a_trace(tmp_path):
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(jax.jit(f)(x))
     (trace,) = tmp_path.rglob("*.xplane.pb")
-    flops = [work.flops for (module, _), work in program_work(trace).items() if module == "jit_f"]
+    flops = [work.flops for program in read_programs(trace).values() for work in program._named.values()]
     assert max(flops) == pytest.approx(2 * 48**3)
+
+
+def test_kernels_of_libraries_are_told_by_their_order():
+    from programs import UNKNOWN, Program
+
+    program = Program(PROGRAM)
+    work = program.work(["nvjet_tst", "triton", "loop", "nvjet_tst"])
+    assert [each.shape for each in work] == ["bf16[64,32]", "bf16[64,32]", "f32[64,32]", "bf16[64,32]"]
+    second = PROGRAM.replace(
+        "%triton = bf16", '%more = f32[2]{0} custom-call(%x), custom_call_target="x"\n  %triton = bf16'
+    )
+    assert [each.shape for each in Program(second).work(["nvjet", "other"])] == ["bf16[64,32]", "f32[2]"]
+    assert Program(second).work(["nvjet", "other", "third"]) == [UNKNOWN] * 3
 
 
 def test_kernels_are_held_against_their_limits():
@@ -68,6 +81,6 @@ def test_kernels_are_held_against_their_limits():
 
     gemm = Kernel("nvjet", "bf16[64,64]", 2.0, 4, MATMUL * 1e-3, COPY * 1e-4)
     rows = profile_rows([gemm, Kernel("add", "f32[8]", 1.0, 2, 0.0, COPY * 0.9e-3), Kernel("Memcpy", "", 1.0, 2, 0, 0)])
-    assert [row["of the limit"] for row in rows] == ["50%", "90%", "-"]
-    assert rows[0]["rate"] == "395 TFLOP/s" and rows[0]["share"] == "50.0%"
+    assert [row["of the limit"] for row in rows] == ["50%", "90%"]
+    assert rows[0]["rate"] == "395 TFLOP/s" and rows[0]["share"] == "66.7%"
     assert [row["kernel"] for row in profile_rows([gemm] * 3, top=1)] == ["nvjet", "2 others"]

@@ -10,21 +10,20 @@ import pytest
 
 @pytest.fixture
 def prepared(tmp_path):
-    """(row, folder) of the tiny row with three batches."""
+    """(row, files) of the tiny row with three batches."""
     import sft_step
 
-    row = sft_step.ROWS["tiny"]
-    return row, sft_step.prepare(row, tmp_path, 3)[0]
+    return sft_step.ROWS["tiny"], sft_step.Inputs(tmp_path, 3, ["tiny"]).prepare("tiny")[0]
 
 
 def test_a_document_never_predicts_the_next_ones_first_token(prepared):
     import sft_ours
 
-    row, folder = prepared
-    with np.load(folder / "batches.npz") as stored:
+    row, files = prepared
+    with np.load(files["batches"]) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     assert (lengths.sum(1) == row.tokens).all()
-    batches = sft_ours.read_batches(folder / "batches.npz")
+    batches = sft_ours.read_batches(files["batches"])
     assert len({batch.segments.cu_seqlens.shape for batch in batches}) == 1
     for batch, ids, sizes in zip(batches, tokens, lengths, strict=True):
         start = 0
