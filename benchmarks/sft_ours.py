@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import psutil
 from flax import nnx
 from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
@@ -29,7 +28,7 @@ from jaxglue.lora import LoraConfig
 from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.gpus import GIB
-from jaxglue.memory.planner import Plan, Planner, pinned_memory
+from jaxglue.memory.planner import Plan, Planner
 from jaxglue.memory.policy import AUTO, parse_policies
 from jaxglue.memory.rates import device_gpu
 from jaxglue.memory.transfer import commit
@@ -75,8 +74,8 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
     )
     planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit))
     if args.remat == AUTO:
-        host_memory = pinned_memory(psutil.virtual_memory().available, args.pinned_gib)
-        return planner.choose(host_memory=host_memory, stream_weights=None if args.memory_limit else False)
+        stream = None if args.memory_limit else False
+        return planner.choose(host_memory=args.pinned_gib * GIB, stream_weights=stream)
     return planner.plan(parse_policies(args.remat, config.num_hidden_layers), stream_weights=args.weights == "host")
 
 
@@ -196,7 +195,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for")
-    parser.add_argument("--pinned-gib", default="100", help="host memory that may be pinned")
+    parser.add_argument("--pinned-gib", type=float, default=100.0, help="host memory that may be pinned")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace of a step")
