@@ -72,7 +72,7 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
         visible_keys=visible_keys(batches),
         host_embeddings=args.embeddings == "host",
     )
-    planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit))
+    planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit), prefetch_depth=args.depth)
     if args.remat == AUTO:
         stream = None if args.memory_limit else False
         return planner.choose(host_memory=args.pinned_gib * GIB, stream_weights=stream)
@@ -96,7 +96,9 @@ class Run:
         self.trainable, self.frozen = commit(trainable), commit(frozen)
         del trainable, frozen
         policies = plan.policies if plan else parse_policies("dots", config.num_hidden_layers)
-        self._executor = Executor(self._structure, config, policy=policies, dtype=dtype, stream_weights=stream)
+        self._executor = Executor(
+            self._structure, config, policy=policies, dtype=dtype, stream_weights=stream, prefetch_depth=args.depth
+        )
         optimizer = OptimizerConfig(
             learning_rate=args.learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0
         )
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--remat", default=AUTO)
     parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
+    parser.add_argument("--depth", type=int, default=1, help="layers that copies from the host are ahead")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for")
     parser.add_argument("--pinned-gib", type=float, default=100.0, help="host memory that may be pinned")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
