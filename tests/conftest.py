@@ -231,10 +231,10 @@ def interpreted():
                 into = [np.full(o.shape, np.nan, o.dtype) for o in out_type]  # an unwritten element shows
 
             def run(arrays, outputs):
-                buffers = [_Buffer(np.array(a)) for a in (*arrays, *outputs)]
+                buffers = jax.tree.map(lambda a: _Buffer(np.array(a)), (*arrays, *outputs))
                 with _interpreting():
                     Executor(function.rewrite(), function.arg_names, grid)(*buffers, **constants)
-                return tuple(b.array for b in buffers[len(arrays) :])
+                return jax.tree.map(lambda b: b.array, buffers[len(arrays) :])
 
             return jax.pure_callback(run, out_type, arrays, into)
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from jaxglue.quant.blocks import dynamic_code, nearest
+
 BLOCK = 64
 """Values of a row that share a scale."""
 GROUP = 256
@@ -43,21 +45,6 @@ class NF4:
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
-def dynamic_code() -> Float[np.ndarray, "256"]:
-    """The 256 values of the signed dynamic 8-bit type (arXiv 2110.02861): a power of ten times a linear fraction."""
-    magnitudes = [np.float32(10.0**exponent) * _fractions(2 ** (exponent + 6)) for exponent in range(-6, 1)]
-    positive = np.concatenate(magnitudes)
-    return np.sort(np.concatenate([-positive, positive, np.array([0, 1], np.float32)]))
-
-
-def _fractions(count: int) -> Float[np.ndarray, " count"]:
-    """Midpoints of equal parts of [0.1, 1]; the bounds are counted from the nearer end, as PyTorch's linspace does."""
-    low, index = np.float64(np.float32(0.1)), np.arange(count + 1)
-    step = np.float64(np.float32((1 - low) / count))
-    bounds = np.where(index < (count + 1) // 2, low + step * index, 1 - step * (count - index)).astype(np.float32)
-    return (bounds[:-1] + bounds[1:]) / np.float32(2)
-
-
 @jax.jit
 def quantise_nf4(matrix: Float[Array, "out in"]) -> NF4:
     """Quantises a matrix as bitsandbytes does with `compress_statistics`: every code is the nearest.
@@ -72,10 +59,10 @@ def quantise_nf4(matrix: Float[Array, "out in"]) -> NF4:
     if columns % BLOCK:
         raise ValueError(f"NF4 needs rows that are a multiple of {BLOCK} values long, got {[out, columns]}")
     blocks = matrix.astype(jnp.float32).reshape(out, -1, BLOCK)
-    codes, absmax = _nearest(blocks, np.array(VALUES, np.float32))
+    codes, absmax = nearest(blocks, np.array(VALUES, np.float32))
     codes = codes.reshape(out, columns // 2, 2)
     mean = _exact_sum(absmax.ravel()) / absmax.size
-    scales, scale_absmax = _nearest(_grouped(absmax - mean), dynamic_code())
+    scales, scale_absmax = nearest(_grouped(absmax - mean), dynamic_code())
     return NF4(
         codes=codes[..., 0] << 4 | codes[..., 1],
         scales=scales.ravel()[: absmax.size].reshape(absmax.shape),
@@ -99,17 +86,6 @@ def _exact_sum(values: Float[Array, " n"]) -> Float[Array, ""]:
 
 def _grouped(scales: Float[Array, "out blocks"]) -> Float[Array, "groups 256"]:
     return jnp.pad(scales.ravel(), (0, -scales.size % GROUP)).reshape(-1, GROUP)
-
-
-def _nearest(values: Float[Array, "*B n"], code: np.ndarray) -> tuple[UInt8[Array, "*B n"], Float[Array, "*B"]]:
-    """(index of the code nearest to each value over the largest magnitude of its row, those magnitudes)."""
-    absmax = jnp.abs(values).max(axis=-1)
-    scaled = jnp.clip(values * (1 / jnp.where(absmax > 0, absmax, 1))[..., None], -1, 1)
-    return jnp.searchsorted(_midpoints(code), scaled, method="compare_all").astype(jnp.uint8), absmax
-
-
-def _midpoints(code: np.ndarray) -> np.ndarray:
-    return (code[:-1] + code[1:]) / np.float32(2)
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -11,8 +11,9 @@ import triton
 from jax_triton import triton_call
 from jaxtyping import Array, Float
 
+from jaxglue.quant.blocks import dynamic_code
 from jaxglue.quant.kernels import nf4_kernel
-from jaxglue.quant.nf4 import GROUP, NF4, VALUES, dynamic_code
+from jaxglue.quant.nf4 import GROUP, NF4, VALUES
 
 _BLOCK = 64
 """Blocks of 64 values that a program of 128 threads expands."""

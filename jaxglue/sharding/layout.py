@@ -21,8 +21,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"experts\.\w+_proj(_blocks|_scales)?$",                       P("expert", "fsdp")),  # [E, ·, ·]
     (r"experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",                P("expert")),
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
-    (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales)?$",         P(("tensor", "fsdp"))),  # [out, in]
-    (r"\.(o|down)_proj\.weight(\.codes|\.scales)?$",                P("fsdp", "tensor")),
+    (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales|\.absmax)?$", P(("tensor", "fsdp"))),  # [out, in]
+    (r"\.(o|down)_proj\.weight(\.codes|\.scales|\.absmax)?$",       P("fsdp", "tensor")),
     (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
     (r"",                                                           P()),

@@ -1,8 +1,9 @@
-"""AdamW over the parts of a model: small compiled updates of a few parts each, whatever the depth."""
+"""AdamW over the parts of a model, in a few launches on a GPU, else in compiled updates of a few parts each."""
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from jaxglue.attention import compute_capability
 from jaxglue.memory.transfer import commit
 from jaxglue.parameters import Place, Tree, get_part, set_part
 from jaxglue.sharding.layout import WHOLE, Layout
+from jaxglue.training.adam import AdamW, Hyper, MomentFormat, is_moment
+
+if TYPE_CHECKING:
+    from jaxglue.training.adam_triton import TritonAdam
 
 _PARTS_PER_PROGRAM = 8
-"""Parts updated by one program: more are fewer launches, but longer to compile."""
+"""Parts updated by one of XLA's programs: more are fewer dispatches, but longer to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,9 @@ class OptimizerConfig:
     """Added to the root of the mean square."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 clips nothing."""
+    moments: MomentFormat = "float32"
+    """How AdamW's state is kept: float32; bfloat16 (its mean; the mean square stays in float32); or 8bit, in blocks of
+    256 as bitsandbytes keeps it."""
     update_in_backward: bool = False
     """Update each layer as soon as its gradients are there, so that those of one layer exist at a time."""
 
@@ -72,82 +81,139 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
 
 
 class Optimizer:
-    """AdamW with global-norm clipping; its state has an entry for every place of `places`."""
+    """AdamW with global-norm clipping. Its state is a tree with the places of the trainable one."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = WHOLE):
         self._layout = layout
         self.schedule = learning_rate_schedule(config, total_steps)
         self._clip_norm = config.clip_norm
-        self._adamw = optax.chain(
-            optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
-            optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
-            optax.scale_by_learning_rate(self.schedule),
+        self._adam = AdamW(
+            beta1=config.beta1,
+            beta2=config.beta2,
+            epsilon=config.epsilon,
+            weight_decay=config.weight_decay,
+            moments=config.moments,
         )
         self._init = jax.jit(self._init_part, static_argnames="prefix")
         self._square_norm = jax.jit(optax.tree.norm, static_argnames="squared")
-        self._clip_scale = jax.jit(self._norm_and_scale)
+        self._hyper = jax.jit(self._clipping_hyper)
         self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
         self._update = jax.jit(self._update_parts, donate_argnums=(0, 1))
+        self._update_fused = jax.jit(self._fused_step, donate_argnums=(0, 1), static_argnames="clips")
 
-    def init(self, trainable: Tree) -> list[Any]:
-        """Optimiser state of every part, in the order of `places`."""
-        parts = [(get_part(trainable, place), place if isinstance(place, str) else "") for place in places(trainable)]
-        return commit([self._init(part, prefix=prefix) for part, prefix in parts])
+    def init(self, trainable: Tree) -> Tree:
+        """State before the first step: `mean` and `square` of every part."""
+        state: Tree = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+        for place in places(trainable):
+            prefix = place if isinstance(place, str) else ""
+            set_part(state, place, commit(self._init(get_part(trainable, place), prefix=prefix)))
+        return state
 
     def update(
-        self, trainable: Tree, state: list[Any], gradients: Tree, step: int
-    ) -> tuple[Tree, list[Any], dict[str, Float[Array, ""]]]:
+        self, trainable: Tree, state: Tree, gradients: Tree, step: int
+    ) -> tuple[Tree, Tree, dict[str, Float[Array, ""]]]:
         """(new trainable, new state, grad_norm and learning_rate); the old trees are donated.
 
         Args:
             trainable, state, gradients: of this step.
-            step: optimiser steps done before, for the learning rate that is reported.
+            step: optimiser steps done before.
         """
-        batches = list(itertools.batched(places(trainable), _PARTS_PER_PROGRAM))
-        squares = [
-            self._square_norm([get_part(gradients, place) for place in batch], squared=True) for batch in batches
-        ]
-        scale, values = self._clip_scale(squares, np.int32(step))
-        updated: Tree = {**trainable, "layers": list(trainable["layers"])}
-        states, new_state = iter(state), []
-        for batch in batches:
-            old, gradient = ([get_part(tree, place) for place in batch] for tree in (trainable, gradients))
-            new, new_states = self._update(old, list(itertools.islice(states, len(batch))), gradient, scale)
-            new_state += new_states
-            for place, part in zip(batch, new, strict=True):
-                set_part(updated, place, part)
-        return updated, new_state, values
+        everything = places(trainable)
+        old, states, gradient = ([get_part(tree, at) for at in everything] for tree in (trainable, state, gradients))
+        if self._fuses(old):
+            new, new_states, values = self._update_fused(old, states, gradient, np.int32(step))
+        else:
+            batches = [list(batch) for batch in itertools.batched(range(len(old)), _PARTS_PER_PROGRAM)]
+            squares = [self._square_norm([gradient[i] for i in batch], squared=True) for batch in batches]
+            hyper, values = self._hyper(squares, np.int32(step))
+            new, new_states = [], []
+            for batch in batches:
+                some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), hyper)
+                new, new_states = new + some[0], new_states + some[1]
+        return _with_parts(trainable, everything, new), _with_parts(state, everything, new_states), values
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
         """The learning rate after `step` optimiser steps, as `update` reports it."""
         return {"learning_rate": self._learning_rate(np.int32(step))}
 
-    def update_part(self, trainable: Tree, state: list[Any], place: Place, gradient: Tree) -> tuple[Tree, list[Any]]:
+    def update_part(self, trainable: Tree, state: Tree, place: Place, gradient: Tree, step: int) -> tuple[Tree, Tree]:
         """(trainable, state) with one part updated, without clipping; the part's old arrays are donated."""
-        index = places(trainable).index(place)
-        (part,), (part_state,) = self._update([get_part(trainable, place)], [state[index]], [gradient], np.float32(1))
-        trainable = {**trainable, "layers": list(trainable["layers"])}
-        set_part(trainable, place, part)
-        return trainable, [*state[:index], part_state, *state[index + 1 :]]
+        parts = [get_part(trainable, place)], [get_part(state, place)], [gradient]
+        if self._fuses(parts[0]):
+            new, new_states, _ = self._update_fused(*parts, np.int32(step), clips=False)
+        else:
+            new, new_states = self._update(*parts, self._hyper(None, np.int32(step))[0])
+        return _with_parts(trainable, [place], new), _with_parts(state, [place], new_states)
 
-    def _init_part(self, part: Tree, prefix: str) -> Any:
-        return self._layout.constrain(self._adamw.init(part), prefix)
+    def _init_part(self, part: Tree, prefix: str = "") -> Tree:
+        leaves, treedef = jax.tree.flatten(part)
+        moments = [jax.tree.unflatten(treedef, some) for some in zip(*map(self._adam.init, leaves), strict=True)]
+        mean, square = (self._layout.constrain(tree, prefix) for tree in moments)
+        return {"mean": mean, "square": square}
 
-    def _norm_and_scale(self, squares: list[Array], step: Array) -> tuple[Array, dict[str, Array]]:
-        norm = jnp.sqrt(sum(squares, start=jnp.float32(0)))
-        scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12)) if self._clip_norm else jnp.float32(1)
-        return scale, {"grad_norm": norm, "learning_rate": self._learning_rate(step)}
+    def _clipping_hyper(self, squares: list[Array] | None, step: Array) -> tuple[Hyper, dict[str, Array]]:
+        """What the updates of this step share, and what is reported of it; no squares, no clipping."""
+        norm = jnp.sqrt(sum(squares or [], start=jnp.float32(0)))
+        clips = self._clip_norm and squares is not None
+        scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12)) if clips else jnp.float32(1)
+        rate = self._learning_rate(step)
+        return self._adam.hyper(scale, rate, step), {"grad_norm": norm, "learning_rate": rate}
 
-    def _update_parts(self, parts: list[Tree], states: list[Any], gradients: list[Tree], scale: Array):
+    def _update_parts(self, parts: list[Tree], states: list[Tree], gradients: list[Tree], hyper: Hyper):
         """(new parts, new states)."""
-        triples = zip(parts, states, gradients, strict=True)
-        pairs = [self._update_part(part, state, gradient, scale) for part, state, gradient in triples]
-        return [part for part, _ in pairs], [state for _, state in pairs]
+        flat, rebuild = _flatten(parts, states, gradients)
+        rows = zip(*flat, _decays(parts), strict=True)
+        new = [self._adam.update(p, m, v, g, hyper, decays=decays) for p, m, v, g, decays in rows]
+        return rebuild(*zip(*new, strict=True))
 
-    def _update_part(self, part: Tree, state: Any, gradient: Tree, scale: Array) -> tuple[Tree, Any]:
-        gradient = jax.tree.map(lambda g: g * scale, gradient)
-        changes, state = self._adamw.update(gradient, state, part)
-        return optax.apply_updates(part, changes), state
+    def _fused_step(
+        self, parts: list[Tree], states: list[Tree], gradients: list[Tree], step: Array, clips: bool = True
+    ):
+        """(new parts, new states, what is reported)."""
+        kernels = _kernels(self._adam)
+        assert kernels is not None
+        flat, rebuild = _flatten(parts, states, gradients)
+        hyper, values = self._clipping_hyper([kernels.square_norm(flat[3])] if clips else None, step)
+        parameters, means, squares, slopes = flat
+        return *rebuild(*kernels.update(parameters, means, squares, slopes, _decays(parts), hyper)), values
+
+    def _fuses(self, parts: list[Tree]) -> bool:
+        """Whether our kernels serve: on one NVIDIA GPU, with moments that are not in 8 bits."""
+        leaves = jax.tree.leaves(parts)
+        one_device = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
+        return self._adam.moments != "8bit" and one_device and _kernels(self._adam) is not None
+
+
+def _kernels(adam: AdamW) -> "TritonAdam | None":
+    """Imported here, for only GPU installations have what it needs."""
+    capability = compute_capability()
+    if capability is None or capability < (8, 0) or find_spec("jax_triton") is None:
+        return None
+    from jaxglue.training.adam_triton import TritonAdam
+
+    return TritonAdam(adam=adam, compute_capability=10 * capability[0] + capability[1])
+
+
+def _flatten(parts: list[Tree], states: list[Tree], gradients: list[Tree]) -> tuple[list[list[Any]], Any]:
+    """((parameters, means, squares, gradients), what makes (parts, states) of the first three again)."""
+    leaves, treedef = jax.tree.flatten(parts)
+    means, squares = (
+        jax.tree.leaves([state[name] for state in states], is_leaf=is_moment) for name in ("mean", "square")
+    )
+
+    def rebuild(new, new_means, new_squares) -> tuple[list[Tree], list[Tree]]:
+        trees = [jax.tree.unflatten(treedef, some) for some in (new, new_means, new_squares)]
+        return trees[0], [{"mean": mean, "square": square} for mean, square in zip(*trees[1:], strict=True)]
+
+    return [leaves, means, squares, jax.tree.leaves(gradients)], rebuild
+
+
+def _with_parts(tree: Tree, where: list[Place], parts: list[Tree]) -> Tree:
+    """The tree with the parts of these places replaced."""
+    tree = {**tree, "layers": list(tree["layers"])}
+    for place, part in zip(where, parts, strict=True):
+        set_part(tree, place, part)
+    return tree
 
 
 def places(tree: Tree) -> list[Place]:
@@ -156,6 +222,7 @@ def places(tree: Tree) -> list[Place]:
     return names + [index for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer)]
 
 
-def _is_matrix(tree: Tree) -> Tree:
-    """Biases of experts have two axes too."""
-    return jax.tree.map_with_path(lambda path, leaf: leaf.ndim > 1 and path[-1] != jax.tree_util.DictKey("bias"), tree)
+def _decays(parts: list[Tree]) -> list[bool]:
+    """Whether weights decay, for every leaf: those of matrices do. Biases of experts have two axes too."""
+    bias = jax.tree_util.DictKey("bias")
+    return [leaf.ndim > 1 and path[-1] != bias for path, leaf in jax.tree_util.tree_leaves_with_path(parts)]

@@ -177,7 +177,7 @@ class Trainer:
     def _update_part(self, place: Place, gradient: Tree) -> None:
         if jax.tree.leaves(gradient):
             self._trainable, self._optimizer_state = self._optimizer.update_part(
-                self._trainable, self._optimizer_state, place, gradient
+                self._trainable, self._optimizer_state, place, gradient, self._step
             )
 
     def _dropout_key(self) -> jax.Array | None:

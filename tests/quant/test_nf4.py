@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxglue.quant.nf4 import NF4, dequantise, dynamic_code, quantise_nf4
+from jaxglue.quant.blocks import dynamic_code
+from jaxglue.quant.nf4 import NF4, dequantise, quantise_nf4
 
 PARTS = ("codes", "scales", "scale_absmax", "scale_offset")
 

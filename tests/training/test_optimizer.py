@@ -1,12 +1,18 @@
 """The optimiser, part by part, is optax's AdamW on the whole tree."""
 
+from functools import partial
+from pathlib import Path
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
+from jaxglue.training import optimizer as optimizer_module
+from jaxglue.training.adam import AdamW, EightBit
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig, learning_rate_schedule
 
 
@@ -19,8 +25,37 @@ def random_tree(seed, layers=10):
     return {"embed_tokens": part(), "norm": {}, "layers": [{} if i == 3 else part() for i in range(layers)]}
 
 
+@pytest.fixture
+def on_kernels(interpreted, monkeypatch):
+    """Makes the optimiser run our kernels on the CPU."""
+    launch = interpreted("jaxglue.training.adam_kernels")
+    from jaxglue.training import adam_triton
+
+    class InterpretedAdam(adam_triton.TritonAdam):
+        def _launch(self, kernel, arrays, programs, constants):
+            constants = {**constants, "TILE": adam_triton._TILE}
+            is_out = [isinstance(jax.tree.leaves(array)[0], jax.Ref) for array in arrays]
+            inputs = [array for array, out in zip(arrays, is_out, strict=True) if not out]
+            refs = tuple(array for array, out in zip(arrays, is_out, strict=True) if out)
+            before = jax.tree.map(lambda ref: ref[...], refs)
+            out_type = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), before)
+            after = launch(kernel, inputs, out_type, (programs,), constants, into=before)
+            jax.tree.map(lambda ref, value: ref.__setitem__(..., value), refs, after)
+
+    monkeypatch.setattr(adam_triton, "_TILE", 4)  # several tiles in a tensor, the last not full
+    monkeypatch.setattr(adam_triton, "_TENSORS", 5)  # several launches
+    monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: InterpretedAdam(adam=adam, compute_capability=90))
+
+
+@pytest.fixture(params=["xla", "kernels"])
+def backend(request):
+    """Both ways of updating, one after the other."""
+    if request.param == "kernels":
+        request.getfixturevalue("on_kernels")
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-def test_updates_equal_adamw_on_the_whole_tree(clip_norm):
+def test_updates_equal_adamw_on_the_whole_tree(backend, clip_norm):
     config = OptimizerConfig(clip_norm=clip_norm, weight_decay=0.1, learning_rate=0.01, warmup_ratio=0.5)
     optimizer, trainable = Optimizer(config, total_steps=4), random_tree(0)
     whole = optax.chain(
@@ -44,6 +79,69 @@ def test_updates_equal_adamw_on_the_whole_tree(clip_norm):
         chex.assert_trees_all_close(trainable, expected, rtol=1e-5, atol=1e-7)
         np.testing.assert_allclose(values["grad_norm"], norm, rtol=1e-5)
         np.testing.assert_allclose(values["learning_rate"], learning_rate_schedule(config, 4)(step), rtol=1e-6)
+
+
+def test_parts_updated_one_by_one_are_the_whole_updated_at_once(backend):
+    config = OptimizerConfig(clip_norm=0, weight_decay=0.1)
+    optimizer, gradients = Optimizer(config, total_steps=4), random_tree(1)
+    expected = optimizer.update(random_tree(0), optimizer.init(random_tree(0)), gradients, 2)[:2]
+    trainable = random_tree(0)
+    state = optimizer.init(trainable)
+    for place in optimizer_module.places(trainable):
+        gradient = optimizer_module.get_part(gradients, place)
+        trainable, state = optimizer.update_part(trainable, state, place, gradient, 2)
+    chex.assert_trees_all_equal((trainable, state), expected)
+
+
+def test_eight_bit_moments_are_those_of_bitsandbytes():
+    """A few codes lie between two values, and rounding decides."""
+    golden = load_file(Path(__file__).parents[1] / "goldens/adam8bit.safetensors")
+    adam = AdamW(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1, moments="8bit")
+    parameter = jnp.asarray(golden["parameter"])
+    mean, square = adam.init(parameter)
+    update = jax.jit(partial(adam.update, decays=True))
+    for step in range(4):
+        hyper = adam.hyper(jnp.float32(1), jnp.float32(0.01), jnp.int32(step))
+        parameter, mean, square = update(parameter, mean, square, golden[f"gradient{step}"], hyper)
+        np.testing.assert_allclose(parameter, golden[f"parameter{step}"], rtol=1e-5, atol=1e-6)
+        for name, moment in (("mean", mean), ("square", square)):
+            np.testing.assert_allclose(moment.absmax, golden[f"{name}_absmax{step}"], rtol=1e-5)
+            assert np.mean(moment.codes != golden[f"{name}{step}"]) < 1e-3
+
+
+@pytest.mark.parametrize(("moments", "bytes_each"), [("float32", 8), ("bfloat16", 6), ("8bit", 2 + 8 / 256)])
+def test_moments_take_what_their_format_says_and_learn(moments, bytes_each):
+    optimizer = Optimizer(OptimizerConfig(moments=moments, learning_rate=0.1, schedule="constant"), total_steps=30)
+    trainable = {"norm": {}, "layers": [{"weight": jax.random.normal(jax.random.key(0), (64, 128))}]}
+    state = optimizer.init(trainable)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == 64 * 128 * bytes_each
+    for step in range(30):
+        trainable, state, _ = optimizer.update(trainable, state, jax.tree.map(jnp.copy, trainable), step)
+    assert float(jnp.abs(trainable["layers"][0]["weight"]).mean()) < 0.2
+
+
+def test_small_tensors_keep_float32():
+    small, large = (
+        AdamW(beta1=0.9, beta2=0.99, epsilon=0, weight_decay=0, moments="8bit").init(jnp.zeros(n)) for n in (4095, 4096)
+    )
+    assert not any(isinstance(moment, EightBit) for moment in small)
+    assert all(isinstance(moment, EightBit) for moment in large)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, monkeypatch, moments):
+    from jaxglue.training.adam_triton import TritonAdam
+
+    monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: TritonAdam(adam=adam, compute_capability=90))
+    optimizer = Optimizer(OptimizerConfig(moments=moments), total_steps=30)
+    parts = [{"lora_A": jnp.zeros((16, 256)), "lora_B": jnp.zeros((64, 16))} for _ in range(8)]
+    states = [optimizer._init(part) for part in parts]
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (parts, states, parts))
+    compiled = optimizer._update_fused.lower(*abstract, jax.ShapeDtypeStruct((), jnp.int32, sharding=h200)).compile()
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call') == 2
+    assert " copy(" not in compiled.as_text()
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves((parts, states)))
+    assert compiled.memory_analysis().alias_size_in_bytes == kept
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""Block-wise quantisation to the nearest of a table's values, and the dynamic 8-bit types."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+
+def dynamic_code(*, signed: bool = True) -> Float[np.ndarray, "256"]:
+    """The 256 values of the dynamic 8-bit type (arXiv 2110.02861): a power of ten times a linear fraction."""
+    finest = 6 if signed else 7  # the sign's bit goes to the fraction
+    magnitudes = [np.float32(10.0**exponent) * _fractions(2 ** (exponent + finest)) for exponent in range(-6, 1)]
+    positive = np.concatenate([*magnitudes, np.array([0, 1], np.float32)])
+    return np.sort(np.concatenate([-positive[:-2], positive]) if signed else positive)
+
+
+def _fractions(count: int) -> Float[np.ndarray, " count"]:
+    """Midpoints of equal parts of [0.1, 1]; the bounds are counted from the nearer end, as PyTorch's linspace does."""
+    low, index = np.float64(np.float32(0.1)), np.arange(count + 1)
+    step = np.float64(np.float32((1 - low) / count))
+    bounds = np.where(index < (count + 1) // 2, low + step * index, 1 - step * (count - index)).astype(np.float32)
+    return (bounds[:-1] + bounds[1:]) / np.float32(2)
+
+
+def nearest(values: Float[Array, "*B n"], code: np.ndarray) -> tuple[UInt8[Array, "*B n"], Float[Array, "*B"]]:
+    """(index of the code nearest to each value over the largest magnitude of its row, those magnitudes)."""
+    absmax = jnp.abs(values).max(axis=-1)
+    scaled = jnp.clip(values * (1 / jnp.where(absmax > 0, absmax, 1))[..., None], -1, 1)
+    midpoints = (code[:-1] + code[1:]) / np.float32(2)
+    return jnp.searchsorted(midpoints, scaled, method="compare_all").astype(jnp.uint8), absmax

@@ -1,0 +1,41 @@
+"""Writes `adam8bit.safetensors`: four steps of bitsandbytes' AdamW with 8-bit states.
+
+Run with torch and bitsandbytes installed (made with torch 2.13 and bitsandbytes 0.50.2 on a CPU):
+
+    TORCHDYNAMO_DISABLE=1 python tests/goldens/make_adam8bit.py
+
+bitsandbytes' PyTorch code is used, see `make_nf4.py`.
+"""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+
+with mock.patch("ctypes.cdll.LoadLibrary", side_effect=OSError("not used here")):
+    import bitsandbytes as bnb
+
+SHAPE = (40, 130)
+"""5,200 values: 20 blocks of 256 and one that is not full."""
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(SHAPE) * 0.02)
+    optimizer = bnb.optim.AdamW8bit([parameter], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    tensors = {"parameter": parameter.detach().clone()}
+    for step in range(4):
+        parameter.grad = torch.randn(SHAPE) * torch.exp(torch.randn(SHAPE[0], 1))
+        optimizer.step()
+        state = optimizer.state[parameter]
+        tensors[f"gradient{step}"] = parameter.grad
+        tensors[f"parameter{step}"] = parameter.detach().clone()
+        for name, number in (("mean", 1), ("square", 2)):
+            tensors[f"{name}{step}"] = state[f"state{number}"].clone()
+            tensors[f"{name}_absmax{step}"] = state[f"absmax{number}"].clone()
+    save_file(tensors, Path(__file__).parent / "adam8bit.safetensors")
+
+
+if __name__ == "__main__":
+    main()
