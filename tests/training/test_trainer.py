@@ -14,6 +14,7 @@ from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model
 from jaxglue.parameters import flatten_names, split_model
+from jaxglue.training import adam
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.trainer import Trainer, train
 
@@ -43,9 +44,10 @@ def test_a_run_learns_and_writes_adapter_metrics_curve_and_checkpoints(make_conf
     assert json.loads((run / "summary.json").read_text())["last_loss"] == summary.last_loss
 
 
-@pytest.mark.parametrize(("dropout", "accumulation"), [(0.0, 2), (0.2, 1)])
-def test_a_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, dropout, accumulation):
-    options = {"epochs": 3, "dropout": dropout, "accumulation": accumulation}
+@pytest.mark.parametrize(("dropout", "accumulation", "moments"), [(0.0, 2, "8bit"), (0.2, 1, "float32")])
+def test_a_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, dropout, accumulation, moments):
+    monkeypatch.setattr(adam, "SMALLEST", 64)
+    options = {"epochs": 3, "dropout": dropout, "accumulation": accumulation, "moments": moments}
     whole = train(make_config(**options, output=tmp_path / "whole"))
     stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
     dispatch = Trainer._dispatch_step
