@@ -19,6 +19,7 @@ from jaxglue.memory.gpus import GIB, find_gpu
 from jaxglue.memory.planner import Plan, Planner, Workload
 from jaxglue.models import config_from_hf
 from jaxglue.quant.formats import Quantise
+from jaxglue.sharding.mesh import MeshShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,9 @@ class EstimateConfig:
     seq_len: int = 8192
     """T: tokens in a packed row."""
     batch_size: int = 1
-    """B: rows in a micro-batch."""
+    """B: rows in a micro-batch, over all GPUs."""
+    mesh: str = "data=1"
+    """How GPUs of this name share the work, such as data=2,fsdp=4."""
     accumulation: int = 1
     """Micro-batches in an optimiser step."""
     method: Literal["lora", "full"] = "lora"
@@ -52,9 +55,12 @@ class EstimateConfig:
 
 def make_planner(config: EstimateConfig) -> Planner:
     """The planner of this workload; `ValueError` for a model or a GPU that is not known."""
+    model, mesh = config_from_hf(read_config(config.model)).quantised(config.quantise), MeshShape.parse(config.mesh)
+    mesh.check(model, batch_size=config.batch_size, devices=mesh.devices)
     workload = Workload(
-        config=config_from_hf(read_config(config.model)).quantised(config.quantise),
-        batch_size=config.batch_size,
+        config=model,
+        batch_size=config.batch_size // mesh.rows,
+        mesh=mesh,
         seq_len=config.seq_len,
         lora=config.lora if config.method == "lora" else None,
         visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
@@ -66,7 +72,8 @@ def make_planner(config: EstimateConfig) -> Planner:
 
 def print_plans(planner: Planner, host_memory: float) -> None:
     """Prints every plan, the fastest first, and what `auto` would pick."""
-    gpu, tokens = planner.gpu, planner.workload.tokens * planner.workload.accumulation
+    gpu, work = planner.gpu, planner.workload
+    tokens = work.tokens * work.accumulation * work.mesh.rows
     table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s")
     for name in ("remat", "weights", "ms/step", "tokens/s", "GPU GiB", "host GiB", "fits"):
         table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right")

@@ -8,6 +8,7 @@ _MATMUL_SHARE = 0.71
 SUSTAINED = 0.89
 """Of a single large matmul's rate, what a long row of a layer's matmuls reaches."""
 _COPY_SHARE = 0.9
+_PEER_SHARE = 0.7
 _POOL_SHARE = 0.9
 """Of the memory: what JAX is told to take (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
 GIB = 2**30
@@ -28,14 +29,18 @@ class Gpu:
     """Device memory, bytes/s, read plus written."""
     link: float
     """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
+    peers: float
+    """Collectives among the GPUs of a host: bytes/s that one receives."""
 
     def limited(self, gib: float | None) -> "Gpu":
         """The same GPU with at most `gib` GiB of its memory to plan with; None for all of it."""
         return self if gib is None else replace(self, memory=min(self.memory, gib * GIB))
 
 
-def _gpu(name: str, capability: tuple[int, int], memory_gib: float, bandwidth: float, link: float) -> Gpu:
-    """From the data sheet: compute capability, GiB, GB/s of memory, GB/s that the link reaches."""
+def _gpu(
+    name: str, capability: tuple[int, int], memory_gib: float, bandwidth: float, link: float, *, nvlink: float = 0
+) -> Gpu:
+    """From the data sheet: compute capability, GiB, GB/s of memory, of the link and of NVLink each way."""
     peak = peak_flops(name)
     assert peak, name
     return Gpu(
@@ -45,17 +50,18 @@ def _gpu(name: str, capability: tuple[int, int], memory_gib: float, bandwidth: f
         matmul=_MATMUL_SHARE * peak,
         copy=_COPY_SHARE * bandwidth * 1e9,
         link=link * 1e9,
+        peers=_PEER_SHARE * (nvlink or link) * 1e9,
     )
 
 
 _PCIE_5, _PCIE_4 = 55.0, 25.0
 _TABLE = (
-    _gpu("B200", (10, 0), 180, 8000, _PCIE_5),
-    _gpu("H200", (9, 0), 140, 4800, _PCIE_5),
+    _gpu("B200", (10, 0), 180, 8000, _PCIE_5, nvlink=900),
+    _gpu("H200", (9, 0), 140, 4800, _PCIE_5, nvlink=450),
     _gpu("H100 PCIe", (9, 0), 80, 2039, _PCIE_5),
-    _gpu("H100", (9, 0), 80, 3350, _PCIE_5),
-    _gpu("A100 40GB", (8, 0), 40, 1555, _PCIE_4),
-    _gpu("A100", (8, 0), 80, 2039, _PCIE_4),
+    _gpu("H100", (9, 0), 80, 3350, _PCIE_5, nvlink=450),
+    _gpu("A100 40GB", (8, 0), 40, 1555, _PCIE_4, nvlink=300),
+    _gpu("A100", (8, 0), 80, 2039, _PCIE_4, nvlink=300),
     _gpu("L40S", (8, 9), 45, 864, _PCIE_4),
     _gpu("L4", (8, 9), 22.5, 300, _PCIE_4),
     _gpu("A10G", (8, 6), 22.5, 600, _PCIE_4),

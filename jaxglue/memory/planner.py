@@ -17,6 +17,7 @@ from jaxglue.memory.layer import LayerFunctions
 from jaxglue.memory.policy import AUTO, RematPolicy, format_policies, parse_policies, parse_policy
 from jaxglue.memory.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.parameters import Tree
+from jaxglue.sharding.layout import Layout
 
 MARGIN = 0.05
 """Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
@@ -81,7 +82,14 @@ class Planner:
             )
         self.workload, self.gpu = workload, gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
-        self._structure, self._trainable, self._frozen = abstract_parts(workload)
+        self._structure, *trees = abstract_parts(workload)
+        # Of one GPU: parts as they are stored, whole layers as programs take them, what it gathers for that.
+        layout = Layout(workload.mesh.abstract, workload.dtype)
+        self._trainable, self._frozen = (layout.local(tree, layout.stored(tree)) for tree in trees)
+        # Every GPU computes as much as if it had all experts and 1 / n of their tokens.
+        whole = Layout(replace(workload.mesh, expert=1).abstract, workload.dtype)
+        self._used = [whole.local(tree, whole.used(tree)) for tree in trees]
+        self._gathers = [layout.gathered(tree) for tree in trees]
         # Without jax-triton, what XLA makes of the references stands for the kernels.
         self._capability = gpu.capability if find_spec("jax_triton") else None
         self._cost = cache(self._trace_layer)
@@ -153,7 +161,8 @@ class Planner:
         else:
             need = f"{_gib(plan.host_bytes)} of pinned host memory, of which {_gib(host_memory)} may be used"
         tokens = f"{self.workload.batch_size} × {self.workload.seq_len:,} tokens"
-        return f"{plan} with {tokens} needs {need}: {self._remedy(host_memory)}"
+        mesh = f" on --mesh {self.workload.mesh}" if self.workload.mesh.devices > 1 else ""
+        return f"{plan} with {tokens}{mesh} needs {need}: {self._remedy(host_memory)}"
 
     def _remedy(self, host_memory: float) -> str:
         """The fastest setting that fits, or the longest row with which one does."""
@@ -196,11 +205,12 @@ class Planner:
         """A layer takes as long as its kernels or its copies, whichever is longer."""
         link = self.gpu.link
         forward = backward = 0.0
-        for cost, streamed in zip(costs, weights, strict=True):
+        for cost, streamed, gathered in zip(costs, weights, self._gathered_layers(), strict=True):
             out, back = cost.offloaded, cost.offloaded + streamed
             # A hidden copy still takes its share of the device memory's bandwidth.
-            forward += max(cost.forward.seconds + (out + streamed) / self.gpu.copy, out / link, streamed / link)
-            backward += max(cost.backward.seconds + back / self.gpu.copy, back / link)
+            gather = gathered / self.gpu.peers
+            forward += max(cost.forward.seconds + (out + streamed) / self.gpu.copy, out / link, streamed / link, gather)
+            backward += max(cost.backward.seconds + back / self.gpu.copy, back / link, gather)
         # AdamW reads parameter, gradient and two moments in float32 and writes all but the gradient.
         update = 7 * _bytes(self._trainable) / self.gpu.copy
         return self.workload.accumulation * (forward + backward + self._head.seconds) + update
@@ -212,10 +222,13 @@ class Planner:
         resident = 3 * trained + _bytes(self._frozen) - sum(weights)
         if self.workload.host_embeddings:
             resident -= _bytes(self._frozen["embed_tokens"])
+        layers = sorted(self._gathered_layers())[-2:]  # one that is used, and the next
+        resident += max(sum(layers), *(_bytes([tree[name] for tree in self._gathers]) for name in self._ends()))
         buffers = self._depth + 1
         streamed = max(weights, default=0) * (buffers + self._run_ahead)
         in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (self._depth + self._run_ahead)
         per_layer = [_bytes(layer) for layer in self._trainable["layers"]]
+        scattered = max(2 * _bytes(layer) for layer in self._gathers[0]["layers"])  # a layer's, before they are split
         accumulates, updates = self.workload.accumulation > 1, self.workload.update_in_backward
         head_gradients = self._head.results - x
         stored = sum(cost.saved for cost in costs) + costs[-1].offloaded
@@ -225,7 +238,7 @@ class Planner:
             gradients = head_gradients
         for cost, layer_gradients in zip(reversed(costs), reversed(per_layer), strict=True):
             here = gradients if accumulates else gradients + layer_gradients
-            peak = max(peak, stored + here + 2 * x + _LAYER_TEMPORARIES * cost.backward.temporary)
+            peak = max(peak, stored + here + scattered + 2 * x + _LAYER_TEMPORARIES * cost.backward.temporary)
             gradients = gradients if updates else here
             stored -= cost.saved
         if not accumulates:  # the embedding's come last
@@ -235,7 +248,7 @@ class Planner:
     def _trace_layer(self, graph, policy: RematPolicy) -> _LayerCost:
         index = self._structure.layers.index(graph)
         layer = LayerFunctions(graph, policy)
-        trees = self._trainable["layers"][index], self._frozen["layers"][index]
+        trees = [tree["layers"][index] for tree in self._used]
         x, context = abstract_input(self.workload)
         with tracing_for(self._capability):
             forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
@@ -251,13 +264,21 @@ class Planner:
 
     def _trace_head(self) -> Cost:
         ends = EndFunctions(self._structure, self.workload.config, dtype=self.workload.dtype, attention="auto")
-        sums: Tree = dict.fromkeys(self._trainable)
+        trainable, frozen = self._used
+        sums: Tree = dict.fromkeys(trainable)
         x, _ = abstract_input(self.workload)
         batch = abstract_batch(self.workload)
-        trees = ends._head(self._trainable), ends._head(self._frozen)
+        trees = ends._head(trainable), ends._head(frozen)
         with tracing_for(self._capability):
             jaxpr = jax.make_jaxpr(ends._loss_and_gradients)(*trees, x, batch, jnp.float32(1), ends._head(sums))
         return program_cost(jaxpr, self.gpu, attention_seconds={})
+
+    def _ends(self) -> list[str]:
+        return [name for name in self._trainable if name != "layers"]
+
+    def _gathered_layers(self) -> list[int]:
+        """Bytes that are gathered for each layer."""
+        return [_bytes(parts) for parts in zip(*(tree["layers"] for tree in self._gathers), strict=True)]
 
     def _attention_seconds(self, window: int | None) -> dict[str, float]:
         config, keys = self.workload.config, min(self.workload.visible_keys, window or float("inf"))

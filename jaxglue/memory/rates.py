@@ -50,6 +50,7 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
         matmul=SUSTAINED * 2 * size**3 / matmul,
         copy=2 * block.nbytes / copy,
         link=block.nbytes / link,
+        peers=block.nbytes / link,  # not measured: as if through the host
     )
 
 

@@ -1,6 +1,6 @@
 """What is trained, as shapes: everything that a plan is made of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.parameters import ModelStructure, Tree, split_model
 from jaxglue.rope import rope_tables
 from jaxglue.segments import PackedSegments
+from jaxglue.sharding.mesh import MeshShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Workload:
 
     config: DecoderConfig
     batch_size: int
+    """Rows of a micro-batch on one GPU."""
     seq_len: int
     lora: LoraConfig | None
     """None trains all weights."""
@@ -33,6 +35,8 @@ class Workload:
     """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
     host_embeddings: bool = False
     """The frozen embedding table is in the host's memory."""
+    mesh: MeshShape = field(default_factory=MeshShape)
+    """How the GPUs share the work."""
     dtype: Any = jnp.bfloat16
     """Of activations and frozen weights; what trains is float32."""
 
@@ -44,7 +48,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
+        """Of one micro-batch on one GPU."""
         return self.batch_size * self.seq_len
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 ROWS = ("data", "fsdp", "expert")
@@ -13,7 +13,7 @@ ROWS = ("data", "fsdp", "expert")
 
 
 def per_device[**Arguments, Result](
-    function: Callable[Arguments, Result], mesh: Mesh | None, in_specs: Any, out_specs: Any
+    function: Callable[Arguments, Result], mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any
 ) -> Callable[Arguments, Result]:
     """The function run by every device on its own parts of the arguments; the function itself without a mesh.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxglue.models.context import PackedContext
@@ -41,7 +41,7 @@ class Layout:
         dtype: of gathered weights; what trains is gathered in it rather than in float32.
     """
 
-    def __init__(self, mesh: Mesh | None, dtype=jnp.float32):
+    def __init__(self, mesh: Mesh | AbstractMesh | None, dtype=jnp.float32):
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         self._sizes = dict(self.mesh.shape) if self.mesh else {}
         self._axes = tuple(axis for axis, size in self._sizes.items() if size > 1)
@@ -96,8 +96,24 @@ class Layout:
 
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """Which axes split the parameter of this name. An axis that does not divide a dimension leaves it whole."""
-        rule = next(spec for pattern, spec in RULES if re.search(pattern, name))
-        return _short(self._dividing(axes, size) for axes, size in zip(rule, shape, strict=False))
+        dimensions = zip(self.rule(name), shape, strict=False)
+        return _short(self._dividing(axes, size) for axes, size in dimensions)
+
+    def rule(self, name: str) -> P:
+        """The axes of `RULES` for the parameter of this name."""
+        return next(spec for pattern, spec in RULES if re.search(pattern, name))
+
+    def axes(self, spec: P) -> list[str]:
+        """The axes of a spec in the mesh's order."""
+        return [axis for axis in self._sizes if axis in _axes(spec)]
+
+    def copies(self, spec: P) -> int:
+        """Devices that hold the same part."""
+        return math.prod(self._sizes[axis] for axis in self._sharing(spec))
+
+    def gathered_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype in which parts of parameters are gathered."""
+        return jnp.dtype(self._dtype if jnp.issubdtype(dtype, jnp.floating) else dtype)
 
     def context(self, context: PackedContext) -> Any:
         """The specs of what a layer is given beside its input."""
@@ -118,13 +134,34 @@ class Layout:
             return stored
         return jax.tree.map(lambda new, old: old if new is None else new, gathered, stored, is_leaf=_is_none)
 
+    def local(self, tree: Any, specs: Any) -> Any:
+        """Shapes and dtypes of a device's parts."""
+
+        def part(leaf, spec):
+            counts = [math.prod(self._sizes[axis] for axis in _tuple(axes)) for axes in spec]
+            counts += [1] * (leaf.ndim - len(counts))
+            return jax.ShapeDtypeStruct([n // count for n, count in zip(leaf.shape, counts, strict=True)], leaf.dtype)
+
+        return jax.tree.map(part, tree, specs)
+
+    def gathered(self, tree: Any) -> Any:
+        """Shapes and dtypes of what a device gathers of a tree, None for what it need not."""
+
+        def whole(leaf, spec):
+            if "fsdp" not in _axes(spec):
+                return None
+            return jax.ShapeDtypeStruct(leaf.shape, self.gathered_dtype(leaf.dtype))
+
+        specs = self.stored(tree)
+        return jax.tree.map(whole, self.local(tree, self.used(tree)), specs)
+
     def gather(self, parts: Any, specs: Any) -> Any:
         """On a device: its parts of parameters stored as `specs` → the parameters, whole but for other axes."""
 
         def whole(part, spec):
             if "fsdp" not in _axes(spec):
                 return part
-            part = part.astype(self._dtype) if jnp.issubdtype(part.dtype, jnp.floating) else part
+            part = part.astype(self.gathered_dtype(part.dtype))
             return jax.lax.all_gather(part, "fsdp", axis=_dimension(spec, "fsdp"), tiled=True)
 
         return jax.tree.map(whole, parts, specs)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Self
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.sharding.device import ROWS
@@ -64,6 +64,11 @@ class MeshShape:
         """Parts into which the rows of a batch are split."""
         return math.prod(self.sizes[axis] for axis in ROWS)
 
+    @property
+    def abstract(self) -> AbstractMesh:
+        """The mesh without its devices, for plans."""
+        return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=_auto(self))
+
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
 
@@ -105,7 +110,11 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     What runs on it either says so (`per_device`) or is left to XLA.
     """
     sizes = shape.sizes
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(shape), devices=devices)
+
+
+def _auto(shape: MeshShape) -> tuple[AxisType, ...]:
+    return (AxisType.Auto,) * len(shape.sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

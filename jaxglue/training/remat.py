@@ -11,6 +11,7 @@ from jaxglue.memory.planner import Plan, Planner, Workload, pinned_memory
 from jaxglue.memory.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.memory.rates import device_gpu
 from jaxglue.models.config import DecoderConfig
+from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
 
 _ON_CPU = "dots"
@@ -32,13 +33,14 @@ class RematChoice:
         return self.text
 
 
-def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float) -> RematChoice:
+def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float, mesh: MeshShape) -> RematChoice:
     """The policy that the run asked for, checked against the GPU's memory, or the fastest that fits.
 
     Args:
         config: of the run.
         model: the model's shape.
         visible_keys: mean number of keys that a query attends to.
+        mesh: how GPUs share the work.
 
     Raises:
         ValueError: it does not fit, with the nearest setting that does, or the policy is not for this model.
@@ -51,13 +53,14 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float)
         return RematChoice(policies=policies, stream_weights=config.model.weights == "host", text=text + reason)
     workload = Workload(
         config=model,
-        batch_size=config.run.batch_size,
+        batch_size=config.run.batch_size // mesh.rows,
         seq_len=config.data.seq_len,
         lora=config.lora if config.model.method == "lora" else None,
         visible_keys=visible_keys,
         accumulation=config.run.accumulation,
         update_in_backward=config.optimizer.update_in_backward,
         host_embeddings=config.model.embeddings == "host",
+        mesh=mesh,
         dtype=config.model.compute_dtype,
     )
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")

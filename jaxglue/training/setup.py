@@ -21,11 +21,15 @@ from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.moe import choose_backend as choose_grouped_backend
+from jaxglue.parameters import ModelStructure, Tree, split_model
 from jaxglue.quant.formats import FORMATS
 from jaxglue.rowwise import choose_backend as choose_rotation_backend
+from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import AUTO, MeshShape
+from jaxglue.sharding.plan import plan_split
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.remat import RematChoice, choose_remat
+from jaxglue.training.devices import choose_mesh
+from jaxglue.training.remat import RematChoice
 
 _TRAINED_BYTES = 16
 """Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
@@ -63,6 +67,14 @@ class Setup:
         return model
 
     @cached_property
+    def _abstract_parts(self) -> tuple[ModelStructure, Tree, Tree]:
+        return split_model(self._abstract_model, trainable_filter(self.config))
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.mesh.abstract, self.config.model.compute_dtype)
+
+    @cached_property
     def parameter_counts(self) -> tuple[int, int]:
         """(parameters of the model with its adapters, those that train)."""
         model = self._abstract_model
@@ -70,13 +82,13 @@ class Setup:
 
     @property
     def weight_bytes(self) -> int:
-        """Of weights, their float32 masters and gradients, and AdamW's two moments."""
-        everything = jax.tree.leaves(nnx.state(self._abstract_model))
-        trained = jax.tree.leaves(nnx.state(self._abstract_model, trainable_filter(self.config)))
-        frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in everything)
+        """Of weights, their float32 masters and gradients, and AdamW's two moments, on each GPU."""
+        _, *trees = self._abstract_parts
+        trained, frozen = (self._layout.local(tree, self._layout.stored(tree)) for tree in trees)
         if self.config.model.embeddings == "host":
-            frozen -= self.model.embedding_values * self.config.model.compute_dtype.itemsize
-        return frozen + sum(leaf.size * (_TRAINED_BYTES - leaf.dtype.itemsize) for leaf in trained)
+            frozen = {**frozen, "embed_tokens": {}}
+        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
+        return weights + _TRAINED_BYTES * sum(leaf.size for leaf in jax.tree.leaves(trained))
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -102,6 +114,7 @@ class Setup:
         total, trained = self.parameter_counts
         epochs = self.total_steps / self.batches.steps_per_epoch
         attention = self._attention()
+        memory, each = self.weight_bytes / GIB, " on each GPU" if self.mesh.devices > 1 else ""
         rotation = choose_rotation_backend(self.config.model.compute_dtype, capability=compute_capability())
         return {
             "model": f"{self.config.model.model} ({self.model.model_type}, {total:,} parameters)",
@@ -111,12 +124,11 @@ class Setup:
             "steps": f"{self.total_steps:,} ({self.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
             "dtype": f"{self.config.model.compute_dtype}{_STORED[self.model.quantise]}",
             "remat": self.remat,
-            **self._split(),
             "attention": f"{attention.name}: {attention.reason}",
             "rotation": f"{rotation.name}: {rotation.reason}",
             **self._experts(),
-            "devices": ", ".join(sorted({device.device_kind for device in jax.devices()})),
-            "memory": f"{self.weight_bytes / GIB:.2f} GiB for weights, gradients and optimiser; activations on top",
+            **self._devices(),
+            "memory": f"{memory:.2f} GiB for weights, gradients and optimiser{each}; activations on top",
             "output": run.output,
         }
 
@@ -129,9 +141,14 @@ class Setup:
         served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
         return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
 
-    def _split(self) -> dict[str, object]:
-        """The plan's row about several devices; none for one."""
-        return {"mesh": str(self.mesh)} if self.mesh.devices > 1 else {}
+    def _devices(self) -> dict[str, object]:
+        """The plan's rows about the GPUs and what they share."""
+        kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
+        if self.mesh.devices == 1:
+            return kinds
+        split = plan_split(self._layout, *self._abstract_parts[1:], accumulation=self.config.run.accumulation)
+        auto = " (auto)" if self.config.run.mesh == AUTO else ""
+        return kinds | {"mesh": f"{self.mesh}{auto}; {split}", "communication": split.communication}
 
     def _attention(self):
         shape = AttentionShape(
@@ -166,8 +183,7 @@ def prepare(config: TrainConfig) -> Setup:
     batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)
     total_steps = run.steps or batches.total_steps
     assert total_steps is not None
-    mesh = choose_mesh(config, model)
-    remat = choose_remat(config, model, mean_visible_keys(data.train.lengths))
+    mesh, remat = choose_mesh(config, model, mean_visible_keys(data.train.lengths))
     eval_batches = (
         EvalBatches(data.eval, **shared, max_segments=batches.max_segments) if data.eval is not None else None
     )
@@ -182,23 +198,6 @@ def prepare(config: TrainConfig) -> Setup:
         eval_batches=eval_batches,
         total_steps=total_steps,
     )
-
-
-def choose_mesh(config: TrainConfig, model: DecoderConfig) -> MeshShape:
-    """The mesh that the run asked for.
-
-    Raises:
-        ValueError: it does not fit the devices, the batch or the model.
-    """
-    devices = jax.device_count()
-    if config.run.mesh == AUTO:
-        shape = MeshShape(fsdp=devices) if config.model.method == "full" else MeshShape(data=devices)
-    else:
-        shape = MeshShape.parse(config.run.mesh)
-    if devices > 1 and config.model.embeddings == "host":
-        raise ValueError("--embeddings host is for one GPU: leave it out, or use fsdp to split the table")
-    shape.check(model, batch_size=config.run.batch_size, devices=devices)
-    return shape
 
 
 def _read_model(config: TrainConfig) -> DecoderConfig:

@@ -7,7 +7,7 @@ import pytest
 from jaxglue.memory.cost import program_cost
 from jaxglue.memory.gpus import Gpu
 
-SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9)
+SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9, peers=1e9)
 SQUARE = 64 * 64 * 4
 
 

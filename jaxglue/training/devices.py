@@ -1,0 +1,47 @@
+"""How a run is spread over its devices, and what its layers keep there: decided before the weights are loaded."""
+
+import math
+
+import jax
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.sharding.mesh import AUTO, MeshShape
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.remat import RematChoice, choose_remat
+
+
+def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) -> tuple[MeshShape, RematChoice]:
+    """The mesh that the run asked for, or the first of `auto`'s that fits, with the remat policy on it.
+
+    Args:
+        config: of the run.
+        model: the model's shape.
+        visible_keys: mean number of keys that a query attends to.
+
+    Raises:
+        ValueError: the mesh does not fit the devices, the batch or the model; or nothing fits the GPUs' memory.
+    """
+    devices = jax.device_count()
+    if devices > 1 and config.model.embeddings == "host":
+        raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
+    shapes = _automatic(config, model, devices) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    for shape in shapes:
+        shape.check(model, batch_size=config.run.batch_size, devices=devices)
+    *others, last = shapes
+    for shape in others:
+        try:
+            return shape, choose_remat(config, model, visible_keys, shape)
+        except ValueError:
+            continue
+    return last, choose_remat(config, model, visible_keys, last)
+
+
+def _automatic(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
+    """Copies of the weights for adapters; if they do not fit, and for full fine-tuning, parts of them."""
+    lora = config.model.method == "lora"
+    copies = [MeshShape(data=devices)] if lora else []
+    if model.moe is None:
+        return [*copies, MeshShape(fsdp=devices)]
+    expert = math.gcd(devices, model.moe.num_experts)
+    rest = devices // expert
+    return [*copies, MeshShape(expert=expert, data=rest) if lora else MeshShape(expert=expert, fsdp=rest)]
