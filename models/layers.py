@@ -15,7 +15,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.quant.expand import project_quantised
 from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
-from jaxglue.rowwise import HeadNorms, rms_norm
+from jaxglue.rowwise import HeadNorms, branch_norm, rms_norm
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -103,6 +103,10 @@ class RMSNorm(nnx.Module):
         """Returns x's dtype."""
         return rms_norm(x, self.weight[...], self.eps)
 
+    def branch(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """(x, its norm), for a block whose output is added to x."""
+        return branch_norm(x, self.weight[...], self.eps)
+
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; norms on queries and keys, and sinks, where a family has them."""
@@ -181,6 +185,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """One decoder layer."""
         x = checkpoint_name(x, names.LAYER_INPUT)
-        x = x + self.self_attn(self.input_layernorm(x), context)
-        x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
-        return x + self.mlp(self.post_attention_layernorm(x), context)
+        x, normed = self.input_layernorm.branch(x)
+        x = checkpoint_name(x + self.self_attn(normed, context), names.ATTENTION_RESIDUAL)
+        x, normed = self.post_attention_layernorm.branch(x)
+        return x + self.mlp(normed, context)

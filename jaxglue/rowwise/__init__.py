@@ -6,13 +6,29 @@ from jaxtyping import Array, Float
 
 from jaxglue.attention.backends import compute_capability
 from jaxglue.rowwise.backends import BACKENDS, choose_backend
-from jaxglue.rowwise.fused import RotateSpec, fused_rotate
+from jaxglue.rowwise.fused import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
 from jaxglue.rowwise.reference import HeadNorms, reference_rotate, rms_norm
 
 if TYPE_CHECKING:
     from jaxglue.rowwise.triton import TritonBackend
 
-__all__ = ["BACKENDS", "HeadNorms", "choose_backend", "rms_norm", "rotate_heads"]
+__all__ = ["BACKENDS", "HeadNorms", "branch_norm", "choose_backend", "rms_norm", "rotate_heads"]
+
+
+def branch_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, *, backend: str = "auto"
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
+    """(x, `rms_norm` of x): a residual stream and what branches off it; their gradients meet in one pass.
+
+    Raises:
+        ValueError: a weight that does not fit, or a named backend that cannot serve.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be of x's last axis, [{x.shape[-1]}], got shape {weight.shape}")
+    fused = fused_backend(x.dtype, backend)
+    if fused is None:
+        return x, rms_norm(x, weight, eps)
+    return fused_branch_norm(NormSpec(backend=fused, eps=eps), x, weight)
 
 
 def rotate_heads(

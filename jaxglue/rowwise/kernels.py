@@ -15,9 +15,32 @@ def _inverse_rms(squares, D: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def _normed_half(half, scale, weight, dtype: tl.constexpr):
-    """half · scale · weight, rounded where the reference rounds."""
-    return ((half * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+def _normed(x, scale, weight, dtype: tl.constexpr):
+    """x · scale · weight, rounded where the reference rounds."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of out [M, D]; rounded to its dtype before the weight and after; grid (M)."""
+    start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
+    mask = columns < D
+    dtype = out.dtype.element_ty
+    row = _load(x + start, columns, mask)
+    scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
+    tl.store(out + start + columns, _normed(row, scale, _load(weight, columns, mask), dtype).to(dtype), mask=mask)
+
+
+@triton.jit
+def norm_gradient_kernel(x, weight, dresidual, dout, dx, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of dx [M, D]: the gradient through the norm and that of the residual stream; grid (M)."""
+    start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
+    mask = columns < D
+    row, grad = _load(x + start, columns, mask), _load(dout + start, columns, mask) * _load(weight, columns, mask)
+    scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
+    along = tl.sum(grad * row, 0) * scale * scale / D
+    total = _load(dresidual + start, columns, mask) + (grad - row * along) * scale
+    tl.store(dx + start + columns, total.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -43,8 +66,8 @@ def _rotate(
         left, right = _load(x, at, mask), _load(x + HALF, at, mask)
         if HAS_NORM:
             scale = _inverse_rms(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
-            left = _normed_half(left, scale, left_weight, dtype)
-            right = _normed_half(right, scale, right_weight, dtype)
+            left = _normed(left, scale, left_weight, dtype)
+            right = _normed(right, scale, right_weight, dtype)
         tl.store(out + at, (left * c - right * s).to(dtype), mask=mask)
         tl.store(out + HALF + at, (right * c + left * s).to(dtype), mask=mask)
 

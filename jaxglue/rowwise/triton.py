@@ -8,13 +8,15 @@ from jax_triton import triton_call
 
 from jaxglue.rowwise import kernels
 
+_ROW_VALUES = 512
+"""Values of a row for each warp."""
 _HEADS = 16
 """Heads that a program holds at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonBackend:
-    """`RotateBackend` by our own kernels."""
+    """`NormBackend` and `RotateBackend` by our own kernels."""
 
     compute_capability: int
     """As Triton counts it: 90 for 9.0."""
@@ -23,6 +25,24 @@ class TritonBackend:
     def of(cls, capability: tuple[int, int]) -> "TritonBackend":
         """The backend for a GPU of this compute capability."""
         return cls(compute_capability=10 * capability[0] + capability[1])
+
+    def norm(self, x, weight, *, eps: float):
+        """See `NormBackend`."""
+        return self._rows(kernels.norm_kernel, (x, weight), eps)
+
+    def norm_gradient(self, x, weight, dresidual, dout, *, eps: float):
+        """See `NormBackend`."""
+        return self._rows(kernels.norm_gradient_kernel, (x, weight, dresidual, dout), eps)
+
+    def _rows(self, kernel, arrays, eps: float):
+        """A program for each row of the last axis; the result is like the first array."""
+        shape, D = arrays[0].shape, arrays[0].shape[-1]
+        rows = [x.reshape(-1, D) if x.ndim > 1 else x for x in arrays]
+        out_type = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),)
+        block = triton.next_power_of_2(D)
+        constants = {"D": D, "EPS": eps, "BLOCK": block}
+        warps = min(max(block // _ROW_VALUES, 1), 16)
+        return self._launch(kernel, rows, out_type, (rows[0].shape[0],), constants, warps)[0].reshape(shape)
 
     def rotate(self, q, k, weights, cos, sin, *, eps: float, inverse: bool = False):
         """See `RotateBackend`."""
