@@ -2,8 +2,8 @@
 
 python benchmarks/rowwise.py --json benchmarks/results/rowwise.json
 
-The backward pass includes what a layer computes again there because it was not kept: the rotated heads. The limit is
-the bytes that have to be read and written, at the rate of a device copy.
+A backward pass includes what a layer computes again there because it was not kept: normed stream, rotated heads and
+activation. The limit is the bytes that have to be read and written, each once, at the rate of a device copy.
 """
 
 import argparse
@@ -17,60 +17,100 @@ import jax.numpy as jnp
 from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
 
-from jaxglue.rowwise import HeadNorms, rotate_heads
+from jaxglue.rowwise import HeadNorms, branch_norm, rotate_heads
 
 COPY = 4.3e12  # bytes/s of a device copy on an H200, read and written
 TOKENS = {"qwen3-0.6b": 8192, "qwen3-8b": 16384, "llama-3.1-8b": 16384}
 
 
 class Case(NamedTuple):
-    """A function of a backend's name and arguments."""
+    """A function of a backend's name and arguments, forward alone or with its gradient."""
 
     operation: str
     function: Callable[..., Any]
     arguments: tuple
+    passes: int
+    """How often an array of the operation's size has to be read or written."""
     bytes: int
+    has_kernel: bool = True
 
 
 def normal(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
 
 
-def rotation(shape: str) -> Iterator[Case]:
-    """Norm (in Qwen3) and rotation of queries and keys."""
+def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(output, gradient to the first argument) of a function of the backend, that argument, others."""
+
+    def both(backend, moving, *others):
+        *others, dout = others
+        out, pull = jax.vjp(lambda moving: function(backend, moving, *others), moving)
+        return out, pull(dout)
+
+    return both
+
+
+def norm(backend, x, weight):
+    return branch_norm(x, weight, 1e-6, backend=backend)
+
+
+def norm_output(backend, x, weight):
+    """Without the stream itself, which a program of its own would copy."""
+    return norm(backend, x, weight)[1]
+
+
+def norm_gradient(backend, x, weight, douts):
+    (_, normed), dx = with_gradient(norm)(backend, x, weight, douts)
+    return normed, dx
+
+
+def rotation(backend, heads, weights, tables):
+    return rotate_heads(*heads, *tables, norms=None if weights is None else HeadNorms(*weights, 1e-6), backend=backend)
+
+
+def swiglu(backend, gate_up):
+    gate, up = gate_up
+    return jax.nn.silu(gate) * up
+
+
+def cases(shape: str) -> Iterator[Case]:
+    """What a layer does beside matmuls and attention."""
     config, T = SHAPES[shape], TOKENS[shape]
-    N, K, H = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    heads, tables = (normal(1, T, N, H), normal(1, T, K, H)), 2 * (jnp.ones((1, T, H // 2)),)
-    weights = 2 * (jnp.ones(H, jnp.bfloat16),)
+    D, F, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    N, K = config["num_attention_heads"], config["num_key_value_heads"]
+    x, weight, row = normal(1, T, D), jnp.ones(D, jnp.bfloat16), 2 * T * D
+    yield Case("residual add", lambda _, x, y: x + y, (x, x), 3, 3 * row, has_kernel=False)
+    yield Case("norm", norm_output, (x, weight), 2, 2 * row)
+    yield Case("norm, backward with the stream's gradient", norm_gradient, (x, weight, (x, x)), 5, 5 * row)
+
     normed = config["model_type"] == "qwen3"
+    heads, tables = (normal(1, T, N, H), normal(1, T, K, H)), 2 * (jnp.ones((1, T, H // 2)),)
+    arguments = heads, 2 * (jnp.ones(H, jnp.bfloat16),) if normed else None, tables
+    array, table_bytes = 2 * T * (N + K) * H, 4 * T * H
+    name, passes = ("q/k norm and rotation", 5) if normed else ("rotation", 4)
+    yield Case(name, rotation, arguments, 2, 2 * array + table_bytes)
+    yield Case(f"{name}, backward", with_gradient(rotation), (*arguments, heads), passes, passes * array + table_bytes)
 
-    def forward(backend, heads, weights, tables):
-        norms = HeadNorms(*weights, 1e-6) if normed else None
-        return rotate_heads(*heads, *tables, norms=norms, backend=backend)
-
-    def backward(backend, heads, weights, tables, dheads):
-        out, pull = jax.vjp(lambda heads: forward(backend, heads, weights, tables), heads)
-        return out, pull(dheads)
-
-    array, table_bytes = T * (N + K) * H * 2, T * H * 4
-    name = "q/k norm and rotation" if normed else "rotation"
-    yield Case(f"{name}, forward", forward, (heads, weights, tables), 2 * array + table_bytes)
-    read = 5 if normed else 4
-    yield Case(f"{name}, backward", backward, (heads, weights, tables, heads), read * array + 2 * table_bytes)
+    wide, array = normal(1, T, F), 2 * T * F
+    yield Case("SwiGLU", swiglu, ((wide, wide),), 3, 3 * array, has_kernel=False)
+    yield Case("SwiGLU, backward", with_gradient(swiglu), ((wide, wide), wide), 6, 6 * array, has_kernel=False)
 
 
 def results_of(shape: str, case: Case) -> Iterator[dict]:
-    for backend in ("reference", "triton"):
+    for backend, name in {"reference": "XLA", "triton": "Triton"}.items():
+        if backend == "triton" and not case.has_kernel:
+            continue
         function = jax.jit(partial(case.function, backend))
         microseconds = 1e3 * device_milliseconds(partial(function, *case.arguments))
         limit = 1e6 * case.bytes / COPY
         yield {
             "shape": f"{shape}, {TOKENS[shape]:,} tokens",
             "operation": case.operation,
-            "backend": {"reference": "XLA", "triton": "Triton"}[backend],
+            "passes": case.passes,
+            "by": name,
             "µs": round(microseconds, 1),
             "limit µs": round(limit, 1),
-            "of the limit": f"{limit / microseconds:.0%}",
+            "of the limit": f"{limit / max(microseconds, 1e-9):.0%}",
         }
 
 
@@ -79,7 +119,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=TOKENS, default=list(TOKENS))
     parser.add_argument("--json", type=Path, help="where to write the results")
     args = parser.parse_args()
-    results = [row for shape in args.shapes for case in rotation(shape) for row in results_of(shape, case)]
+    results = [row for shape in args.shapes for case in cases(shape) for row in results_of(shape, case)]
     print(table(results))
     if args.json:
         write_results(args.json, results)

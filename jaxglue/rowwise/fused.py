@@ -57,8 +57,9 @@ def _norm_backward(spec, r: _NormResiduals, cotangents):
     dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
     if not r.weight_moves:
         return dx, None
-    # By XLA: only full fine-tuning asks for it.
-    return dx, *jax.vjp(lambda weight: rms_norm(r.x, weight, spec.eps), r.weight)[1](dout)
+    # By XLA in float32: only full fine-tuning asks for it.
+    x, dout = _float32(r.x), _float32(dout)
+    return dx, *jax.vjp(lambda weight: rms_norm(x, weight, spec.eps), r.weight)[1](dout)
 
 
 fused_branch_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
@@ -66,6 +67,10 @@ fused_branch_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 def _instantiated(cotangent):
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _float32(x: Array) -> Array:
+    return x.astype(jnp.float32)
 
 
 class RotateBackend(Protocol):
@@ -130,14 +135,14 @@ def _rotate_backward(spec, r: _RotateResiduals, dout):
 
 
 def _weight_gradients(spec, r: _RotateResiduals, dout) -> Weights:
-    """By XLA: only full fine-tuning asks for them."""
+    """By XLA in float32: only full fine-tuning asks for them."""
     assert r.heads is not None and r.weights is not None
-    q, k = r.heads
+    q, k = map(_float32, r.heads)
 
     def rotate(weights: Weights):
         return reference_rotate(q, k, r.cos, r.sin, HeadNorms(*weights, spec.eps))
 
-    return jax.vjp(rotate, r.weights)[1](dout)[0]
+    return jax.vjp(rotate, r.weights)[1](tuple(map(_float32, dout)))[0]
 
 
 fused_rotate.defvjp(_rotate_forward, _rotate_backward, symbolic_zeros=True)
