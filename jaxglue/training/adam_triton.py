@@ -18,7 +18,8 @@ from jaxglue.training.adam_kernels import adam_kernel, square_norm_kernel
 _TILE = 4096
 """Values that a program takes."""
 _TENSORS = 112
-"""Tensors in a launch: four addresses of each are within the 4 KiB of arguments that every GPU takes."""
+"""Tensors in a launch at most: their addresses fit into the 4 KiB of arguments that every driver takes. All in one
+launch are no faster on the GPU, and the kernel takes longer to compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class TritonAdam:
     def square_norm(self, gradients: Sequence[Float[Array, "*S"]]) -> Float[Array, ""]:
         """Σ g² over all tensors, the same on every run."""
         parts = []
-        for some in batched(gradients, 4 * _TENSORS):
+        for some in batched(gradients, _per_launch(len(gradients))):
             tiles = _tiles(some, [True] * len(some))
             out = jax.new_ref(jax.lax.empty((len(tiles),), jnp.float32))
             self._launch(square_norm_kernel, (jnp.asarray(tiles), some, out), len(tiles), {})
@@ -47,7 +48,7 @@ class TritonAdam:
         adam = self.adam
         constants = {"BETA1": adam.beta1, "BETA2": adam.beta2, "EPSILON": adam.epsilon, "DECAY": adam.weight_decay}
         refs = [[jax.new_ref(array) for array in arrays] for arrays in (parameters, means, squares)]
-        for some in batched(range(len(parameters)), _TENSORS):
+        for some in batched(range(len(parameters)), _per_launch(len(parameters))):
             here = slice(some[0], some[-1] + 1)
             tiles = _tiles(parameters[here], decays[here])
             arrays = (jnp.asarray(tiles), values, tuple(gradients[here]), *(tuple(ref[here]) for ref in refs))
@@ -67,6 +68,13 @@ class TritonAdam:
             TILE=_TILE,
             **constants,
         )
+
+
+def _per_launch(count: int) -> int:
+    """Tensors in a launch: the same for all launches if it can be, so that one program serves them."""
+    least = -(-count // _TENSORS)
+    even = (count // launches for launches in range(least, 2 * least) if count % launches == 0)
+    return next(even, _TENSORS)
 
 
 def _tiles(tensors: Sequence[Any], decays: Sequence[bool]) -> np.ndarray:
