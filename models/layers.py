@@ -16,6 +16,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.quant.expand import project_quantised
 from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
 from jaxglue.rowwise import HeadNorms, branch_norm, rms_norm
+from jaxglue.sharding.device import add_terms, share_out
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -186,6 +187,6 @@ class DecoderLayer(nnx.Module):
         """One decoder layer."""
         x = checkpoint_name(x, names.LAYER_INPUT)
         x, normed = self.input_layernorm.branch(x)
-        x = checkpoint_name(x + self.self_attn(normed, context), names.ATTENTION_RESIDUAL)
+        x = checkpoint_name(x + add_terms(self.self_attn(share_out(normed), context)), names.ATTENTION_RESIDUAL)
         x, normed = self.post_attention_layernorm.branch(x)
-        return x + self.mlp(normed, context)
+        return x + add_terms(self.mlp(share_out(normed), context))

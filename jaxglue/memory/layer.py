@@ -11,6 +11,7 @@ from jaxtyping import Array
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import Tree, merge_module
+from jaxglue.sharding.device import own_key
 from jaxglue.sharding.layout import WHOLE, Layout
 
 _ARGUMENT, _SAVED, _OFFLOADED = range(3)
@@ -97,6 +98,8 @@ class LayerFunctions:
         return layout.used(trainable), layout.used(frozen), layout.rows, layout.context(context)
 
     def _layer(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+        if context.dropout_key is not None:
+            context = replace(context, dropout_key=own_key(context.dropout_key))
         return merge_module(self._graph, trainable, frozen)(x, context)
 
     def _vjp(self, trainable: Tree, frozen: Tree, x, context: PackedContext):

@@ -41,6 +41,31 @@ def share(x: Array, *axes: str) -> Array:
     return x / size if size > 1 else x
 
 
+def share_out(x: Array) -> Array:
+    """x, the same on all devices along `tensor`, each of which computes one term of what follows (Megatron's f)."""
+    return _share_out(x) if axis_size("tensor") > 1 else x
+
+
+def add_terms(y: Array) -> Array:
+    """The sum of the terms of the devices along `tensor`, the same on all of them (Megatron's g, arXiv 1909.08053)."""
+    return _add_terms(y) if axis_size("tensor") > 1 else y
+
+
+@jax.custom_vjp
+def _share_out(x):
+    return x
+
+
+@jax.custom_vjp
+def _add_terms(y):
+    return jax.lax.psum(y, "tensor")
+
+
+# JAX would not know that what follows a sum, or comes before a copy, is the same on all devices.
+_share_out.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, "tensor"),))
+_add_terms.defvjp(lambda y: (_add_terms(y), None), lambda _, dy: (dy,))
+
+
 def own_key(key: PRNGKeyArray) -> PRNGKeyArray:
     """A key of this device's rows alone, inside `per_device`; the key itself elsewhere."""
     return jax.random.fold_in(key, jax.lax.axis_index(ROWS)) if axis_size(*ROWS) > 1 else key

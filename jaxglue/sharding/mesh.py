@@ -99,6 +99,8 @@ class MeshShape:
             raise ValueError(f"--mesh {self}: tensor is for dense models, {config.model_type} has experts; use expert")
         if config.quantise != "none":
             raise ValueError(f"--mesh {self}: tensor cannot split --quantise {config.quantise} weights; {remedy}")
+        if config.attention_bias or config.mlp_bias:
+            raise ValueError(f"--mesh {self}: tensor cannot split projections with biases; {remedy}")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (size := getattr(config, name)) % self.tensor:
                 raise ValueError(f"--mesh {self}: {name}={size} does not divide by {self.tensor}; {remedy}")

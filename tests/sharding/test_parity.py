@@ -57,10 +57,13 @@ class _Batches(tuple):
     __hash__ = object.__hash__
 
 
-MESHES = ["data=8", "fsdp=8", "data=2,fsdp=4"]
+TIED = {"tie_word_embeddings": True}
 CASES = [
-    *(("lora", mesh, "dots", {}) for mesh in MESHES),
-    *(("full", mesh, "full", {"tie_word_embeddings": True}) for mesh in MESHES[1:]),
+    ("lora", "data=8", "dots", {}),
+    ("lora", "fsdp=8", "offload", {}),
+    ("lora", "data=2,fsdp=2,tensor=2", "dots", {}),
+    ("full", "data=2,fsdp=4", "full", TIED),
+    ("full", "fsdp=4,tensor=2", "dots", TIED),
 ]
 
 
