@@ -33,14 +33,18 @@ def _round(function, arguments, calls: int) -> float:
 def device_milliseconds(function, *, calls: int = 10) -> float:
     """Time of one call's kernels and copies on the first GPU, from a profile; 0 where there is none."""
     jax.block_until_ready(function())
+    return sum(device_events(function, calls=calls)) / calls
+
+
+def device_events(function, *, calls: int = 1) -> list[float]:
+    """Milliseconds of every kernel and copy of some calls on the first GPU, from a profile."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([function() for _ in range(calls)])
         (profile,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(profile)).planes
         streams = [line for plane in planes if plane.name == "/device:GPU:0" for line in plane.lines]
-        events = [event for line in streams if line.name.startswith("Stream") for event in line.events]
-    return sum(event.duration_ns for event in events) / calls / 1e6
+        return [event.duration_ns / 1e6 for line in streams if line.name.startswith("Stream") for event in line.events]
 
 
 def log_normal_lengths(tokens: int, count: int, *, sigma: float = 0.8, seed: int = 0) -> list[int]:
