@@ -144,6 +144,27 @@ def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, monkeypatch,
     assert compiled.memory_analysis().alias_size_in_bytes == kept
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_kernels_on_a_gpu_are_the_reference(monkeypatch, moments):
+    config = OptimizerConfig(moments=moments, weight_decay=0.1, learning_rate=0.01)
+    shapes = [(16, 4096), (12288, 16), (5,), (3, 1000)] * 40  # several launches, tensors of several tiles
+
+    def tree(seed):
+        keys = jax.random.split(jax.random.key(seed), len(shapes))
+        return {"norm": {}, "layers": [{"w": jax.random.normal(*pair)} for pair in zip(keys, shapes, strict=True)]}
+
+    results = []
+    for kernels in (optimizer_module._kernels, lambda adam: None):
+        monkeypatch.setattr(optimizer_module, "_kernels", kernels)
+        optimizer, trainable = Optimizer(config, total_steps=9), tree(0)
+        state = optimizer.init(trainable)
+        for step in range(3):
+            trainable, state, values = optimizer.update(trainable, state, tree(step + 1), step)
+        results.append((trainable, values["grad_norm"]))
+    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("schedule", "last"), [("constant", 1.0), ("linear", 0.1 + 0.9 / 90), ("cosine", 0.1 + 0.9 * 0.000305)]
 )
