@@ -22,7 +22,7 @@ from jaxglue.training import optimizer as optimizer_module
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-8b")
-CASES = (("XLA", "float32"), ("kernels", "float32"), ("kernels", "bfloat16"), ("XLA", "8bit"))
+CASES = (("XLA", "float32"), ("kernels", "float32"), ("kernels", "bfloat16"), ("XLA", "8bit"), ("kernels", "8bit"))
 
 
 def row(shape: str, by: str, moments: str) -> dict:

@@ -25,5 +25,10 @@ def nearest(values: Float[Array, "*B n"], code: np.ndarray) -> tuple[UInt8[Array
     """(index of the code nearest to each value over the largest magnitude of its row, those magnitudes)."""
     absmax = jnp.abs(values).max(axis=-1)
     scaled = jnp.clip(values * (1 / jnp.where(absmax > 0, absmax, 1))[..., None], -1, 1)
-    midpoints = (code[:-1] + code[1:]) / np.float32(2)
-    return jnp.searchsorted(midpoints, scaled, method="compare_all").astype(jnp.uint8), absmax
+    method = "compare_all" if code.size <= 16 else "scan_unrolled"
+    return jnp.searchsorted(midpoints(code), scaled, method=method).astype(jnp.uint8), absmax
+
+
+def midpoints(code: np.ndarray) -> np.ndarray:
+    """The bounds between what is nearest to one value of a table and to the next."""
+    return (code[:-1] + code[1:]) / np.float32(2)

@@ -12,14 +12,16 @@ import triton.language as tl
 from jax_triton import triton_call
 from jaxtyping import Array, Float
 
-from jaxglue.training.adam import AdamW, Hyper
-from jaxglue.training.adam_kernels import adam_kernel, square_norm_kernel
+from jaxglue.quant.blocks import dynamic_code, midpoints
+from jaxglue.training.adam import BLOCK, AdamW, EightBit, Hyper
+from jaxglue.training.adam_kernels import adam_8bit_kernel, adam_kernel, square_norm_kernel
 
 _TILE = 4096
 """Values that a program takes."""
-_TENSORS = 112
-"""Tensors in a launch at most: their addresses fit into the 4 KiB of arguments that every driver takes. All in one
+_ADDRESSES = 480
+"""Arrays in a launch at most: their addresses fit into the 4 KiB of arguments that every driver takes. All in one
 launch are no faster on the GPU, and the kernel takes longer to compile."""
+_PARTS = ("codes", "absmax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class TritonAdam:
     def square_norm(self, gradients: Sequence[Float[Array, "*S"]]) -> Float[Array, ""]:
         """Σ g² over all tensors, the same on every run."""
         parts = []
-        for some in batched(gradients, _per_launch(len(gradients))):
+        for some in batched(gradients, _per_launch(len(gradients), 1)):
             tiles = _tiles(some, [True] * len(some))
             out = jax.new_ref(jax.lax.empty((len(tiles),), jnp.float32))
             self._launch(square_norm_kernel, (jnp.asarray(tiles), some, out), len(tiles), {})
@@ -42,19 +44,35 @@ class TritonAdam:
 
     def update(
         self, parameters: Sequence[Any], means, squares, gradients, decays: Sequence[bool], hyper: Hyper
-    ) -> tuple[list[Array], list[Array], list[Array]]:
-        """(parameters, means, squares) after a step: float32, but for the means, which may be bfloat16."""
-        values, kind = jnp.stack(hyper), tl.bfloat16 if self.adam.moments == "bfloat16" else tl.float32
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """(parameters, means, squares) after a step; the moments in any of their formats."""
+        values = jnp.stack(hyper)
+        refs = jax.tree.map(jax.new_ref, (list(parameters), list(means), list(squares)))
+        eight = [number for number, mean in enumerate(means) if isinstance(mean, EightBit)]
+        whole = [number for number, mean in enumerate(means) if not isinstance(mean, EightBit)]
+        for numbers, launch, each in ((whole, self._update_whole, 4), (eight, self._update_eight, 6)):
+            for some in batched(numbers, _per_launch(len(numbers), each)):
+                p, m, v = ([ref[i] for i in some] for ref in refs)
+                tiles = jnp.asarray(_tiles([parameters[i] for i in some], [decays[i] for i in some]))
+                launch(tiles, values, tuple(gradients[i] for i in some), tuple(p), m, v)
+        return jax.tree.map(jax.freeze, refs)
+
+    def _update_whole(self, tiles, hyper, gradients, parameters, means, squares) -> None:
+        kind = tl.bfloat16 if self.adam.moments == "bfloat16" else tl.float32
+        arrays = (tiles, hyper, gradients, parameters, tuple(means), tuple(squares))
+        self._launch(adam_kernel, arrays, len(tiles), {**self._constants, "MEAN": kind})
+
+    def _update_eight(self, tiles, hyper, gradients, parameters, means, squares) -> None:
+        codes = dynamic_code(), dynamic_code(signed=False)
+        tables = jnp.asarray(np.stack([row for code in codes for row in (code, np.append(midpoints(code), code[-1]))]))
+        moments = (tuple(getattr(moment, part) for moment in some) for some in (means, squares) for part in _PARTS)
+        arrays = (tiles, hyper, tables, gradients, parameters, *moments)
+        self._launch(adam_8bit_kernel, arrays, len(tiles), {**self._constants, "BLOCK": BLOCK})
+
+    @property
+    def _constants(self) -> dict[str, float]:
         adam = self.adam
-        constants = {"BETA1": adam.beta1, "BETA2": adam.beta2, "EPSILON": adam.epsilon, "DECAY": adam.weight_decay}
-        refs = [[jax.new_ref(array) for array in arrays] for arrays in (parameters, means, squares)]
-        for some in batched(range(len(parameters)), _per_launch(len(parameters))):
-            here = slice(some[0], some[-1] + 1)
-            tiles = _tiles(parameters[here], decays[here])
-            arrays = (jnp.asarray(tiles), values, tuple(gradients[here]), *(tuple(ref[here]) for ref in refs))
-            self._launch(adam_kernel, arrays, len(tiles), {**constants, "MEAN": kind})
-        after = [[jax.freeze(ref) for ref in some] for some in refs]
-        return after[0], after[1], after[2]
+        return {"BETA1": adam.beta1, "BETA2": adam.beta2, "EPSILON": adam.epsilon, "DECAY": adam.weight_decay}
 
     def _launch(self, kernel, arrays, programs: int, constants) -> None:
         triton_call(
@@ -70,11 +88,12 @@ class TritonAdam:
         )
 
 
-def _per_launch(count: int) -> int:
-    """Tensors in a launch: the same for all launches if it can be, so that one program serves them."""
-    least = -(-count // _TENSORS)
+def _per_launch(count: int, each: int) -> int:
+    """Tensors, of `each` arrays, in a launch: as many in all launches if it can be, so that one program serves them."""
+    most = _ADDRESSES // each
+    least = -(-count // most)
     even = (count // launches for launches in range(least, 2 * least) if count % launches == 0)
-    return next(even, _TENSORS)
+    return next(even, most)
 
 
 def _tiles(tensors: Sequence[Any], decays: Sequence[bool]) -> np.ndarray:

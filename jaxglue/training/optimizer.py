@@ -178,10 +178,10 @@ class Optimizer:
         return *rebuild(*kernels.update(parameters, means, squares, slopes, _decays(parts), hyper)), values
 
     def _fuses(self, parts: list[Tree]) -> bool:
-        """Whether our kernels serve: on one NVIDIA GPU, with moments that are not in 8 bits."""
+        """Whether our kernels serve: on one NVIDIA GPU."""
         leaves = jax.tree.leaves(parts)
         one_device = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
-        return self._adam.moments != "8bit" and one_device and _kernels(self._adam) is not None
+        return one_device and _kernels(self._adam) is not None
 
 
 def _kernels(adam: AdamW) -> "TritonAdam | None":
