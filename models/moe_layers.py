@@ -13,6 +13,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.layers import project
 from jaxglue.moe import ExpertLora, Routing, auxiliary_loss, moe_mlp, route, z_loss
 from jaxglue.moe.activation import Activation
+from jaxglue.moe.parallel import on_own_experts
 from jaxglue.quant.mxfp4 import BLOCK, MXFP4
 
 
@@ -140,7 +141,7 @@ def mix_experts(
     logits = router(tokens)
     routing = route(logits, k, **options)
     context.observe_routing(routing)
-    y = _add_router_losses(experts(tokens, routing), logits, routing, context)
+    y = _add_router_losses(on_own_experts(experts, tokens, routing), logits, routing, context)
     return y.reshape(x.shape)
 
 

@@ -39,7 +39,7 @@ def combine(
     """Sums each token's rows in float32; adds its experts' biases by weight, where there are any."""
     if backend is not None:
         return backend.combine(rows, routing.inverse, weights, routing.expert_ids, bias)
-    out = rows.at[routing.inverse].get(mode="promise_in_bounds", unique_indices=True).astype(jnp.float32).sum(1)
+    out = rows.at[routing.inverse].get(mode="fill", fill_value=0).astype(jnp.float32).sum(1)
     if weights is not None and bias is not None:
         out += (weights[:, :, None] * bias[routing.expert_ids].astype(jnp.float32)).sum(1)
     return out.astype(rows.dtype)

@@ -157,5 +157,6 @@ fused_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _group_sums(rows: Float[Array, "S N"], groups: Groups) -> Float[Array, "E N"]:
     """Sum of the rows of each group in float32. A product with zeros and ones: a scatter would contend for E rows."""
+    rows = jnp.where(jnp.arange(rows.shape[0])[:, None] < groups.offsets[-1], rows, 0)
     member = jax.nn.one_hot(groups.row_group(rows.shape[0]), groups.sizes.shape[0], dtype=rows.dtype)
     return jnp.einsum("se,sn->en", member, rows, preferred_element_type=jnp.float32)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxglue.moe.routing import Routing
+from jaxglue.sharding.device import all_rows
 
 
 def auxiliary_loss(
@@ -55,8 +56,7 @@ def _load(routing: Routing, mask) -> Float[Array, " E"]:
 
 
 def _mean(x: Float[Array, "M *rest"], mask) -> Float[Array, "*rest"]:
-    """Mean over the tokens that count; zero where none does."""
-    if mask is None:
-        return x.mean(0)
-    weight = mask.astype(jnp.float32).reshape(-1, *[1] * (x.ndim - 1))
-    return (x * weight).sum(0) / jnp.maximum(weight.sum(), 1.0)
+    """Mean over the tokens that count, those of all devices; zero where none does."""
+    weight = jnp.ones(x.shape[0]) if mask is None else mask.astype(jnp.float32)
+    summed = all_rows((x * weight.reshape(-1, *[1] * (x.ndim - 1))).sum(0))
+    return summed / jnp.maximum(all_rows(weight.sum()), 1.0)

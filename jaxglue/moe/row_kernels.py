@@ -97,8 +97,9 @@ def combine_kernel(
         acc = tl.full((BLOCK,), 0.0, tl.float32)
         for choice in tl.static_range(0, X):
             row = tl.load(inverse + token * X + choice).to(tl.int64)
-            acc += tl.load(rows + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+            here = mask & (row < tl.num_programs(0) * X)
+            acc += tl.load(rows + row * D + columns, mask=here, other=0.0).to(tl.float32)
             if HAS_BIAS:
                 expert, weight = tl.load(expert_ids + token * X + choice), tl.load(weights + token * X + choice)
-                acc += weight * tl.load(bias + expert * D + columns, mask=mask, other=0.0).to(tl.float32)
+                acc += weight * tl.load(bias + expert * D + columns, mask=here, other=0.0).to(tl.float32)
         tl.store(out + token * D + columns, acc.to(out.dtype.element_ty), mask=mask)

@@ -35,6 +35,11 @@ def total(x: Array, *axes: str) -> Array:
     return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
 
 
+def all_rows(x: Array) -> Array:
+    """The sum over all devices' rows, inside `per_device`, differentiable to this device's term alone; x elsewhere."""
+    return x + jax.lax.stop_gradient(total(x, *ROWS) - x) if axis_size(*ROWS) > 1 else x
+
+
 def share(x: Array, *axes: str) -> Array:
     """An equal part of what all devices along these axes have computed alike, inside `per_device`; x elsewhere."""
     size = axis_size(*axes)

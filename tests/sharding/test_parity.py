@@ -12,6 +12,7 @@ from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.context import RouterLosses
 from jaxglue.parameters import split_model
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import batch_sharding
@@ -22,6 +23,10 @@ CONFIG = {
     "model_type": "qwen3", "vocab_size": 104, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
 }  # fmt: skip
+
+
+MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
 
 
 @cache
@@ -44,7 +49,7 @@ def batches(random_batch):
 @cache
 def _expected(kind: str, batches, changes):
     config, structure, trainable, frozen = parts(kind, **dict(changes))
-    executor = Executor(structure, config, policy=parse_policy("dots"), dtype=jnp.float32)
+    executor = Executor(structure, config, policy=parse_policy("dots"), **OPTIONS)
     return executor.loss_and_gradients(trainable, frozen, batches, _weight(batches))
 
 
@@ -57,6 +62,7 @@ class _Batches(tuple):
     __hash__ = object.__hash__
 
 
+OPTIONS = {"dtype": jnp.float32, "router_losses": RouterLosses(balance=0.1, z=0.1)}
 TIED = {"tie_word_embeddings": True}
 CASES = [
     ("lora", "data=8", "dots", {}),
@@ -64,6 +70,8 @@ CASES = [
     ("lora", "data=2,fsdp=2,tensor=2", "dots", {}),
     ("full", "data=2,fsdp=4", "full", TIED),
     ("full", "fsdp=4,tensor=2", "dots", TIED),
+    ("lora", "data=2,expert=4", "dots", MOE),
+    ("full", "fsdp=4,expert=2", "full", GPT_OSS),
 ]
 
 
@@ -73,7 +81,7 @@ def test_loss_and_gradients_are_those_of_one_device(mesh_of, batches, kind, mesh
     config, structure, *trees = parts(kind, **changes)
     layout = Layout(mesh)
     trainable, frozen = (jax.device_put(tree, layout.shardings(layout.stored(tree))) for tree in trees)
-    executor = Executor(structure, config, policy=parse_policy(policy), dtype=jnp.float32, mesh=mesh)
+    executor = Executor(structure, config, policy=parse_policy(policy), mesh=mesh, **OPTIONS)
     placed = jax.device_put(batches, batch_sharding(mesh))
     got = executor.loss_and_gradients(trainable, frozen, placed, _weight(batches))
     expected = _expected(kind, _Batches(batches), tuple(changes.items()))

@@ -1,0 +1,45 @@
+"""Experts on several devices: tokens travel to them, and what they make of a token back to it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.moe.groups import ROW_TILES
+from jaxglue.moe.routing import Routing, routing_of
+from jaxglue.sharding.device import axis_size
+
+Mlp = Callable[[Float[Array, "M D"], Routing], Float[Array, "M D"]]
+
+
+def on_own_experts(mlp: Mlp, x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M D"]:
+    """What all experts make of this device's tokens, each device along `expert` computing with those that it has.
+
+    Every device gets the tokens of all of them and returns its experts' share of each: for k experts of a token on n
+    devices that is no more than sending a token k times, unless k < n, and it needs no capacity. Without such an axis
+    this is `mlp(x, routing)`.
+
+    Args:
+        mlp: the experts of this device, an equal part of all in order.
+        x: this device's tokens.
+        routing: of these tokens to all experts.
+    """
+    devices = axis_size("expert")
+    if devices == 1:
+        return mlp(x, routing)
+    gather = partial(jax.lax.all_gather, axis_name="expert", tiled=True)
+    experts = routing.group_sizes.shape[0] // devices
+    own = _to_own(routing, gather(routing.expert_ids), gather(routing.weights), experts, devices)
+    return jax.lax.psum_scatter(mlp(gather(x), own), "expert", scatter_dimension=0, tiled=True)
+
+
+def _to_own(routing: Routing, expert_ids, weights, experts: int, devices: int) -> Routing:
+    """The routing of all devices' tokens to this one's experts; rows of other experts come last, in no group."""
+    ids = expert_ids - jax.lax.axis_index("expert") * experts
+    here = (ids >= 0) & (ids < experts)
+    row_tile = min(routing.groups.row_tile * devices, ROW_TILES[1])
+    own = routing_of(jnp.where(here, ids, experts), jnp.where(here, weights, 0), experts, row_tile=row_tile)
+    return replace(own, inverse=jnp.where(here, own.inverse, own.permutation.size))
