@@ -211,15 +211,20 @@ class Planner:
             gather = gathered / self.gpu.peers
             forward += max(cost.forward.seconds + (out + streamed) / self.gpu.copy, out / link, streamed / link, gather)
             backward += max(cost.backward.seconds + back / self.gpu.copy, back / link, gather)
-        # AdamW reads parameter, gradient and two moments in float32 and writes all but the gradient.
-        update = 7 * _bytes(self._trainable) / self.gpu.copy
+        # AdamW reads parameter, gradient and two moments and writes all but the gradient.
+        update = (3 * _bytes(self._trainable) + 2 * self._moments) / self.gpu.copy
         return self.workload.accumulation * (forward + backward + self._head.seconds) + update
+
+    @property
+    def _moments(self) -> int:
+        """Bytes of AdamW's state; what trains is float32."""
+        return round(self.workload.moment_bytes / 4 * _bytes(self._trainable))
 
     def _peak(self, costs: list[_LayerCost], weights: list[int]) -> int:
         """Bytes when there are most: in the head, or in some layer's backward pass."""
         x = self.workload.tokens * self.workload.config.hidden_size * jnp.dtype(self.workload.dtype).itemsize
         trained = _bytes(self._trainable)
-        resident = 3 * trained + _bytes(self._frozen) - sum(weights)
+        resident = self._moments + trained + _bytes(self._frozen) - sum(weights)
         if self.workload.host_embeddings:
             resident -= _bytes(self._frozen["embed_tokens"])
         layers = sorted(self._gathered_layers())[-2:]  # one that is used, and the next

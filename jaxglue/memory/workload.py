@@ -33,6 +33,8 @@ class Workload:
     accumulation: int = 1
     update_in_backward: bool = False
     """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
+    moment_bytes: float = 8.0
+    """Of AdamW's two moments of a trained value."""
     host_embeddings: bool = False
     """The frozen embedding table is in the host's memory."""
     mesh: MeshShape = field(default_factory=MeshShape)

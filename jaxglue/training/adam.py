@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, UInt8
 from jaxglue.quant.blocks import dynamic_code, nearest
 
 MomentFormat = Literal["float32", "bfloat16", "8bit"]
+MOMENT_BYTES: dict[MomentFormat, float] = {"float32": 8, "bfloat16": 6, "8bit": 2 + 8 / 256}
+"""Of both moments of a value."""
 BLOCK = 256
 """Values that share a scale in 8 bits."""
 SMALLEST = 4096

@@ -12,6 +12,7 @@ from jaxglue.memory.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.memory.rates import device_gpu
 from jaxglue.models.config import DecoderConfig
 from jaxglue.sharding.mesh import MeshShape
+from jaxglue.training.adam import MOMENT_BYTES
 from jaxglue.training.config import TrainConfig
 
 _ON_CPU = "dots"
@@ -59,6 +60,7 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
         visible_keys=visible_keys,
         accumulation=config.run.accumulation,
         update_in_backward=config.optimizer.update_in_backward,
+        moment_bytes=MOMENT_BYTES[config.optimizer.moments],
         host_embeddings=config.model.embeddings == "host",
         mesh=mesh,
         dtype=config.model.compute_dtype,

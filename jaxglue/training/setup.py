@@ -27,12 +27,11 @@ from jaxglue.rowwise import choose_backend as choose_rotation_backend
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.sharding.plan import plan_split
+from jaxglue.training.adam import MOMENT_BYTES
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import choose_mesh
 from jaxglue.training.remat import RematChoice
 
-_TRAINED_BYTES = 16
-"""Of a trained parameter: float32 master, gradient, and AdamW's two moments."""
 _STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
 
 
@@ -88,7 +87,8 @@ class Setup:
         if self.config.model.embeddings == "host":
             frozen = {**frozen, "embed_tokens": {}}
         weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
-        return weights + _TRAINED_BYTES * sum(leaf.size for leaf in jax.tree.leaves(trained))
+        each = 8 + MOMENT_BYTES[self.config.optimizer.moments]  # float32 master, gradient, and AdamW's two moments
+        return weights + round(each * sum(leaf.size for leaf in jax.tree.leaves(trained)))
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jaxglue.memory.gpus import GIB, Gpu, find_gpu
 from jaxglue.memory.planner import MARGIN, Planner, Workload, pinned_memory
 from jaxglue.memory.policy import parse_policies, parse_policy
 from jaxglue.memory.rates import device_gpu, measure_gpu
-from jaxglue.memory.workload import abstract_input
+from jaxglue.memory.workload import abstract_input, abstract_parts
 from jaxglue.models import config_from_hf
 
 HOST = 64 * GIB
@@ -177,3 +177,11 @@ def test_a_memory_limit_moves_weights_to_the_host_where_that_may_be_chosen(plann
         assert plan.stream_weights and plan.device_bytes / GIB < 0.9 * here
     assert planner.gpu.limited(None) == planner.gpu
     assert planner.gpu.limited(1000).memory == planner.gpu.memory
+
+
+def test_moments_in_eight_bits_take_less_memory(workload):
+    planners = [Planner(replace(workload, moment_bytes=each), find_gpu("RTX 4090")) for each in (8, 2)]
+    plans = [planner.plan(parse_policy("full")) for planner in planners]
+    trained = sum(leaf.size for leaf in jax.tree.leaves(abstract_parts(workload)[1]))
+    assert plans[0].device_bytes - plans[1].device_bytes == pytest.approx(6 * trained, abs=2)
+    assert plans[1].seconds < plans[0].seconds
