@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,9 @@ def load_tensors(
     Args:
         folder: a local Hugging Face model folder.
         wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); a `sharding` in it is where the tensor
-            goes.
-        put: what becomes of a cast array, which is on the host unless it was expanded (quantise it, shard it, …); by
-            default `jax.device_put` to the wanted sharding. It is called from several threads.
+            goes: every row that this process's devices need is read once.
+        put: what becomes of a cast array that has no such place, or is stored quantised; it is on the host unless it
+            was expanded. By default it goes to the default device. It is called from several threads.
 
     Raises:
         ValueError: what `open_checkpoint` raises; missing, extra or mis-shaped tensors, all named before any is loaded.
@@ -107,9 +108,12 @@ def load_tensors(
     files = open_checkpoint(folder)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
     _check_tensors(folder, files, {name: shape for source in sources.values() for name, shape in source.shapes.items()})
-    put = put or (lambda name, array: jax.device_put(array, wanted[name].sharding))
+    put = put or (lambda name, array: jax.device_put(array))
 
     def load(name: str) -> Any:
+        read_rows = sources[name].read_rows
+        if wanted[name].sharding is not None and read_rows is not None:
+            return jax.block_until_ready(_load_parts(partial(read_rows, files), wanted[name]))
         array = sources[name].read(files)
         dtype = wanted[name].dtype
         cast = replace(array, dtype=dtype) if isinstance(array, Quantised) else array.astype(dtype, copy=False)
@@ -117,6 +121,20 @@ def load_tensors(
 
     with ThreadPoolExecutor(_READERS) as readers:
         return dict(zip(wanted, readers.map(load, wanted), strict=True))
+
+
+def _load_parts(read_rows: Callable[[int, int], Any], wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter of which every device holds some rows, or columns of them."""
+    read: dict[tuple[int, int], Any] = {}
+
+    def part(index: tuple[slice, ...] | None) -> Any:
+        assert index is not None
+        start, stop, _ = index[0].indices(wanted.shape[0])
+        if (start, stop) not in read:
+            read[start, stop] = read_rows(start, stop).astype(wanted.dtype, copy=False)
+        return read[start, stop][:, *index[1:]]
+
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
 
 def _check_tensors(folder: str | Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -16,6 +16,7 @@ from jaxglue.quant.formats import Quantised
 from jaxglue.quant.mxfp4 import BLOCK, MXFP4, dequantise
 
 Index = tuple[int | slice, ...]
+ExpertIndex = tuple[int, slice]
 Shape = tuple[int, ...]
 
 _EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)")
@@ -31,6 +32,8 @@ class Source:
     shapes: dict[str, Shape]
     """Tensors of the checkpoint that it needs, with the shapes that they must have."""
     read: Callable[[TensorFiles], np.ndarray | jax.Array | Quantised]
+    read_rows: Callable[[TensorFiles, int, int], np.ndarray | jax.Array] | None = None
+    """Rows from, and up to, these of its first axis; None where it has to be read whole."""
 
 
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
@@ -43,10 +46,14 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
             return _stacked(parts, shape)
     elif quantised := find_quantised(files, name, shape):
         return Source(shapes=quantised[0], read=quantised[1])
-    return Source(shapes={name: shape}, read=lambda files: files.read(name))
+    return Source(
+        shapes={name: shape},
+        read=lambda files: files.read(name),
+        read_rows=lambda files, start, stop: files.read_rows(name, start, stop),
+    )
 
 
-def expert_parts(name: str, shape: Shape) -> dict[str, Index]:
+def expert_parts(name: str, shape: Shape) -> dict[str, ExpertIndex]:
     """Tensor of one expert → its place in the parameter of all of them, [E, out, in]; empty for other parameters.
 
     Qwen3-MoE's checkpoints hold `experts.3.gate_proj.weight`, where its modules in transformers 5 hold one
@@ -73,19 +80,21 @@ def stored_places(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dic
     splits = config.get("model_type") in _SPLIT_EXPERTS
     places: dict[str, tuple[str, Index]] = {}
     for parameter, shape in shapes.items():
-        parts = expert_parts(parameter, shape) if splits else {}
+        parts: Mapping[str, Index] = expert_parts(parameter, shape) if splits else {}
         places |= {name: (parameter, index) for name, index in (parts or {parameter: ()}).items()}
     return places
 
 
-def _stacked(parts: dict[str, Index], shape: Shape) -> Source:
-    def read(files: TensorFiles) -> np.ndarray:
-        whole = np.empty(shape, files.tensors[next(iter(parts))].dtype)
-        for tensor, index in parts.items():
-            whole[index] = files.read(tensor)
-        return whole
+def _stacked(parts: dict[str, ExpertIndex], shape: Shape) -> Source:
+    def read_rows(files: TensorFiles, start: int, stop: int) -> np.ndarray:
+        stack = np.empty((stop - start, *shape[1:]), files.tensors[next(iter(parts))].dtype)
+        for tensor, (expert, rows) in parts.items():
+            if start <= expert < stop:
+                stack[expert - start, rows] = files.read(tensor)
+        return stack
 
-    return Source(shapes={tensor: part_shape(shape, index) for tensor, index in parts.items()}, read=read)
+    shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
+    return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows)
 
 
 def part_shape(shape: Shape, index: Index) -> Shape:
@@ -97,7 +106,11 @@ def _expanded(name: str, shape: Shape) -> Source:
     E, in_features, out_features = shape
     scales = (E, out_features, in_features // BLOCK)
     shapes = {f"{name}_blocks": (*scales, BLOCK // 2), f"{name}_scales": scales}
-    return Source(shapes=shapes, read=partial(read_expanded, name=name))
+
+    def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
+        return _expand(*(files.read_rows(part, start, stop) for part in shapes))
+
+    return Source(shapes=shapes, read=partial(read_expanded, name=name), read_rows=read_rows)
 
 
 def read_expanded(files: TensorFiles, name: str) -> jax.Array:

@@ -76,7 +76,11 @@ def _with_parameters(config: DecoderConfig, dtype, place: Place | None, fill: Fi
             array = quantise_matrix(array, config.quantise)
         return jax.device_put(array, place and place(name, array))
 
-    return set_parameters(model, fill(abstract_parameters(model), put))
+    specs = abstract_parameters(model)
+    if place is not None:
+        parts = {name: place(name, spec) for name, spec in specs.items() if name not in quantised}
+        specs |= {name: specs[name].update(sharding=sharding) for name, sharding in parts.items()}
+    return set_parameters(model, fill(specs, put))
 
 
 def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, std: float, key: jax.Array) -> dict[str, Any]:

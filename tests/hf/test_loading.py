@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
-from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
+from jaxglue.hf.experts import find_source
+from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.memory.transfer import PINNED, pinned_host
 from jaxglue.models import config_from_hf
@@ -94,3 +96,17 @@ def test_adapter_that_does_not_fit_is_refused_by_name(tmp_path, old, new, messag
     save_adapter(tmp_path / "other", {name.replace(old, new): array for name, array in tensors.items()}, config, "x")
     with pytest.raises(ValueError, match=message):
         add_adapter(load_model(GOLDENS / "qwen3_tied"), tmp_path / "other")
+
+
+def test_only_the_rows_that_are_needed_are_read(tmp_path):
+    raw = {**RAW, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    whole = parameters(random_model(config_from_hf(raw), dtype=jnp.float32))
+    save_tensors(tmp_path / "stacked", whole)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(raw))
+    save_model(tmp_path / "split", whole, tmp_path / "base")  # a tensor for each expert
+    for folder in ("stacked", "split"):
+        files = open_checkpoint(tmp_path / folder)
+        for name in ("model.embed_tokens.weight", "model.layers.1.mlp.experts.gate_up_proj"):
+            rows = find_source(files, name, whole[name].shape).read_rows(files, 1, 3)
+            np.testing.assert_array_equal(rows, whole[name][1:3])
