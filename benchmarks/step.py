@@ -129,7 +129,7 @@ def executor_step(args, work, structure, trainable, frozen, batch):
 def whole_step(args, work, structure, trainable, frozen, batch):
     """The whole step as one program, with XLA's own handling of the policy: layers unrolled or scanned."""
     policy = parse_policy(args.remat[0])
-    ends = EndFunctions(structure, work.config, dtype=work.dtype, attention="auto")
+    ends = EndFunctions(structure, work.config, dtype=work.dtype, attention="auto", jit=jax.jit)
 
     def apply(train, froze, x, context):
         return merge_module(structure.layers[0], train, froze)(x, context)

@@ -1,7 +1,8 @@
 """Blocks that the model families share. Parameters carry Hugging Face's names and shapes."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,25 @@ def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None
     """x·Wᵀ without a transposed copy of the weight among the residuals; in x's dtype unless `dtype` is given."""
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=dtype or x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def fan_out(x: Float[Array, "*B in"], count: int) -> tuple[Float[Array, "*B in"], ...]:
+    """x for each of its users. Their gradients are added one by one, each matmul to the sum of those before it.
+
+    XLA gives a sum to the first operand that is a matmul to form; JAX adds in an order in which it often cannot.
+    """
+    return (x,) * count
+
+
+def _add_up(count: int, _, gradients):
+    total, *others = gradients
+    for gradient in others:
+        total = gradient + total
+    return (total,)
+
+
+fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _add_up)
 
 
 class Linear(nnx.Module):
@@ -59,21 +79,48 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Applies the projection and its adapter."""
-        weight: Any = self.weight.get_value()
-        y = project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
-        if self.bias is not None:
-            y += self.bias[...].astype(x.dtype)
-        if self.lora_A is None or self.lora_B is None:
-            return y
-        hidden = checkpoint_name(project(self._dropout(x, context), self.lora_A[...]), names.LORA_HIDDEN)
-        return y + project(hidden, self.lora_scale * self.lora_B[...])
+        return project_together((self,), x, context)[0]
 
-    def _dropout(self, x, context: LayerContext):
+    def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """x·Wᵀ alone."""
+        weight: Any = self.weight.get_value()
+        return project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
+
+    def drop(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T in"]:
+        """The adapter's input: x, or in training what its own dropout leaves of it."""
         if self.lora_dropout == 0.0 or context.dropout_key is None:
             return x
         key = jax.random.fold_in(context.dropout_key, self.dropout_salt)
         keep = jax.random.bernoulli(key, 1.0 - self.lora_dropout, x.shape)
         return jnp.where(keep, x / (1.0 - self.lora_dropout), 0).astype(x.dtype)
+
+
+def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], context: LayerContext) -> list[Array]:
+    """What linear layers make of one x; their adapters read it once, in one matmul to the ranks of all of them.
+
+    An adapter's second matrix is padded with zeros to all ranks, and its product is what the large matmul adds to.
+    """
+    ranks = [0 if linear.lora_A is None else linear.lora_A.shape[0] for linear in linears]
+    x, *copies = fan_out(x, 1 + len(linears))
+    hidden = fan_out(_project_to_ranks(linears, x, context), len(linears)) if any(ranks) else ()
+    outputs = []
+    for index, linear in enumerate(linears):
+        y = linear.base(copies[index])
+        if linear.lora_B is not None:
+            columns = ((0, 0), (sum(ranks[:index]), sum(ranks[index + 1 :])))
+            y += project(hidden[index], jnp.pad(linear.lora_scale * linear.lora_B[...], columns))
+        outputs.append(y if linear.bias is None else y + linear.bias[...].astype(x.dtype))
+    return outputs
+
+
+def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"]:
+    """dropout(x)·Aᵀ of every adapter, one after the other along the last axis."""
+    adapters = [(linear, linear.lora_A[...]) for linear in linears if linear.lora_A is not None]
+    if context.dropout_key is None or not any(linear.lora_dropout for linear, _ in adapters):
+        hidden = project(x, jnp.concatenate([A for _, A in adapters]))
+    else:
+        hidden = jnp.concatenate([project(linear.drop(x, context), A) for linear, A in adapters], axis=-1)
+    return checkpoint_name(hidden, names.LORA_HIDDEN)
 
 
 def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
@@ -129,9 +176,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Projects, rotates, attends and projects back."""
-        q = self._heads(checkpoint_name(self.q_proj(x, context), names.QUERY))
-        k = self._heads(checkpoint_name(self.k_proj(x, context), names.KEY))
-        v = self._heads(checkpoint_name(self.v_proj(x, context), names.VALUE))
+        projected = project_together((self.q_proj, self.k_proj, self.v_proj), x, context)
+        q, k, v = (
+            self._heads(checkpoint_name(y, name))
+            for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
+        )
         q, k = context.rotate(q, k, self._head_norms())
         sinks = None if self.sinks is None else self.sinks[...]
         out = context.attend(q, k, v, window=self.window, sinks=sinks)
@@ -158,8 +207,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Applies the feed-forward."""
-        gate = checkpoint_name(self.gate_proj(x, context), names.GATE)
-        up = checkpoint_name(self.up_proj(x, context), names.UP)
+        gate, up = project_together((self.gate_proj, self.up_proj), x, context)
+        gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         return self.down_proj(jax.nn.silu(gate) * up, context)
 
 

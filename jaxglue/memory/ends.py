@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jaxglue.compiler import jit_step
 from jaxglue.data.batch import Batch
 from jaxglue.losses import linear_cross_entropy
 from jaxglue.memory.layer import add_trees
@@ -19,7 +20,10 @@ from jaxglue.sharding.layout import WHOLE, Layout
 
 
 class EndFunctions:
-    """Compiled functions around the stack of layers; every tree argument is the whole model's."""
+    """Compiled functions around the stack of layers; every tree argument is the whole model's.
+
+    `jit` compiles each; `jax.jit` where they are to be parts of a larger program.
+    """
 
     def __init__(
         self,
@@ -30,15 +34,16 @@ class EndFunctions:
         attention: str,
         router_losses: RouterLosses | None = None,
         layout: Layout = WHOLE,
+        jit=jit_step,
     ):
         self._layout = layout
         self._router_losses = router_losses
         self._structure, self._config, self._dtype, self._attention = structure, config, dtype, attention
         self.head_parts = ("norm", "embed_tokens" if structure.lm_head is None else "lm_head")
-        self._enter = jax.jit(self._embed_and_rope)
-        self._embed_backward = jax.jit(self._embed_gradients, donate_argnames="accumulated")
-        self._head_loss = jax.jit(self._loss)
-        self._head_backward = jax.jit(self._loss_and_gradients, donate_argnames=("x", "accumulated"))
+        self._enter = jit(self._embed_and_rope)
+        self._embed_backward = jit(self._embed_gradients, donate_argnames="accumulated")
+        self._head_loss = jit(self._loss)
+        self._head_backward = jit(self._loss_and_gradients, donate_argnames=("x", "accumulated"))
         self.functions = (self._enter, self._embed_backward, self._head_loss, self._head_backward)
 
     def enter(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxglue.compiler import jit_step
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import Tree, merge_module
@@ -44,9 +45,9 @@ class LayerFunctions:
     def __init__(self, graph, policy: RematPolicy, layout: Layout = WHOLE):
         self._graph, self._layout = graph, layout
         self.policy = policy
-        self.forward = jax.jit(self._forward)
-        self.backward = jax.jit(self._backward, donate_argnames=("dy", "accumulated"))
-        self.apply = jax.jit(self._apply)
+        self.forward = jit_step(self._forward)
+        self.backward = jit_step(self._backward, donate_argnames=("dy", "accumulated"))
+        self.apply = jit_step(self._apply)
 
     def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
         """(y, the next layer's parameters)."""

@@ -23,7 +23,7 @@ LAYER_VALUES = {
     ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]",
     GATE: "the gate projection of the feed-forward [B, T, F]",
     UP: "the up projection of the feed-forward [B, T, F]",
-    LORA_HIDDEN: "the adapters' inputs projected to their rank, one for every adapter [B, T, R]",
+    LORA_HIDDEN: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
     ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",
     EXPERT_GATE_UP: "the gate and up projections of the experts, in the experts' order [B·T·X, 2F]",
 }

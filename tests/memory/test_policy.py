@@ -75,9 +75,9 @@ def residuals_of(split_parts, random_batch):
     def make(policy: str):
         parts, batch = split_parts("lora"), random_batch([[5, 1, 7], [12]], 14)
         executor = parts.executor(policy)
-        x, contexts = jax.eval_shape(lambda: executor._ends.enter(parts.trainable, parts.frozen, batch, None))
+        x, contexts = executor._ends.enter(parts.trainable, parts.frozen, batch, None)
         layers = parts.trainable["layers"][0], parts.frozen["layers"][0]
-        return jax.eval_shape(executor._layers[0].forward, *layers, x, contexts[0])[1]
+        return jax.eval_shape(executor._layers[0]._forward, *layers, x, contexts[0])[1]
 
     return make
 
@@ -88,7 +88,7 @@ def test_residuals_hold_what_the_policy_names_and_no_weights(residuals_of, split
     assert not weights & {value.shape for values in sizes.values() for value in values}
     assert sizes["full"] == []
     heads, kv_heads, wide, model = (2, 14, 64), (2, 14, 32), (2, 14, 48), (2, 14, 32)
-    adapters = [(2, 14, 4)] * 7
+    adapters = [(2, 14, 12), (2, 14, 4), (2, 14, 8), (2, 14, 4)]  # of query, key and value; output; gate and up; down
     expected = [heads, kv_heads, kv_heads, (2, 14, 4, 16), model, wide, wide, *adapters]
     assert sorted(value.shape for value in sizes["dots"]) == sorted(expected)
     assert sum(value.size for value in sizes["none"]) > sum(value.size for value in sizes["dots"])

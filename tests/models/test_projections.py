@@ -1,0 +1,92 @@
+"""Projections of one input and their adapters, computed together."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxglue.compiler import LIBRARY_MATMULS
+from jaxglue.models.context import PackedContext
+from jaxglue.models.layers import Linear, project_together
+
+RANKS = (3, None, 5)
+OUT = (12, 4, 8)
+
+
+@pytest.fixture
+def linears():
+    """Three linear layers of one input; the second has no adapter, the third a bias."""
+    made, rngs = [], nnx.Rngs(0)
+    for out, rank in zip(OUT, RANKS, strict=True):
+        linear = Linear(16, out, bias=out == OUT[2], std=0.2, dtype=jnp.float32, rngs=rngs)
+        if rank:
+            linear.add_lora(rank=rank, scale=0.5, dropout=0.1, name=str(out), rngs=rngs)
+            linear.lora_B = nnx.LoRAParam(jax.random.normal(rngs.params(), (out, rank)))
+        made.append(linear)
+    made[2].bias = nnx.Param(jnp.arange(8.0))
+    return made
+
+
+def context(key=None):
+    return PackedContext(segments=None, cos=None, sin=None, dropout_key=key)
+
+
+def by_definition(linear, x):
+    y = x @ linear.weight[...].T
+    if linear.lora_A is not None:
+        y += 0.5 * (x @ linear.lora_A[...].T) @ linear.lora_B[...].T
+    return y if linear.bias is None else y + linear.bias[...]
+
+
+def outputs_and_gradients(linears, x, function):
+    """Those of a list of outputs, the gradients to x and to all parameters."""
+    graph, state = nnx.split(linears)
+    outputs, pull = jax.vjp(lambda state, x: function(nnx.merge(graph, state), x), state, x)
+    return outputs, pull([jnp.cos(y) for y in outputs])
+
+
+def test_outputs_and_gradients_are_those_of_the_definition(linears):
+    x = jax.random.normal(jax.random.key(1), (2, 7, 16))
+    got = outputs_and_gradients(linears, x, lambda linears, x: project_together(linears, x, context()))
+    expected = outputs_and_gradients(linears, x, lambda linears, x: [by_definition(linear, x) for linear in linears])
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_adapter_has_a_dropout_of_its_own(linears):
+    x = jax.random.normal(jax.random.key(1), (2, 7, 16))
+    dropping = context(jax.random.key(2))
+    together = project_together(linears, x, dropping)
+    chex.assert_trees_all_close(together, [linear(x, dropping) for linear in linears], rtol=1e-5, atol=1e-5)
+    same = [bool(jnp.allclose(a, b)) for a, b in zip(together, project_together(linears, x, context()), strict=True)]
+    assert same == [False, True, False]
+
+
+def test_matmuls_add_to_each_other_on_a_gpu(h200):
+    """What is as large as x or an output is written by matmuls alone."""
+    M, D = 1024, 512
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+
+    def build():
+        made, rngs = [Linear(D, 256, bias=False, std=1.0, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)) for _ in "qkv"], None
+        for linear in made:
+            linear.add_lora(rank=16, scale=1.0, dropout=0.0, name="", rngs=rngs or nnx.Rngs(0))
+        return nnx.split(made, nnx.LoRAParam, ...)
+
+    graph, adapters, weights = nnx.eval_shape(build)
+
+    def step(adapters, weights, x, dy):
+        y, pull = jax.vjp(
+            lambda adapters, x: project_together(nnx.merge(graph, adapters, weights), x, context()), adapters, x
+        )
+        return y, pull(dy)
+
+    trees = jax.tree.map(lambda leaf: shaped(*leaf.shape, dtype=leaf.dtype), (adapters, weights))
+    lowered = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*trees, shaped(1, M, D), [shaped(1, M, 256)] * 3)
+    text = lowered.compile().as_text()
+    assert not re.search(r"bf16\[(1,)?1024,(512|256)\]\S* (fusion|add)\(", text[text.index("ENTRY") :])
+    assert text.count("__cublas$lt$matmul") == 3 + 3 + 1 + 3 + 1 + 3 + 1 + 3  # three, or one, of each kind
