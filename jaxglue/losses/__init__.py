@@ -1,5 +1,6 @@
 """Cross-entropy fused with the output projection: the logits of one chunk of tokens exist at a time."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,6 +9,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from jaxglue.attention.backends import compute_capability
+from jaxglue.backends import why_not_triton
+
+__all__ = ["CrossEntropy", "chunk_size", "linear_cross_entropy", "reference_cross_entropy"]
+
+CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
+"""(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`."""
+
 LOGITS_BYTES = 512 * 2**20
 """Memory that the float32 logits of a chunk may take."""
 
@@ -15,6 +24,30 @@ LOGITS_BYTES = 512 * 2**20
 def chunk_size(vocab_size: int) -> int:
     """Tokens in a chunk: the largest power of two whose logits fit `LOGITS_BYTES`."""
     return 1 << max(LOGITS_BYTES // (4 * vocab_size), 1).bit_length() - 1
+
+
+def _losses(logits, targets) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    """(cross-entropy, log-sum-exp) of every token."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    return lse - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], lse
+
+
+def reference_cross_entropy(logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
+    """`CrossEntropy` as XLA computes it, in three passes over the logits."""
+    losses, lse = _losses(logits, targets)
+    is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
+    dlogits = (jnp.exp(logits - lse[:, None]) - is_target) * weights[:, None]
+    return weights * losses, dlogits.astype(dtype)
+
+
+def _backend(dtype) -> CrossEntropy:
+    """Ours on GPUs, which needs two passes; imported here, for only GPU installations have what it needs."""
+    capability = compute_capability()
+    if capability is None or why_not_triton(dtype, capability):
+        return reference_cross_entropy
+    from jaxglue.losses.triton import TritonCrossEntropy
+
+    return TritonCrossEntropy(compute_capability=10 * capability[0] + capability[1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -49,20 +82,16 @@ def _scan_chunks(x, weight, targets, loss_weights, chunk, *, wants_x: bool, want
         jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1)).reshape(-1, chunk, *array.shape[1:])
         for array in (x, targets, loss_weights)
     ]
-    w = weight.astype(x.dtype)
+    w, cross_entropy = weight.astype(x.dtype), _backend(x.dtype)
 
     def step(carry, inputs):
         loss, dweight = carry
         x_chunk, target, token_weight = inputs
         logits = lax.dot_general(x_chunk, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        loss += jnp.sum(token_weight * (lse - picked))
         if not (wants_x or wants_weight):
-            return (loss, dweight), None
-        is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == target[:, None]
-        dlogits = (jnp.exp(logits - lse[:, None]) - is_target) * token_weight[:, None]
-        dlogits = dlogits.astype(x.dtype)
+            return (loss + jnp.sum(token_weight * _losses(logits, target)[0]), dweight), None
+        losses, dlogits = cross_entropy(logits, target, token_weight, x.dtype)
+        loss += jnp.sum(losses)
         if wants_weight:
             dweight += lax.dot_general(dlogits, x_chunk, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return (loss, dweight), dlogits @ w if wants_x else None
