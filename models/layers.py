@@ -26,6 +26,27 @@ def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None
     return jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=dtype or x.dtype)
 
 
+@jax.custom_vjp
+def project_adapter(x: Float[Array, "*B in"], matrix: Float[Array, "out in"]) -> Float[Array, "*B out"]:
+    """`project` by a float32 matrix, whose gradient is not rounded to x's dtype on the way."""
+    return project(x, matrix)
+
+
+def _project_adapter_forward(x, matrix):
+    matrix = matrix.astype(x.dtype)
+    return project(x, matrix), (x, matrix)
+
+
+def _project_adapter_backward(residuals, dy):
+    x, matrix = residuals
+    tokens = tuple(range(x.ndim - 1))
+    gradient = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
+    return dy @ matrix, gradient
+
+
+project_adapter.defvjp(_project_adapter_forward, _project_adapter_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: Float[Array, "*B in"], count: int) -> tuple[Float[Array, "*B in"], ...]:
     """x for each of its users. Their gradients are added one by one, each matmul to the sum of those before it.
@@ -108,7 +129,7 @@ def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], conte
         y = linear.base(copies[index])
         if linear.lora_B is not None:
             columns = ((0, 0), (sum(ranks[:index]), sum(ranks[index + 1 :])))
-            y += project(hidden[index], jnp.pad(linear.lora_scale * linear.lora_B[...], columns))
+            y += project_adapter(hidden[index], jnp.pad(linear.lora_scale * linear.lora_B[...], columns))
         outputs.append(y if linear.bias is None else y + linear.bias[...].astype(x.dtype))
     return outputs
 
@@ -117,9 +138,9 @@ def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Fl
     """dropout(x)·Aᵀ of every adapter, one after the other along the last axis."""
     adapters = [(linear, linear.lora_A[...]) for linear in linears if linear.lora_A is not None]
     if context.dropout_key is None or not any(linear.lora_dropout for linear, _ in adapters):
-        hidden = project(x, jnp.concatenate([A for _, A in adapters]))
+        hidden = project_adapter(x, jnp.concatenate([A for _, A in adapters]))
     else:
-        hidden = jnp.concatenate([project(linear.drop(x, context), A) for linear, A in adapters], axis=-1)
+        hidden = jnp.concatenate([project_adapter(linear.drop(x, context), A) for linear, A in adapters], axis=-1)
     return checkpoint_name(hidden, names.LORA_HIDDEN)
 
 
