@@ -4,6 +4,7 @@ import logging
 import os
 
 from jaxglue.cli import parse_config, user_errors
+from jaxglue.distributed import find_launch, join_processes
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
@@ -14,8 +15,9 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig)
-    with user_errors():
-        train(config, timer=StartupTimer.since_process_start())
+    timer = StartupTimer.since_process_start()
+    with user_errors(), join_processes(find_launch(config.distributed, os.environ)) as processes:
+        train(config, timer=timer, processes=processes)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jaxglue.hf.bitsandbytes import QuantisedReader, quantization_config, stored_specs
@@ -103,6 +104,7 @@ def save_model(
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    write: bool = True,
 ) -> None:
     """Writes a complete model folder from parameters in memory.
 
@@ -112,6 +114,7 @@ def save_model(
         base: the folder whose config.json and tokenizer belong to them.
         dtype: of the written tensors, cast one by one; by default each keeps its own.
         max_shard_bytes: size at which a new file is begun.
+        write: False on those of several processes that have a part of the tensors to give, but do not write.
 
     Raises:
         OSError: the disk is full, ….
@@ -123,13 +126,17 @@ def save_model(
     }
 
     @lru_cache(maxsize=1)  # the experts of a layer follow one another
-    def on_host(parameter: str) -> np.ndarray:
-        return np.asarray(tensors[parameter].astype(dtype or tensors[parameter].dtype))
+    def whole(parameter: str) -> np.ndarray:
+        return on_host(tensors[parameter].astype(dtype or tensors[parameter].dtype))
 
     def read(name: str) -> np.ndarray:
         parameter, index = places[name]
-        return on_host(parameter)[index]
+        return whole(parameter)[index]
 
+    if not write:
+        for name in specs:
+            read(name)
+        return
     with atomic_folder(Path(folder), replace=True) as temporary:
         _copy_files(base, temporary, specs)
         write_shards(temporary, specs, read, max_shard_bytes)
@@ -170,6 +177,13 @@ def quantise_folder(
         described = read_config(temporary) | {"quantization_config": quantization_config(how)}
         write_json(temporary / "config.json", described)
         write_shards(temporary, specs, QuantisedReader(quantise, parts, files.read), max_shard_bytes)
+
+
+def on_host(tensor: jax.Array) -> np.ndarray:
+    """The whole of an array; all processes that have parts of it must ask."""
+    if tensor.is_fully_addressable or tensor.is_fully_replicated:
+        return np.asarray(tensor)
+    return np.asarray(multihost_utils.process_allgather(tensor, tiled=True))
 
 
 def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:

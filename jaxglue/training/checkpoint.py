@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Self
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from jaxglue.distributed import ALONE, Processes
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,16 +48,18 @@ class _LastAndBest:
 class Checkpoints:
     """The checkpoints of one run, in a folder of their own; closing it, or leaving its context, finishes the last."""
 
-    def __init__(self, folder: Path, *, fingerprint: Mapping[str, Any], keep: int = 2):
+    def __init__(self, folder: Path, *, fingerprint: Mapping[str, Any], keep: int = 2, processes: Processes = ALONE):
         """Opens the folder and removes what an interrupted save left there.
 
         Args:
             folder: made if missing.
             fingerprint: JSON values that a resumed run must share: model, data, seed, ….
             keep: how many of the latest checkpoints to keep, beside the one with the lowest eval loss.
+            processes: those of the run; each writes its own part of the arrays, and all call every method alike.
         """
         self._folder = folder.absolute()
         self._fingerprint = dict(fingerprint)
+        self._processes = processes
         self._saving: int | None = None
         self._preserved = _LastAndBest(keep)
         options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, preservation_policy=self._preserved)
@@ -135,23 +139,28 @@ class Checkpoints:
         self.close()
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-        """One part of a checkpoint, or None with a warning.
+        """One part of a checkpoint, or None, on every process, with a warning.
 
         Orbax raises a plain `Exception` for array data that is cut short. Running out of memory is no damage.
         """
+        found, reason = None, None
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+            found = self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
         except (RuntimeError, MemoryError):
             raise
         except Exception as error:
-            folder = self._folder / str(step)
-            _log.warning("checkpoint %s is damaged, trying the one before: %s", folder, _reason(error))
+            reason = _reason(error)
+        reasons = list(filter(None, self._processes.exchange(reason)))
+        if not reasons:
+            return found
+        _log.warning("checkpoint %s is damaged, trying the one before: %s", self._folder / str(step), reasons[0])
         gc.collect()  # the reads that Orbax abandoned log their own errors when they are collected
         return None
 
     def _set_aside(self, steps: list[int]) -> None:
-        for step in steps:
-            (self._folder / str(step)).rename(self._folder / f"{step}.damaged")
+        with self._processes.first_ahead():
+            for step in steps if self._processes.first else ():
+                (self._folder / str(step)).rename(self._folder / f"{step}.damaged")
         if steps:
             self._manager.reload()
 

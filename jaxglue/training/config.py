@@ -1,6 +1,6 @@
 """What a training run is told: every field is a flag and a key of a recipe."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxglue.attention import BACKENDS
 from jaxglue.data import DataConfig
+from jaxglue.distributed import DistributedConfig
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.policy import check_remat
 from jaxglue.models.context import RouterLosses
@@ -143,8 +144,14 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: answering reads them for every token")
+
+    @property
+    def shared(self) -> "TrainConfig":
+        """What is the same for every process of the run, and for those of one that resumes it."""
+        return replace(self, distributed=DistributedConfig())

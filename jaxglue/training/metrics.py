@@ -55,6 +55,19 @@ class MetricsWriter:
         return Event(wall_time=self._clock(), step=step, **content)
 
 
+class NoMetrics(MetricsWriter):
+    """For processes that leave the writing to process 0."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "metrics.jsonl"
+
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; one that a crash cut short, which only the last can be, is passed over."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []

@@ -5,12 +5,17 @@ import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from jaxglue.distributed import Processes
+
 _LOCK = ".jaxglue-run"
 """Marks a run folder, names its process and is locked while that lives; the system frees the lock after a crash."""
+_SHARED_SECONDS = 15
+"""How long another host may take to see what process 0 wrote."""
 
 
 @contextlib.contextmanager
@@ -34,6 +39,36 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
         if overwrite:
             _clear(path)
         yield path
+
+
+@contextlib.contextmanager
+def shared_output_folder(path: Path, processes: Processes, *, resume: bool, overwrite: bool) -> Iterator[Path]:
+    """`output_folder` for a run of several processes: process 0 takes it over, and the others see that it did.
+
+    Raises:
+        ValueError: likewise, or the folder is not shared by all hosts.
+    """
+    with contextlib.ExitStack() as held:
+        if processes.first:
+            held.enter_context(output_folder(path, resume=resume, overwrite=overwrite))
+        owner = processes.exchange((path / _LOCK).read_text() if processes.first else None)[0]
+        seen = processes.exchange(_wait_for(path / _LOCK, owner))
+        if missing := [str(index) for index, is_there in enumerate(seen) if not is_there]:
+            raise ValueError(
+                f"output folder {path} of process 0 is not that of process {', '.join(missing)}: "
+                "name one on a file system that all hosts share"
+            )
+        yield path
+
+
+def _wait_for(path: Path, content: str) -> bool:
+    """Whether the file has this content, on a network file system perhaps a little later."""
+    for _ in range(_SHARED_SECONDS):
+        with contextlib.suppress(OSError):
+            if path.read_text() == content:
+                return True
+        time.sleep(1)
+    return False
 
 
 def _check_contents(path: Path, *, resume: bool, overwrite: bool) -> None:

@@ -15,14 +15,19 @@ from jaxglue.training.setup import Setup
 class Samples:
     """The sample prompts of a run; prints their answers and appends them to `samples.jsonl`."""
 
-    def __init__(self, setup: Setup, structure: ModelStructure, folder: Path, console: Console):
+    def __init__(self, setup: Setup, structure: ModelStructure, folder: Path | None, console: Console):
         """Encodes the prompts.
+
+        Args:
+            setup, structure: of the run.
+            folder: where `samples.jsonl` is; None where another process writes it.
+            console: where to print.
 
         Raises:
             ValueError: the tokenizer has no chat template, or it refuses a prompt.
         """
         model, run = setup.config.model, setup.config.run
-        self._tokenizer, self._console, self._path = setup.tokenizer, console, folder / "samples.jsonl"
+        self._tokenizer, self._console, self._path = setup.tokenizer, console, folder and folder / "samples.jsonl"
         self._prompts = {prompt: encode_prompt(setup.tokenizer, prompt) for prompt in run.sample_prompt}
         self._stops = stop_tokens(setup.tokenizer)
         self._generator = Generator(structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
@@ -34,6 +39,7 @@ class Samples:
             stream = self._generator.stream(trainable, frozen, tokens, self._sampling, self._stops)
             answer = "".join(stream_text(self._tokenizer, stream))
             self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
-            with self._path.open("a", encoding="utf-8") as file:
+            if self._path:
                 line = {"step": step, "prompt": prompt, "answer": answer}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.attention import AttentionShape, choose_backend, compute_capability
 from jaxglue.cli import as_dict
 from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenizer, prepare_data
+from jaxglue.distributed import ALONE, Processes
 from jaxglue.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.lora import add_lora
@@ -162,8 +163,12 @@ class Setup:
         return choose_backend(shape, backend=self.config.model.attention, capability=compute_capability())
 
 
-def prepare(config: TrainConfig) -> Setup:
+def prepare(config: TrainConfig, processes: Processes = ALONE) -> Setup:
     """Reads and checks model folder, tokenizer and data; loads no weights.
+
+    Args:
+        config: the run.
+        processes: those of the run; process 0 tokenises, the others find the tokens in the cache.
 
     Raises:
         ValueError: whatever is wrong with them, naming the file and the remedy.
@@ -177,7 +182,8 @@ def prepare(config: TrainConfig) -> Setup:
     if not config.model.random_weights:
         open_checkpoint(config.model.model)
     tokenizer = load_tokenizer(config.model.model)
-    data = prepare_data(config.data, tokenizer, model.vocab_size)
+    with processes.first_ahead():
+        data = prepare_data(config.data, tokenizer, model.vocab_size)
     run, shared = config.run, {"seq_len": config.data.seq_len, "batch_size": config.run.batch_size}
     epochs = None if run.steps else run.epochs
     batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)

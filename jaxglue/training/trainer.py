@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxglue.cli import to_toml
+from jaxglue.cli import as_dict, to_toml
 from jaxglue.data.batch import Batch
+from jaxglue.distributed import ALONE, Processes
 from jaxglue.hf.files import write_json
 from jaxglue.memory.executor import Executor
 from jaxglue.parameters import Place, Tree
@@ -22,9 +23,9 @@ from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.interrupt import Interrupt
-from jaxglue.training.metrics import MetricsWriter
+from jaxglue.training.metrics import MetricsWriter, NoMetrics
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.output import output_folder
+from jaxglue.training.output import shared_output_folder
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
 from jaxglue.training.routing import RoutingProbe
@@ -40,13 +41,19 @@ _STEPS_IN_FLIGHT = 2
 """Steps that the host may be ahead of the device: enough to keep it busy, few enough to stop soon."""
 
 
-def train(config: TrainConfig, console: Console | None = None, timer: StartupTimer | None = None) -> RunSummary | None:
+def train(
+    config: TrainConfig,
+    console: Console | None = None,
+    timer: StartupTimer | None = None,
+    processes: Processes = ALONE,
+) -> RunSummary | None:
     """Trains as configured, and writes adapter (or model), checkpoints, metrics and curve to the output folder.
 
     Args:
         config: the run.
         console: where to print; by default standard output.
         timer: of the start-up, if it began before this call.
+        processes: those of the run, each of which calls this; process 0 alone prints and writes, but for checkpoints.
 
     Returns:
         what the closing panel shows; None after a dry run or an interruption.
@@ -55,18 +62,22 @@ def train(config: TrainConfig, console: Console | None = None, timer: StartupTim
         ValueError: bad input, before the accelerator is used.
         OSError: the disk is full, ….
     """
-    console, timer = console or Console(), timer or StartupTimer()
+    console, timer = console or Console(quiet=not processes.first), timer or StartupTimer()
+    processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
     if config.run.dry_run:
-        print_panel(console, "plan (dry run: nothing is trained)", prepare(config).plan())
+        print_panel(console, "plan (dry run: nothing is trained)", prepare(config, processes).plan())
         return None
-    with output_folder(config.run.output, resume=config.run.resume, overwrite=config.run.overwrite) as folder:
-        setup = prepare(config)
+    run = config.run
+    with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
+        setup = prepare(config, processes)
+        processes.agree("model and data", setup.fingerprint)
         timer.stage("data")
         print_panel(console, "plan", setup.plan())
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        return Trainer(setup, folder, console, timer).run()
+        if processes.first:
+            (folder / "config.toml").write_text(to_toml(config.shared), encoding="utf-8")
+        return Trainer(setup, folder, console, timer, processes).run()
 
 
 class _StepResult(NamedTuple):
@@ -81,8 +92,9 @@ class _StepResult(NamedTuple):
 class Trainer:
     """One run: the model, its optimiser and where they stand."""
 
-    def __init__(self, setup: Setup, folder: Path, console: Console, timer: StartupTimer):
+    def __init__(self, setup: Setup, folder: Path, console: Console, timer: StartupTimer, processes: Processes = ALONE):
         self._setup, self._config, self._run = setup, setup.config, setup.config.run
+        self._processes = processes
         self._folder, self._console, self._timer = folder, console, timer
         self._mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
         layout = Layout(self._mesh)
@@ -102,7 +114,7 @@ class Trainer:
         self._probe = RoutingProbe(self._structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps, layout)
         self._optimizer_state = self._optimizer.init(self._trainable)
-        self._samples = Samples(setup, self._structure, folder, console)
+        self._samples = Samples(setup, self._structure, folder if processes.first else None, console)
         self._step = 0
         self._last_batch: Batch | None = None
         self._warm = False
@@ -115,11 +127,14 @@ class Trainer:
         """Trains to the end, or until an interruption, after which the run can be resumed."""
         begun = time.monotonic()
         checkpoints = Checkpoints(
-            self._folder / "checkpoints", fingerprint=self._setup.fingerprint, keep=self._run.keep_checkpoints
+            self._folder / "checkpoints",
+            fingerprint=self._setup.fingerprint,
+            keep=self._run.keep_checkpoints,
+            processes=self._processes,
         )
         with checkpoints:
             self._resume(checkpoints)
-            with MetricsWriter(self._folder, resume_step=self._step) as metrics, Interrupt() as interrupt:
+            with self._metrics() as metrics, Interrupt() as interrupt:
                 if self._step == 0:
                     self._samples.answer("before", 0, self._trainable, self._frozen)
                 self._train(checkpoints, metrics, interrupt)
@@ -127,10 +142,11 @@ class Trainer:
             self._console.print(f"saved at step {self._step}: continue with --resume", highlight=False)
             return None
         self._samples.answer("after", self._step, self._trainable, self._frozen)
-        save_loss_curve(metrics.path, self._folder / "loss.png")
-        result = export_result(self._setup, self._trainable, self._folder)
+        result = export_result(self._setup, self._trainable, self._folder, write=self._processes.first)
         summary = self._summarise(result, metrics.path, time.monotonic() - begun)
-        write_json(self._folder / "summary.json", summary_json(summary))
+        if self._processes.first:
+            save_loss_curve(metrics.path, self._folder / "loss.png")
+            write_json(self._folder / "summary.json", summary_json(summary))
         print_panel(self._console, "done", summary_rows(summary))
         return summary
 
@@ -139,12 +155,13 @@ class Trainer:
         in_flight: deque[_StepResult] = deque()
         total, stop = self._setup.total_steps, False
         save_every = self._run.save_every or self._eval_every
-        profiler = StepProfiler(self._folder / "profile", first=self._step + 4, count=self._run.profile)
+        profiled = self._run.profile if self._processes.first else 0
+        profiler = StepProfiler(self._folder / "profile", first=self._step + 4, count=profiled)
         with TrainingProgress(total, first_step=self._step, console=self._console) as progress, profiler:
             while self._step < total and not stop:
                 profiler.before(self._step + 1)
                 in_flight.append(self._dispatch_step())
-                stop = interrupt.requested
+                stop = self._must_stop(interrupt)
                 evaluate = self._observes and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
                 drain = evaluate or save or self._is_log_due(self._step) or not self._warm
@@ -154,6 +171,15 @@ class Trainer:
                     eval_loss = self._evaluate(metrics, progress) if evaluate else None
                     if save:
                         self._save(checkpoints, eval_loss)
+
+    def _metrics(self) -> MetricsWriter:
+        return MetricsWriter(self._folder, resume_step=self._step) if self._processes.first else NoMetrics(self._folder)
+
+    def _must_stop(self, interrupt: Interrupt) -> bool:
+        """Whether any process was asked to; several processes compare at the steps that are logged."""
+        if self._processes.count > 1 and not self._is_log_due(self._step):
+            return False
+        return any(self._processes.exchange(interrupt.requested))
 
     def _dispatch_step(self) -> _StepResult:
         with self._meter.waiting():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.export import save_model
+from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
 from jaxglue.memory.ends import embeddings_to_host
@@ -46,13 +46,18 @@ def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
-def export_result(setup: Setup, trainable: Tree, folder: Path) -> Path:
-    """Writes the adapter, or the whole model, into the run's folder; returns where it is."""
+def export_result(setup: Setup, trainable: Tree, folder: Path, *, write: bool = True) -> Path:
+    """Writes the adapter, or the whole model, into the run's folder; returns where it is.
+
+    Of several processes all must call it, each having a part of the arrays; one of them writes.
+    """
     tensors, base = flatten_names(trainable), setup.config.model.model
     if setup.config.model.method == "full":
         dtype = jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16
-        save_model(folder / "model", tensors, base, dtype=dtype)
+        save_model(folder / "model", tensors, base, dtype=dtype, write=write)
         return folder / "model"
-    save_adapter(folder / "adapter", tensors, setup.config.lora, base)
-    setup.tokenizer.save_pretrained(folder / "adapter")
+    adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
+    if write:
+        save_adapter(folder / "adapter", adapter, setup.config.lora, base)
+        setup.tokenizer.save_pretrained(folder / "adapter")
     return folder / "adapter"
