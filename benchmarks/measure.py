@@ -69,11 +69,11 @@ def table(results: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def write_results(path: Path, results: list[dict]) -> None:
-    """Writes the results as JSON with GPU, versions and command."""
+def write_results(path: Path, results: list[dict], *, gpu: str | None = None) -> None:
+    """Writes the results as JSON with GPU (by default the one this process uses), versions and command."""
     installed = {distribution.name for distribution in distributions()}
     info = {
-        "gpu": jax.devices()[0].device_kind,
+        "gpu": gpu or jax.devices()[0].device_kind,
         "versions": {package: version(package) for package in PACKAGES if package in installed},
         "command": shlex.join(["python", *sys.argv]),
         "results": results,

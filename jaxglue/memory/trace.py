@@ -1,4 +1,7 @@
-"""How much of the copies between host and device is hidden under computation, read from a profiler trace."""
+"""How much of the copies between host and device, and of what GPUs tell each other, is hidden under computation.
+
+Read from a profiler trace.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,12 +33,48 @@ class CopyOverlap(NamedTuple):
         return self.hidden / copies if copies else 1.0
 
 
+class CollectiveOverlap(NamedTuple):
+    """Milliseconds, mean over the GPUs."""
+
+    collectives: float
+    """Collective operations running; waiting for a slower GPU counts."""
+    exposed: float
+    """Of these, with no other kernel running."""
+    busy: float
+    """Any kernel running."""
+
+
 def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
     """Reads the newest trace of `jax.profiler.trace(folder)`; copies of less than `shortest` ms do not count.
 
     Raises:
         ValueError: no trace, or one without a GPU.
     """
+    events = _events(folder)[0]
+    kernels = [span for name, span in events if not name.startswith("Mem")]
+    to_host, to_device = (
+        [(start, end) for name, (start, end) in events if name == kind and end - start >= shortest]
+        for kind in ("MemcpyD2H", "MemcpyH2D")
+    )
+    return overlap(to_host, to_device, kernels)
+
+
+def collective_overlap(folder: str | Path) -> CollectiveOverlap:
+    """Reads the newest trace of `jax.profiler.trace(folder)`; raises ValueError as `copy_overlap` does."""
+    gpus = [exposure(events) for events in _events(folder)]
+    return CollectiveOverlap(*(sum(values) / len(gpus) for values in zip(*gpus, strict=True)))
+
+
+def exposure(events: list[tuple[str, Span]]) -> CollectiveOverlap:
+    """The same of one GPU, from the name, start and end of everything that ran on it, in milliseconds."""
+    collectives = _union(span for name, span in events if name.startswith("nccl"))
+    others = _union(span for name, span in events if not name.startswith(("nccl", "Mem")))
+    total, hidden = _total(collectives), _intersection(collectives, others)
+    return CollectiveOverlap(collectives=total, exposed=total - hidden, busy=_total(others) + total - hidden)
+
+
+def _events(folder: str | Path) -> list[list[tuple[str, Span]]]:
+    """Name, start and end in milliseconds of every kernel and copy, for each GPU."""
     files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise ValueError(f"{folder} holds no profiler trace (*.xplane.pb)")
@@ -43,18 +82,15 @@ def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
     planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
     if not planes:
         raise ValueError(f"{files[-1]} is the trace of a program without a GPU")
-    events = [
-        (event.name, (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6))
-        for line in planes[0].lines
-        if line.name.startswith("Stream")
-        for event in line.events
+    return [
+        [
+            (event.name, (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6))
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+        for plane in planes
     ]
-    kernels = [span for name, span in events if not name.startswith("Mem")]
-    to_host, to_device = (
-        [(start, end) for name, (start, end) in events if name == kind and end - start >= shortest]
-        for kind in ("MemcpyD2H", "MemcpyH2D")
-    )
-    return overlap(to_host, to_device, kernels)
 
 
 def overlap(to_host: list[Span], to_device: list[Span], kernels: list[Span]) -> CopyOverlap:

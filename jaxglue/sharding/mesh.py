@@ -131,6 +131,22 @@ def place_batch(batches: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
 
 
+def own_rows(mesh: Mesh | None, batch_size: int) -> tuple[int, int]:
+    """(which, of how many) equal parts of a batch's rows this process's devices work on; processes may share one.
+
+    Raises:
+        ValueError: its rows are no such part, as where a process has devices of several hosts' rows.
+    """
+    if mesh is None:
+        return 0, 1
+    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    rows = sorted({row for part in slices if part for row in range(*part[0].indices(batch_size))})
+    count, rest = divmod(batch_size, len(rows))
+    if rest or rows != list(range(rows[0], rows[0] + len(rows))) or rows[0] % len(rows):
+        raise ValueError(f"the rows {rows} of {batch_size} are no part that one process can read: use another --mesh")
+    return rows[0] // len(rows), count
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """All of an array on every device."""
     return NamedSharding(mesh, PartitionSpec())

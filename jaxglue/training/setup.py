@@ -26,7 +26,7 @@ from jaxglue.parameters import ModelStructure, Tree, split_model
 from jaxglue.quant.formats import FORMATS
 from jaxglue.rowwise import choose_backend as choose_rotation_backend
 from jaxglue.sharding.layout import Layout
-from jaxglue.sharding.mesh import AUTO, MeshShape
+from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, own_rows
 from jaxglue.sharding.plan import plan_split
 from jaxglue.training.adam import MOMENT_BYTES
 from jaxglue.training.config import TrainConfig
@@ -186,12 +186,16 @@ def prepare(config: TrainConfig, processes: Processes = ALONE) -> Setup:
         data = prepare_data(config.data, tokenizer, model.vocab_size)
     run, shared = config.run, {"seq_len": config.data.seq_len, "batch_size": config.run.batch_size}
     epochs = None if run.steps else run.epochs
-    batches = BatchIterator(data.train, **shared, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs)
+    mesh, remat = choose_mesh(config, model, mean_visible_keys(data.train.lengths))
+    part, parts = own_rows(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
+    share = {"process_index": part, "process_count": parts}
+    batches = BatchIterator(
+        data.train, **shared, **share, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs
+    )
     total_steps = run.steps or batches.total_steps
     assert total_steps is not None
-    mesh, remat = choose_mesh(config, model, mean_visible_keys(data.train.lengths))
     eval_batches = (
-        EvalBatches(data.eval, **shared, max_segments=batches.max_segments) if data.eval is not None else None
+        EvalBatches(data.eval, **shared, max_segments=batches.max_segments, **share) if data.eval is not None else None
     )
     return Setup(
         config=config,
