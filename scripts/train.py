@@ -4,15 +4,15 @@ import logging
 import os
 
 from jaxglue.cli import parse_config, user_errors
-from jaxglue.distributed import find_launch, join_processes
+from jaxglue.distributed import find_launch, join_processes, visible_gpus
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
 
 
 def main() -> None:
-    # JAX would leave a quarter of the GPU unused; it reads this when it first asks for one.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    # JAX would leave a quarter of the GPU unused, and NCCL needs some; read when JAX first asks for a device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig)
     timer = StartupTimer.since_process_start()
