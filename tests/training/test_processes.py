@@ -1,0 +1,81 @@
+"""One run in two processes of their own: what the death of one does, and that nothing else differs from one process."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxglue.cli import to_toml
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.training.metrics import read_metrics
+from jaxglue.training.trainer import train
+
+NEVER = -1
+OPTIONS = {"steps": 12, "save_every": 2, "batch_size": 2, "accumulation": 2, "eval_fraction": 0.2}
+
+
+@pytest.fixture
+def run_two(tmp_path):
+    """run_two(config, flags of each process, the step before which process 1 dies) → [(exit status, stderr)] * 2."""
+    running = []
+
+    def run(config, flags=((), ()), die_before=NEVER):
+        recipe = str(tmp_path / "config.toml")
+        Path(recipe).write_text(to_toml(config.shared))
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        script = str(Path(__file__).with_name("one_process.py"))
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        for index in range(2):
+            step = die_before if index == 1 else NEVER
+            told = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(index)]
+            command = [sys.executable, script, str(step), "--config", recipe, *told, *flags[index]]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            running.append(subprocess.Popen(command, env=environment, **pipes))
+        pair = running[-2:]
+        last = pair[1].communicate(timeout=300)
+        texts = [pair[0].communicate(timeout=60 if die_before >= 0 else 300), last]  # within a minute of a death
+        assert not [line for line in texts[1][0].splitlines() if not line.startswith("[Gloo]")]  # process 0 prints
+        return [(process.returncode, text[1]) for process, text in zip(pair, texts, strict=True)]
+
+    yield run
+    for process in running:
+        process.kill()
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
+
+
+def test_a_death_is_reported_and_the_run_continues_in_any_number_of_processes(make_config, run_two, tmp_path):
+    whole = train(make_config(**OPTIONS, output=tmp_path / "whole"))
+    (status, errors), (killed, _) = run_two(make_config(**OPTIONS), die_before=7)
+    assert killed == -signal.SIGKILL
+    assert status == 1
+    assert f"error: process 1 on {socket.gethostname()}: died. This process stops too" in errors
+    assert 4 <= max(losses(tmp_path / "run")) < 12
+    shutil.copytree(tmp_path / "run", tmp_path / "alone")
+    resumed = make_config(**OPTIONS, resume=True)
+    assert [status for status, _ in run_two(resumed)] == [0, 0]
+    assert train(make_config(**OPTIONS, output=tmp_path / "alone", resume=True)).steps == 12
+    for folder in ("run", "alone"):
+        assert list(losses(tmp_path / folder)) == list(range(1, 13))
+        np.testing.assert_allclose([*losses(tmp_path / folder).values()], [*losses(tmp_path / "whole").values()], 2e-5)
+        got, expected = (load_adapter(tmp_path / name / "adapter")[1] for name in (folder, "whole"))
+        assert got.keys() == expected.keys()
+    assert whole.steps == 12
+
+
+def test_processes_that_disagree_both_say_where(make_config, run_two):
+    config = make_config(**OPTIONS)
+    results = run_two(config, flags=((), ("--learning-rate", "0.5")))
+    for status, errors in results:
+        assert status == 1
+        assert "the processes disagree on the configuration:" in errors
+        assert "  optimizer.learning_rate: 0.01 on process 0, 0.5 on process 1" in errors
