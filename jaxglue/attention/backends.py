@@ -61,7 +61,7 @@ def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | No
     """
     if device is None and (planned := _planned_capability.get()) is not None:
         return planned
-    device = device or jax.devices()[0]
+    device = device or jax.local_devices()[0]
     if device.platform not in ("gpu", "cuda"):
         return None
     major, minor = device.compute_capability.split(".")

@@ -18,6 +18,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
 from jaxglue.quant.formats import Quantise, Quantised, is_quantised, quantise_matrix
+from jaxglue.sharding.mesh import put_whole
 
 Place = Callable[[str, Any], Any]
 """Where the parameter of this Hugging Face name and value goes: a sharding, or one for each of its parts where it is
@@ -74,7 +75,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Place | None, fill: Fi
     def put(name: str, array) -> jax.Array | Quantised:
         if name in quantised and not is_quantised(array):
             array = quantise_matrix(array, config.quantise)
-        return jax.device_put(array, place and place(name, array))
+        return put_whole(array, place and place(name, array))
 
     specs = abstract_parameters(model)
     if place is not None:

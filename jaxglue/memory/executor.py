@@ -88,7 +88,7 @@ class Executor:
         self._stream_weights, self._prefetch_depth, self._run_ahead = stream_weights, prefetch_depth, run_ahead
         self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
         if self._uses_host:
-            transfer.check_pinned_memory(jax.devices()[0])
+            transfer.check_pinned_memory(jax.local_devices()[0])
         self._zeros = jax.jit(layout.zeros)
         self._add_up = jax.jit(layout.add_up, static_argnames="prefix")
         self._total = jax.jit(jnp.sum, out_shardings=layout.sharding(PartitionSpec()))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import hf_name
 from jaxglue.sharding.device import ROWS, per_device, share
+from jaxglue.sharding.mesh import put_whole
 
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
@@ -86,7 +87,7 @@ class Layout:
 
     def put(self, tree: Any) -> Any:
         """The parameters in their places on the mesh."""
-        return jax.device_put(tree, self.shardings(self.stored(tree))) if self.mesh else tree
+        return put_whole(tree, self.shardings(self.stored(tree))) if self.mesh else tree
 
     def constrain(self, tree: Any, prefix: str = "") -> Any:
         """In a program of all devices: the parameters, or optimiser states, made in their places."""

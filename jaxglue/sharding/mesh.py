@@ -131,6 +131,13 @@ def place_batch(batches: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
 
 
+def put_whole(tree: Any, shardings: Any) -> Any:
+    """Arrays that every process has whole, in their places: no process waits for another, as `jax.device_put` would."""
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]), tree, shardings)
+
+
 def own_rows(mesh: Mesh | None, batch_size: int) -> tuple[int, int]:
     """(which, of how many) equal parts of a batch's rows this process's devices work on; processes may share one.
 

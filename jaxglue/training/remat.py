@@ -67,7 +67,7 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
     )
     limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
     host_memory = pinned_memory(psutil.virtual_memory().available, limit)
-    planner = Planner(workload, device_gpu(jax.devices()[0]).limited(config.model.memory_limit))
+    planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
     plan = planner.resolve(remat, stream_weights=_STREAM[config.model.weights], host_memory=host_memory)
     text = f"{plan.remat}{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, text=text)

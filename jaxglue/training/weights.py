@@ -42,7 +42,7 @@ def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
     shardings = layout.place(name, value)
     if not name.startswith("model.layers."):
         return shardings
-    pinned = pinned_host(jax.devices()[0])
+    pinned = pinned_host(jax.local_devices()[0])
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
