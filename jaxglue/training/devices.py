@@ -1,9 +1,11 @@
 """How a run is spread over its devices, and what its layers keep there: decided before the weights are loaded."""
 
 import math
+from dataclasses import replace
 
 import jax
 
+from jaxglue.distributed import Processes
 from jaxglue.models.config import DecoderConfig
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.config import TrainConfig
@@ -34,6 +36,24 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
         except ValueError:
             continue
     return last, choose_remat(config, model, visible_keys, last)
+
+
+def agree_on_mesh(
+    config: TrainConfig, model: DecoderConfig, visible_keys: float, processes: Processes
+) -> tuple[MeshShape, RematChoice]:
+    """What `choose_mesh` chose on process 0, on every process: all must run the same programs, and what their GPUs have
+    left may differ a little."""
+    if processes.first:
+        mesh, remat = choose_mesh(config, model, visible_keys)
+        processes.exchange([str(mesh), remat.remat, "host" if remat.stream_weights else "device"])
+        return mesh, remat
+    chosen, remat_text, weights = processes.exchange(None)[0]
+    told = replace(
+        config,
+        model=replace(config.model, remat=remat_text, weights=weights),
+        run=replace(config.run, mesh=chosen),
+    )
+    return choose_mesh(told, model, visible_keys)
 
 
 def _automatic(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:

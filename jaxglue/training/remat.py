@@ -27,11 +27,13 @@ class RematChoice:
     policies: tuple[RematPolicy, ...]
     stream_weights: bool = False
     """The layers' frozen weights are in host memory."""
-    text: str
-    """The policies as `--remat` takes them, with what is predicted of them."""
+    remat: str
+    """The policies as `--remat` takes them."""
+    note: str = ""
+    """Why these, and what is predicted of them."""
 
     def __str__(self) -> str:
-        return self.text
+        return self.remat + self.note
 
 
 def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float, mesh: MeshShape) -> RematChoice:
@@ -48,10 +50,11 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
     """
     remat = config.model.remat
     if jax.default_backend() == "cpu":
-        text = _ON_CPU if remat == AUTO else remat
-        reason = " (auto, without a GPU)" if remat == AUTO else ""
-        policies = parse_policies(text, model.num_hidden_layers)
-        return RematChoice(policies=policies, stream_weights=config.model.weights == "host", text=text + reason)
+        stream = config.model.weights == "host"
+        note = " (auto, without a GPU)" if remat == AUTO else ""
+        remat = _ON_CPU if remat == AUTO else remat
+        policies = parse_policies(remat, model.num_hidden_layers)
+        return RematChoice(policies=policies, stream_weights=stream, remat=remat, note=note)
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.rows,
@@ -69,8 +72,8 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
     host_memory = pinned_memory(psutil.virtual_memory().available, limit)
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
     plan = planner.resolve(remat, stream_weights=_STREAM[config.model.weights], host_memory=host_memory)
-    text = f"{plan.remat}{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
-    return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, text=text)
+    note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
+    return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, remat=plan.remat, note=note)
 
 
 def _predicted(plan: Plan) -> str:

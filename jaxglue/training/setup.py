@@ -30,7 +30,7 @@ from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, own_rows
 from jaxglue.sharding.plan import plan_split
 from jaxglue.training.adam import MOMENT_BYTES
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.devices import choose_mesh
+from jaxglue.training.devices import agree_on_mesh
 from jaxglue.training.remat import RematChoice
 
 _STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
@@ -186,7 +186,7 @@ def prepare(config: TrainConfig, processes: Processes = ALONE) -> Setup:
         data = prepare_data(config.data, tokenizer, model.vocab_size)
     run, shared = config.run, {"seq_len": config.data.seq_len, "batch_size": config.run.batch_size}
     epochs = None if run.steps else run.epochs
-    mesh, remat = choose_mesh(config, model, mean_visible_keys(data.train.lengths))
+    mesh, remat = agree_on_mesh(config, model, mean_visible_keys(data.train.lengths), processes)
     part, parts = own_rows(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
     share = {"process_index": part, "process_count": parts}
     batches = BatchIterator(

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.policy import parse_policy
-from jaxglue.memory.trace import copy_overlap, overlap
+from jaxglue.memory.trace import copy_overlap, exposure, overlap
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.parameters import split_model
 
@@ -18,6 +18,12 @@ def test_overlap_counts_only_what_runs_under_a_kernel():
     assert found == (4, 4, 3 + 2 + 1, 5 + 3, 11)
     assert found.hidden_share == 6 / 8
     assert overlap([], [], [(0, 1)]).hidden_share == 1
+
+
+def test_a_collective_is_exposed_where_no_kernel_runs():
+    events = [("gemm", (0, 4)), ("ncclDevKernel_AllGather", (3, 7)), ("fusion", (6, 9)), ("MemcpyD2D", (4, 6))]
+    assert exposure(events) == (4, 2, 9)
+    assert exposure([("gemm", (0, 4))]) == (0, 0, 4)
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path):
