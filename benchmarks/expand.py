@@ -13,7 +13,7 @@ import numpy as np
 from measure import device_milliseconds, table, write_results
 
 from jaxglue.quant.expand import expand
-from jaxglue.quant.formats import dequantise_matrix, quantise_matrix
+from jaxglue.quant.formats import Quantised, dequantise_matrix, quantise_matrix
 
 SHAPES = {
     "Qwen3-8B up": [(12288, 4096)],
@@ -26,9 +26,7 @@ CASES = {"nf4": ("kernel", "XLA"), "int8": ("XLA",)}
 
 def rows(name: str, shapes: list[tuple[int, int]], how: str) -> list[dict]:
     """A row for each backend, and one for a copy that reads and writes as many bytes in all."""
-    weights = [
-        quantise_matrix(jax.random.normal(jax.random.key(n), shape) * 0.02, how) for n, shape in enumerate(shapes)
-    ]
+    weights = [random_weight(how, shape, jax.random.key(number)) for number, shape in enumerate(shapes)]
     backends = {"kernel": jax.jit(expand), "XLA": jax.jit(_by_xla)}
     outs = {backend: backends[backend](*weights) for backend in CASES[how]}
     moved = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) + outs["XLA"].nbytes
@@ -49,6 +47,19 @@ def rows(name: str, shapes: list[tuple[int, int]], how: str) -> list[dict]:
         }
         for backend, ms in times.items()
     ]
+
+
+def random_weight(how: str, shape: tuple[int, int], key) -> Quantised:
+    """Random codes, which are quicker to make than a matrix that is quantised to them."""
+    abstract = jax.eval_shape(lambda: quantise_matrix(jnp.zeros(shape, jnp.bfloat16), how))
+    keys = iter(jax.random.split(key, 4))
+
+    def fill(leaf):
+        if leaf.dtype == jnp.float32:
+            return jnp.full(leaf.shape, 0.03)
+        return jax.random.bits(next(keys), leaf.shape, jnp.uint8).view(leaf.dtype)
+
+    return jax.tree.map(fill, abstract)
 
 
 def _by_xla(*weights):

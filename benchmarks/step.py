@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -66,10 +67,7 @@ def parameters(work: Workload, weights: str, embeddings: str = "device"):
 
     def fill(tree, key, host: bool):
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_quantised)
-        keys = jax.random.split(key, max(len(leaves), 1))
-        values = [_normal(k, leaf) for k, leaf in zip(keys, leaves, strict=False)]
-        filled = jax.tree.unflatten(treedef, values)
-        filled = transfer.commit(filled)
+        filled = transfer.commit(_maker(treedef, tuple(leaves))(key))
         return jax.block_until_ready(transfer.to_host(filled)) if host else filled
 
     out = []
@@ -85,28 +83,30 @@ def parameters(work: Workload, weights: str, embeddings: str = "device"):
     return structure, *out
 
 
-def _normal(key, leaf):
+@cache
+def _maker(treedef, leaves: tuple):
+    """The compiled function of a key that makes a tree of such leaves: layers are alike."""
+
+    def make(key):
+        keys = jax.random.split(key, max(len(leaves), 1))
+        return jax.tree.unflatten(treedef, [_random(k, leaf) for k, leaf in zip(keys, leaves, strict=False)])
+
+    return jax.jit(make)
+
+
+def _random(key, leaf):
+    """Normal matrices with σ = 0.02, and ones; NF4 of even codes under one scale with that σ."""
     if isinstance(leaf, NF4):
-        return _random_nf4(key, leaf)
+        parts = {"scales": jnp.zeros(leaf.scales.shape, jnp.uint8), "scale_absmax": jnp.zeros(leaf.scale_absmax.shape)}
+        codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
+        return NF4(codes=codes, **parts, scale_offset=jnp.float32(0.034), dtype=leaf.dtype)
     if is_quantised(leaf):
-        return quantise_int8(_random(key, leaf.shape, leaf.dtype))
-    return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _random(key, leaf.shape, leaf.dtype)
+        return quantise_int8(_matrix(key, leaf))
+    return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _matrix(key, leaf)
 
 
-def _random_nf4(key, leaf: NF4) -> NF4:
-    """Even codes under one scale, σ = 0.02: quicker to make than what a normal matrix is quantised to."""
-    same = jnp.zeros_like(leaf.scale_absmax)
-    scales = {
-        "scales": jnp.zeros(leaf.scales.shape, jnp.uint8),
-        "scale_absmax": same,
-        "scale_offset": jnp.float32(0.034),
-    }
-    return NF4(codes=jax.random.bits(key, leaf.codes.shape, jnp.uint8), **scales, dtype=leaf.dtype)
-
-
-_random = jax.jit(
-    lambda key, shape, dtype: (jax.random.normal(key, shape, jnp.bfloat16) * 0.02).astype(dtype), static_argnums=(1, 2)
-)
+def _matrix(key, leaf):
+    return (jax.random.normal(key, leaf.shape, jnp.bfloat16) * 0.02).astype(leaf.dtype)
 
 
 def executor_step(args, work, structure, trainable, frozen, batch):
