@@ -117,10 +117,10 @@ def main() -> None:
         for name, options in CASES[group]:
             results.append(row(group, name, options))
             print(line(results[-1]), flush=True)
+            if args.json:
+                write_results(args.json, results, gpu=next((r["gpu"] for r in results if "gpu" in r), "none"))
     if second_buffer := gains(results):
         print(table(second_buffer))
-    if args.json:  # jax takes the GPU's memory only here, after the measurements
-        write_results(args.json, results)
 
 
 if __name__ == "__main__":

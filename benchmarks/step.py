@@ -183,6 +183,7 @@ def measure(args) -> dict:
         times.append((time.perf_counter() - begun, dispatched))
         del result
     row = {
+        "gpu": device.device_kind,
         "loss": float(loss),
         "ms": float(np.median([t for t, _ in times]) * 1e3),
         "dispatch_ms": float(np.median([d for _, d in times]) * 1e3),
