@@ -35,8 +35,10 @@ class Case(NamedTuple):
     has_kernel: bool = True
 
 
-def normal(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+def normals(*shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Arrays of their own: a kernel reads one that it is given twice but once."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
 
 
 def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,22 +80,25 @@ def cases(shape: str) -> Iterator[Case]:
     config, T = SHAPES[shape], TOKENS[shape]
     D, F, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
-    x, weight, row = normal(1, T, D), jnp.ones(D, jnp.bfloat16), 2 * T * D
-    yield Case("residual add", lambda _, x, y: x + y, (x, x), 3, 3 * row, has_kernel=False)
+    (x, y, z), weight, row = normals(*3 * [(1, T, D)]), jnp.ones(D, jnp.bfloat16), 2 * T * D
+    yield Case("residual add", lambda _, x, y: x + y, (x, y), 3, 3 * row, has_kernel=False)
     yield Case("norm", norm_output, (x, weight), 2, 2 * row)
-    yield Case("norm, backward with the stream's gradient", norm_gradient, (x, weight, (x, x)), 5, 5 * row)
+    yield Case("norm, backward with the stream's gradient", norm_gradient, (x, weight, (y, z)), 5, 5 * row)
 
     normed = config["model_type"] == "qwen3"
-    heads, tables = (normal(1, T, N, H), normal(1, T, K, H)), 2 * (jnp.ones((1, T, H // 2)),)
-    arguments = heads, 2 * (jnp.ones(H, jnp.bfloat16),) if normed else None, tables
+    *heads, dq, dk = normals((1, T, N, H), (1, T, K, H), (1, T, N, H), (1, T, K, H))
+    tables = jnp.zeros((1, T, H // 2)), jnp.ones((1, T, H // 2))
+    arguments = tuple(heads), 2 * (jnp.ones(H, jnp.bfloat16),) if normed else None, tables
     array, table_bytes = 2 * T * (N + K) * H, 4 * T * H
     name, passes = ("q/k norm and rotation", 5) if normed else ("rotation", 4)
     yield Case(name, rotation, arguments, 2, 2 * array + table_bytes)
-    yield Case(f"{name}, backward", with_gradient(rotation), (*arguments, heads), passes, passes * array + table_bytes)
+    yield Case(
+        f"{name}, backward", with_gradient(rotation), (*arguments, (dq, dk)), passes, passes * array + table_bytes
+    )
 
-    wide, array = normal(1, T, F), 2 * T * F
-    yield Case("SwiGLU", swiglu, ((wide, wide),), 3, 3 * array, has_kernel=False)
-    yield Case("SwiGLU, backward", with_gradient(swiglu), ((wide, wide), wide), 6, 6 * array, has_kernel=False)
+    (*gate_up, dout), array = normals(*3 * [(1, T, F)]), 2 * T * F
+    yield Case("SwiGLU", swiglu, (tuple(gate_up),), 3, 3 * array, has_kernel=False)
+    yield Case("SwiGLU, backward", with_gradient(swiglu), (tuple(gate_up), dout), 6, 6 * array, has_kernel=False)
 
 
 def results_of(shape: str, case: Case) -> Iterator[dict]:

@@ -46,7 +46,8 @@ class LayerFunctions:
         self._graph, self._layout = graph, layout
         self.policy = policy
         self.forward = jit_step(self._forward)
-        self.backward = jit_step(self._backward, donate_argnames=("dy", "accumulated"))
+        # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
+        self.backward = jit_step(self._backward, donate_argnames="accumulated")
         self.apply = jit_step(self._apply)
 
     def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
