@@ -157,11 +157,14 @@ def quantise_folder(
         ValueError: the base is quantised already, or the format cannot hold it; a bad folder.
         OSError: the disk is full, ….
     """
-    config = config_from_hf(read_config(base)).quantised(how)
-    files = open_checkpoint(base)
+    raw = read_config(base)
+    if method := (raw.get("quantization_config") or {}).get("quant_method"):
+        raise ValueError(
+            f"{base} is quantised already ({method}), and a folder holds one format: use it as it is, "
+            "or start from the folder of the original"
+        )
+    config, files = config_from_hf(raw).quantised(how), open_checkpoint(base)
     linears = quantised_names(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
-    if extra := [name for name, info in files.tensors.items() if name in linears and info.dtype.kind in "iub"]:
-        raise ValueError(f"{extra[0]} in {files.tensors[extra[0]].file} is quantised already: use it as it is")
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     parts: dict[str, str] = {}
     for name, info in files.tensors.items():

@@ -169,8 +169,9 @@ def test_other_formats_are_refused(folder, changes, message):
 def test_a_quantised_folder_is_not_quantised_otherwise(tmp_path):
     with pytest.raises(ValueError, match=r"--quantise int8: the model's folder is quantised to nf4 already"):
         load_model(GOLDENS / "nf4_folder", quantise="int8")
-    with pytest.raises(ValueError, match="is quantised already: use it as it is"):
-        quantise_folder(GOLDENS / "nf4_folder", tmp_path / "again", "nf4")
+    for name, method in (("nf4_folder", "bitsandbytes"), ("gpt_oss_mxfp4", "mxfp4")):
+        with pytest.raises(ValueError, match=rf"is quantised already \({method}\), and a folder holds one format"):
+            quantise_folder(GOLDENS / name, tmp_path / "again", "nf4")
     with pytest.raises(ValueError, match="quantise must be one of none, nf4, int8, got 'nf5'"):
         load_model(GOLDENS.parent / "goldens/qwen3_tied", quantise="nf5")
 
