@@ -30,7 +30,7 @@ def predict(case: dict, gpu: str) -> dict:
     count = work.config.num_hidden_layers
     remat = " + ".join(f"{layers} x {policy}" for policy, layers in _spans(case, count))
     policies = parse_policies(remat, count)
-    plan = Planner(work, find_gpu(gpu)).plan(policies, stream_weights=case["weights"] == "host")
+    plan = Planner(work, find_gpu(gpu), prefetch_depth=1).plan(policies, stream_weights=case["weights"] == "host")
     ms, gib = plan.seconds * 1e3, plan.device_bytes / GIB
     return {
         "gpu": gpu,

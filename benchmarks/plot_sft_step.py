@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from kernel_profile import MATMUL
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "sft_step.json"
@@ -22,7 +23,6 @@ ENGINES = {
 
 def main() -> None:
     measured = [result for result in json.loads(RESULTS.read_text())["results"] if "ms" in result]
-    rate = max(result.get("matmul_tflops", 0.0) for result in measured) * 1e12
     names = list(dict.fromkeys(result["row"] for result in measured))
     figure, axes = plt.subplots(figsize=(8, 0.28 * len(measured) + 0.25 * len(names) + 1.0))
     ticks, place, shown = [], 0.0, set()
@@ -33,7 +33,7 @@ def main() -> None:
         for engine in present:
             label, colour = ENGINES[engine]
             result = results[engine]
-            share = 100 * result["flops"] / result["ms"] * 1e3 / rate
+            share = 100 * result["flops"] / result["ms"] * 1e3 / MATMUL
             bars = axes.barh(place, share, 0.9, color=colour, label=None if engine in shown else label)
             text = f"{result['tokens'] / result['ms'] * 1e3:,.0f} tokens/s, {result.get('peak_gib', 0):.1f} GiB"
             axes.bar_label(bars, [text], padding=3, fontsize=7)

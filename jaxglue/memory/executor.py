@@ -50,7 +50,8 @@ class Executor:
         dtype: the dtype of activations and matmuls.
         attention: the attention backend.
         stream_weights: the layers' frozen weights are in pinned host memory.
-        prefetch_depth: how many layers ahead copies from the host are asked for: 1 is double buffering, 0 none.
+        prefetch_depth: how many layers ahead copies from the host are asked for: 1 is double buffering, 0 none; by
+            default what `default_depth` says.
         run_ahead: how many layers may be dispatched and not done while copies are asked for.
         router_losses: coefficients of the auxiliary losses of routers, each a mean over the layers with experts. Their
             gradients are added to those of the loss, their values are not. None for no such losses.
@@ -71,7 +72,7 @@ class Executor:
         dtype=jnp.bfloat16,
         attention: str = "auto",
         stream_weights: bool = False,
-        prefetch_depth: int = 1,
+        prefetch_depth: int | None = None,
         run_ahead: int = 2,
         router_losses: RouterLosses | None = None,
         mesh: Mesh | None = None,
@@ -85,7 +86,8 @@ class Executor:
         types = list(zip(structure.layers, policies, strict=True))
         self._layer_types = {kind: LayerFunctions(*kind, layout) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
-        self._stream_weights, self._prefetch_depth, self._run_ahead = stream_weights, prefetch_depth, run_ahead
+        self._stream_weights, self._run_ahead = stream_weights, run_ahead
+        self._prefetch_depth = transfer.default_depth(stream_weights) if prefetch_depth is None else prefetch_depth
         self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
         if self._uses_host:
             transfer.check_pinned_memory(jax.local_devices()[0])

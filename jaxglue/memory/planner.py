@@ -15,6 +15,7 @@ from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import GIB, Gpu
 from jaxglue.memory.layer import LayerFunctions
 from jaxglue.memory.policy import AUTO, RematPolicy, format_policies, parse_policies, parse_policy
+from jaxglue.memory.transfer import default_depth
 from jaxglue.memory.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.parameters import Tree
 from jaxglue.sharding.layout import Layout
@@ -74,7 +75,7 @@ class Planner:
         ValueError: a mixture of experts where jax-triton is not installed: its kernels are traced.
     """
 
-    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int = 1, run_ahead: int = 2):
+    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = 2):
         if workload.config.moe is not None and find_spec("jax_triton") is None:
             raise ValueError(
                 f"{workload.config.model_type} has experts, and their plan needs the kernels' definitions: install "
@@ -110,7 +111,9 @@ class Planner:
             policies=chosen,
             stream_weights=stream_weights,
             seconds=self._seconds(costs, weights),
-            device_bytes=self._peak(costs, weights),
+            device_bytes=self._peak(
+                costs, weights, default_depth(stream_weights) if self._depth is None else self._depth
+            ),
             host_bytes=host,
         )
 
@@ -220,7 +223,7 @@ class Planner:
         """Bytes of AdamW's state; what trains is float32."""
         return round(self.workload.moment_bytes / 4 * _bytes(self._trainable))
 
-    def _peak(self, costs: list[_LayerCost], weights: list[int]) -> int:
+    def _peak(self, costs: list[_LayerCost], weights: list[int], depth: int) -> int:
         """Bytes when there are most: in the head, or in some layer's backward pass."""
         x = self.workload.tokens * self.workload.config.hidden_size * jnp.dtype(self.workload.dtype).itemsize
         trained = _bytes(self._trainable)
@@ -229,9 +232,9 @@ class Planner:
             resident -= _bytes(self._frozen["embed_tokens"])
         layers = sorted(self._gathered_layers())[-2:]  # one that is used, and the next
         resident += max(sum(layers), *(_bytes([tree[name] for tree in self._gathers]) for name in self._ends()))
-        buffers = self._depth + 1
+        buffers = depth + 1
         streamed = max(weights, default=0) * (buffers + self._run_ahead)
-        in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (self._depth + self._run_ahead)
+        in_flight = max((cost.offloaded for cost in costs[:-1]), default=0) * (depth + self._run_ahead)
         per_layer = [_bytes(layer) for layer in self._trainable["layers"]]
         scattered = max(2 * _bytes(layer) for layer in self._gathers[0]["layers"])  # a layer's, before they are split
         accumulates, updates = self.workload.accumulation > 1, self.workload.update_in_backward

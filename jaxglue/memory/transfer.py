@@ -9,6 +9,15 @@ import jax
 PINNED = "pinned_host"
 
 
+def default_depth(stream_weights: bool) -> int:
+    """How many layers ahead copies from the host are asked for.
+
+    One is double buffering. Copies of both directions share a few queues, so the weights of the next layer may stand
+    behind activations that leave for the host only now: streamed weights are asked for one layer earlier.
+    """
+    return 2 if stream_weights else 1
+
+
 def check_pinned_memory(device: jax.Device) -> None:
     """Raises ValueError when arrays cannot be kept in pinned memory beside this device."""
     kinds = [memory.kind for memory in device.addressable_memories()]

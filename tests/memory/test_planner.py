@@ -42,9 +42,10 @@ def test_keeping_more_costs_memory_and_saves_time(planner):
 
 def test_weights_on_the_host_leave_the_device(planner):
     here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
+    input_ = 1024 * 2048 * 2  # one more is on its way
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
     assert there.host_bytes - here.host_bytes == pytest.approx(6 * layer, rel=0.01)
-    assert here.device_bytes - there.device_bytes == pytest.approx(2 * layer, rel=0.01)  # four buffers remain
+    assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_, rel=0.01)  # five buffers remain
 
 
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
@@ -168,13 +169,14 @@ def test_experts_are_planned_without_a_gpu(tiny_config):
 
 
 def test_a_memory_limit_moves_weights_to_the_host_where_that_may_be_chosen(planner):
-    here = planner.plan(parse_policy("offload")).device_bytes / GIB
-    limited = Planner(planner.workload, planner.gpu.limited(0.9 * here / (1 - MARGIN)))
+    plans = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
+    middle = sum(plan.device_bytes for plan in plans) / 2 / GIB
+    limited = Planner(planner.workload, planner.gpu.limited(middle / (1 - MARGIN)))
     with pytest.raises(ValueError, match=r"--remat '.*' --weights host would fit"):
-        limited.resolve("full", stream_weights=False, host_memory=HOST)
+        limited.resolve("none", stream_weights=False, host_memory=HOST)
     for remat in ("offload", "auto"):
         plan = limited.resolve(remat, stream_weights=None, host_memory=HOST)
-        assert plan.stream_weights and plan.device_bytes / GIB < 0.9 * here
+        assert plan.stream_weights and plan.device_bytes / GIB < middle
     assert planner.gpu.limited(None) == planner.gpu
     assert planner.gpu.limited(1000).memory == planner.gpu.memory
 
