@@ -20,6 +20,7 @@ from jaxglue.memory.planner import Plan, Planner, Workload
 from jaxglue.models import config_from_hf
 from jaxglue.quant.formats import Quantise
 from jaxglue.sharding.mesh import MeshShape
+from jaxglue.training.adam import MOMENT_BYTES, MomentFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class EstimateConfig:
     """Train adapters on frozen weights, or all weights."""
     quantise: Quantise = "none"
     """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
+    moments: MomentFormat = "float32"
+    """How AdamW's state is kept: float32, bfloat16 or 8bit."""
     embeddings: Literal["device", "host"] = "device"
     """Where the frozen embedding table is."""
     document_tokens: int | None = None
@@ -65,6 +68,7 @@ def make_planner(config: EstimateConfig) -> Planner:
         lora=config.lora if config.method == "lora" else None,
         visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
         accumulation=config.accumulation,
+        moment_bytes=MOMENT_BYTES[config.moments],
         host_embeddings=config.embeddings == "host",
     )
     return Planner(workload, find_gpu(config.gpu).limited(config.memory_limit))
