@@ -114,6 +114,7 @@ def _start_jax(host: str, processes: Processes) -> None:
     gpus = processes.exchange([socket.gethostname(), visible_gpus()])
     if own := share_gpus(gpus, processes.index):
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, own)))
+    jax.devices()  # all start their devices together: later, one that waits for another would hold it up
 
 
 def share_gpus(visible: list[list[Any]], index: int) -> list[int]:
