@@ -13,7 +13,7 @@ def prepared(tmp_path):
     """(row, files) of the tiny row with three batches."""
     import sft_step
 
-    return sft_step.ROWS["tiny"], sft_step.Inputs(tmp_path, 3, ["tiny"]).prepare("tiny")[0]
+    return sft_step.ROWS["tiny"], sft_step.Inputs(tmp_path, ["tiny"], warm_up=1, steps=2).prepare("tiny")[0]
 
 
 def test_a_document_never_predicts_the_next_ones_first_token(prepared):
