@@ -141,12 +141,12 @@ def main() -> None:
     if args.case:
         print(json.dumps(measure(CASES[args.case], args.steps, args.profile)))
         return
-    results = [run_case(name, args.steps) for name in args.cases]
+    results = []
+    for name in args.cases:
+        results.append(run_case(name, args.steps))
+        print(*results[-1].values(), sep="  ", flush=True)
     measured = [result for result in results if "error" not in result]
     print(table(measured) if measured else "")
-    for result in results:
-        if "error" in result:
-            print(f"{result['case']}: {result['error']}")
     if args.json:
         write_results(args.json, results)
 

@@ -44,11 +44,11 @@ def grouped_matmul(
         ValueError: shapes that do not fit, sizes that `Groups.of` refuses, or a named backend that cannot serve.
     """
     groups = group_sizes if isinstance(group_sizes, Groups) else Groups.of(group_sizes, lhs.shape[0])
-    _check(lhs, rhs, groups, bias, adapter, transpose_rhs)
+    check_operands(lhs, rhs, groups, bias, adapter, transpose_rhs)
     fused = fused_backend(lhs.dtype, backend)
     if fused is not None:
         spec = GroupedSpec(backend=fused, transpose_rhs=transpose_rhs)
-        return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups)
+        return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups, None, None)
     matrices = dequantise(rhs, lhs.dtype) if isinstance(rhs, MXFP4) else rhs
     out = reference_grouped_matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
@@ -68,7 +68,7 @@ def fused_backend(dtype, name: str) -> "TritonBackend | None":
     return TritonBackend.of(capability)
 
 
-def _check(lhs, rhs, groups: Groups, bias, adapter: Adapter | None, transpose_rhs: bool) -> None:
+def check_operands(lhs, rhs, groups: Groups, bias, adapter: Adapter | None, transpose_rhs: bool) -> None:
     """Raises ValueError for arguments that do not fit together."""
     if isinstance(rhs, MXFP4):
         rhs.check("rhs")

@@ -4,9 +4,9 @@ Rows of a group are consecutive. A program of `matmul_kernel` makes one tile of 
 one group: a table, made once on the device, says which. The grid has a program for as many tiles as any sizes could
 need; those beyond the needed ones end at once.
 
-Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [2, TILES], the group and first row of
-each tile. Offsets of matrices are 64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles are loaded through TMA,
-which fills with zeros past the end of an array; rows of another group are loaded too and never stored.
+Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [3, TILES], see `Groups`. Offsets of
+matrices are 64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles are loaded through TMA, which fills with zeros
+past the end of an array; rows of another group are loaded too and never stored.
 """
 
 import triton
@@ -23,18 +23,34 @@ def _banded(program, TILES_M: tl.constexpr, TILES_N: tl.constexpr, BAND: tl.cons
 
 
 @triton.jit
-def _load(source, first, end, column, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-          DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """A tile [BLOCK_R, BLOCK_C] of rows [first, end) of a [S, COLUMNS] array."""
+def _rows(tokens, first, end, BLOCK_R: tl.constexpr, GATHER: tl.constexpr):
+    """(which rows of an array the rows [first, end) of a tile are, which of them the tile has)."""
+    rows = first + tl.arange(0, BLOCK_R)
+    if GATHER:
+        return tl.load(tokens + rows, mask=rows < end, other=0), rows < end
+    else:
+        return rows, rows < end
+
+
+@triton.jit
+def _load_rows(source, rows, inside, column, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A tile of BLOCK_C columns of some rows of an array with COLUMNS columns."""
+    columns = column + tl.arange(0, BLOCK_C)
+    mask = inside[:, None]
+    if COLUMNS % BLOCK_C != 0:
+        mask = mask & (columns < COLUMNS)[None, :]
+    return tl.load(source + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load(source, tokens, first, end, column, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+          DESCRIPTOR: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+    """A tile [BLOCK_R, BLOCK_C] of rows [first, end) of a [S, COLUMNS] array, or of rows that tokens names."""
     if DESCRIPTOR:
         return source.load([first, column])
     else:
-        rows, columns = first + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
-        mask = (rows < end)[:, None]
-        if COLUMNS % BLOCK_C != 0:
-            mask = mask & (columns < COLUMNS)[None, :]
-        offsets = rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-        return tl.load(source + offsets, mask=mask, other=0.0)
+        rows, inside = _rows(tokens, first, end, BLOCK_R, GATHER)
+        return _load_rows(source, rows, inside, column, COLUMNS, BLOCK_C)
 
 
 @triton.jit
@@ -44,28 +60,30 @@ def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.con
     if DESCRIPTOR:
         return source.load([group, row, column]).reshape(BLOCK_R, BLOCK_C)
     else:
-        matrix = source + group.to(tl.int64) * ROWS * COLUMNS
-        return _load(matrix, row, ROWS, column, COLUMNS, BLOCK_R, BLOCK_C, False)
+        matrix, rows = source + group.to(tl.int64) * ROWS * COLUMNS, row + tl.arange(0, BLOCK_R)
+        return _load_rows(matrix, rows, rows < ROWS, column, COLUMNS, BLOCK_C)
 
 
 @triton.jit
 def _matmul_tile(
-    lhs, rhs, bias, hidden, expand, out, group, first, end, column,
+    lhs, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rows [first, end) of a group, at most BLOCK_M, and BLOCK_N columns of out."""
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    TMA: tl.constexpr = DESCRIPTORS and not GATHER
+    sources, inside = _rows(tokens, first, end, BLOCK_M, GATHER)
     for k in range(0, K, BLOCK_K):
-        a = _load(lhs, first, end, k, K, BLOCK_M, BLOCK_K, DESCRIPTORS)
+        a = lhs.load([first, k]) if TMA else _load_rows(lhs, sources, inside, k, K, BLOCK_K)
         if TRANSPOSE_RHS:
             b = tl.trans(_load_matrix(rhs, group, column, k, N, K, BLOCK_N, BLOCK_K, DESCRIPTORS))
         else:
             b = _load_matrix(rhs, group, k, column, K, N, BLOCK_K, BLOCK_N, DESCRIPTORS)
         acc = tl.dot(a, b, acc)
     for r in tl.static_range(0, R, BLOCK_R):
-        a = _load(hidden, first, end, r, R, BLOCK_M, BLOCK_R, False)
+        a = _load(hidden, hidden, first, end, r, R, BLOCK_M, BLOCK_R, False, False)
         if TRANSPOSE_EXPAND:
             b = tl.trans(_load_matrix(expand, group, column, r, N, R, BLOCK_N, BLOCK_R, False))
         else:
@@ -80,40 +98,47 @@ def _matmul_tile(
 
 @triton.jit
 def matmul_kernel(
-    lhs, rhs, tail, bias, hidden, expand, table, offsets, out,
+    lhs, half, rhs, tail, tokens, bias, hidden, expand, table, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
-    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [S, N]; grid (TILES · column tiles).
 
+    To GATHER, lhs is [M, K] and tokens [S] names the row of it that a row of the sum is.
     With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
-    With BLOCK_TAIL > 0, the last column tile is that narrow; `tail` is rhs again, for a descriptor knows its tile.
+    With BLOCK_TAIL > 0, the last column tile is that narrow; with BLOCK_HALF > 0, a tile with so few rows computes no
+    more. `tail` and `half` are rhs and lhs again, for a descriptor knows its tile.
     """
     tile, column_tile = _banded(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), BAND)
-    group = tl.load(table + tile)
+    group, first, end = tl.load(table + tile), tl.load(table + TILES + tile), tl.load(table + 2 * TILES + tile)
     if group == E:
         return
-    first, end = tl.load(table + TILES + tile), tl.load(offsets + group + 1)
     column = column_tile * BLOCK_N
     if (BLOCK_TAIL > 0) & (column + BLOCK_N > N):
-        _matmul_tile(lhs, tail, bias, hidden, expand, out, group, first, end, column,
-                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, HAS_BIAS, DESCRIPTORS,
+        _matmul_tile(lhs, tail, tokens, bias, hidden, expand, out, group, first, end, column,
+                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
                      BLOCK_M, BLOCK_TAIL if BLOCK_TAIL > 0 else BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+    elif (BLOCK_HALF > 0) & (end - first <= BLOCK_HALF):
+        _matmul_tile(half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
+                     BLOCK_HALF if BLOCK_HALF > 0 else BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     else:
-        _matmul_tile(lhs, rhs, bias, hidden, expand, out, group, first, end, column,
-                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, HAS_BIAS, DESCRIPTORS,
+        _matmul_tile(lhs, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
                      BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
 
 
 @triton.jit
 def outer_kernel(
-    lhs, rhs, offsets, out,
-    K: tl.constexpr, N: tl.constexpr, DESCRIPTORS: tl.constexpr, BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    lhs, rhs, lhs_tokens, rhs_tokens, offsets, out,
+    K: tl.constexpr, N: tl.constexpr, DESCRIPTORS: tl.constexpr, GATHER_LHS: tl.constexpr, GATHER_RHS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_M, BLOCK_N] of out [E, K, N], summed over the rows of a group; grid (tiles of a matrix, E)."""
+    TMA_LHS: tl.constexpr = DESCRIPTORS and not GATHER_LHS
+    TMA_RHS: tl.constexpr = DESCRIPTORS and not GATHER_RHS
     row_tile, column_tile = _banded(tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
     group = tl.program_id(1)
     first, end = tl.load(offsets + group), tl.load(offsets + group + 1)
@@ -121,12 +146,12 @@ def outer_kernel(
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     whole = first + (end - first) // BLOCK_K * BLOCK_K
     for s in range(first, whole, BLOCK_K):
-        a = _load(lhs, s, end, row, K, BLOCK_K, BLOCK_M, DESCRIPTORS)
-        b = _load(rhs, s, end, column, N, BLOCK_K, BLOCK_N, DESCRIPTORS)
+        a = _load(lhs, lhs_tokens, s, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS, GATHER_LHS)
+        b = _load(rhs, rhs_tokens, s, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS, GATHER_RHS)
         acc = tl.dot(tl.trans(a), b, acc)
     if whole < end:
-        a = _load(lhs, whole, end, row, K, BLOCK_K, BLOCK_M, DESCRIPTORS)
-        b = _load(rhs, whole, end, column, N, BLOCK_K, BLOCK_N, DESCRIPTORS)
+        a = _load(lhs, lhs_tokens, whole, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS, GATHER_LHS)
+        b = _load(rhs, rhs_tokens, whole, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS, GATHER_RHS)
         ours = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
         acc = tl.dot(tl.trans(tl.where(ours, a, 0.0)), tl.where(ours, b, 0.0), acc)
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)

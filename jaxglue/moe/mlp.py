@@ -2,19 +2,22 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.memory import names
-from jaxglue.moe.activation import Activation, ActivationBackend, ActivationSpec, activate, fused_activation
-from jaxglue.moe.exchange import combine, dispatch
-from jaxglue.moe.fused import Adapter
-from jaxglue.moe.grouped import fused_backend, grouped_matmul
+from jaxglue.moe.activation import Activation, ActivationSpec, activate, fused_activation
+from jaxglue.moe.exchange import combine, dispatch, weighted_bias
+from jaxglue.moe.fused import Adapter, GroupedSpec, fused_grouped_matmul
+from jaxglue.moe.grouped import check_operands, fused_backend, grouped_matmul
 from jaxglue.moe.routing import Routing
 from jaxglue.quant.mxfp4 import MXFP4
+
+if TYPE_CHECKING:
+    from jaxglue.moe.triton import TritonBackend
 
 Pair = tuple[Float[Array, "E R in"], Float[Array, "E out R"]]
 
@@ -68,21 +71,47 @@ def moe_mlp(
     if x.shape[0] != routing.expert_ids.shape[0]:
         raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
     lora = lora or ExpertLora()
-    matmul = partial(grouped_matmul, group_sizes=routing.groups, transpose_rhs=transpose_rhs, backend=backend)
-    fused = fused_backend(x.dtype, backend)
-    rows = dispatch(fused, x, routing)
-    projected = matmul(rows, gate_up, bias=gate_up_bias, adapter=_scaled(lora.gate_up, lora.scale))
+    adapters = _scaled(lora.gate_up, lora.scale), _scaled(lora.down, lora.scale)
+    biases, fused = (gate_up_bias, down_bias), fused_backend(x.dtype, backend)
+    if fused is None:
+        return _reference_mlp(x, routing, (gate_up, down), biases, adapters, activation, transpose_rhs)
+    return _fused_mlp(fused, x, routing, (gate_up, down), biases, adapters, activation, transpose_rhs)
+
+
+def _reference_mlp(x, routing: Routing, matrices, biases, adapters, activation: Activation, transpose_rhs: bool):
+    matmul = partial(grouped_matmul, group_sizes=routing.groups, transpose_rhs=transpose_rhs, backend="reference")
+    projected = matmul(dispatch(x, routing), matrices[0], bias=biases[0], adapter=adapters[0])
     projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
-    hidden = _weighted_activation(fused, projected, routing.row_weights, activation)
-    out = matmul(hidden, down, adapter=_scaled(lora.down, lora.scale))
-    return combine(fused, out, None if down_bias is None else routing.weights, down_bias, routing)
+    hidden = (activate(projected, activation) * routing.row_weights[:, None]).astype(projected.dtype)
+    out = combine(matmul(hidden, matrices[1], adapter=adapters[1]), routing)
+    if biases[1] is None:
+        return out
+    return (out + weighted_bias(routing.weights, biases[1], routing.expert_ids)).astype(x.dtype)
 
 
-def _weighted_activation(backend: ActivationBackend | None, projected, weights, activation: Activation):
-    """activation(projected[s]) · weights[s] in projected's dtype."""
-    if backend is not None:
-        return fused_activation(ActivationSpec(backend=backend, activation=activation), projected, weights)
-    return (activate(projected, activation) * weights[:, None]).astype(projected.dtype)
+def _fused_mlp(
+    backend: "TritonBackend",
+    x,
+    routing: Routing,
+    matrices,
+    biases,
+    adapters,
+    activation: Activation,
+    transpose_rhs: bool,
+):
+    """The matmuls gather their rows from the tokens as they load them: a copy of the rows would be k times as large."""
+    spec = partial(GroupedSpec, backend=backend, transpose_rhs=transpose_rhs)
+    groups, weights = routing.groups, None if biases[1] is None else routing.weights
+    check_operands(x, matrices[0], groups, biases[0], adapters[0], transpose_rhs)
+    projected = fused_grouped_matmul(
+        spec(exchange="dispatch"), x, matrices[0], biases[0], adapters[0], groups, routing, None
+    )
+    projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
+    hidden = fused_activation(ActivationSpec(backend=backend, activation=activation), projected, routing.row_weights)
+    check_operands(hidden, matrices[1], groups, biases[1], adapters[1], transpose_rhs)
+    return fused_grouped_matmul(
+        spec(exchange="combine"), hidden, matrices[1], biases[1], adapters[1], groups, routing, weights
+    )
 
 
 def _scaled(pair: Pair | None, scale: float) -> Adapter | None:

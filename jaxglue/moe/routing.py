@@ -91,7 +91,8 @@ def routing_of(
 ) -> Routing:
     """The routing for experts and weights that were chosen already: one stable sort, and everything else follows."""
     assigned = expert_ids.reshape(-1)
-    permutation = checkpoint_name(jnp.argsort(assigned, stable=True).astype(jnp.int32), names.ROUTING)
+    keys = assigned.astype(jnp.uint8 if experts < 256 else jnp.int32)  # a radix sort takes a pass for each byte
+    permutation = checkpoint_name(jnp.argsort(keys, stable=True).astype(jnp.int32), names.ROUTING)
     rows = jnp.arange(permutation.size, dtype=jnp.int32)
     inverse = jnp.zeros_like(rows).at[permutation].set(rows, unique_indices=True, mode="promise_in_bounds")
     bounds = jnp.searchsorted(assigned[permutation], jnp.arange(experts + 1), method="scan_unrolled")

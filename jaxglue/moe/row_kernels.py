@@ -1,4 +1,4 @@
-"""Triton kernels around the experts' matmuls, one row in a program: the activations, tokens to rows, rows to tokens."""
+"""Triton kernels around the experts' matmuls, one row in a program: the activations, and rows to tokens."""
 
 import triton
 import triton.language as tl
@@ -72,16 +72,6 @@ def activation_gradient_kernel(
             tl.store(dprojected + columns, dgate, mask=columns < F)
             tl.store(dprojected + F + columns, dup, mask=columns < F)
     tl.store(dweights + row, tl.sum(dweight, 0))
-
-
-@triton.jit
-def dispatch_kernel(x, tokens, out, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of out [S, D]: the row of x [M, D] that tokens [S] names; grid (S)."""
-    row = tl.program_id(0).to(tl.int64)
-    x += tl.load(tokens + row).to(tl.int64) * D
-    for start in range(0, D, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        tl.store(out + row * D + columns, tl.load(x + columns, mask=columns < D, other=0.0), mask=columns < D)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 _SMALLEST = 16
 """What a tensor core takes at least."""
+_HALVED = 64
+"""Rows that Hopper's matmul instructions of four warps take at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class Tiles:
         """Columns of the last tile where it would be half empty or more, as for GPT-OSS's 2880; else 0."""
         rest = n % self.block_n
         return fit(self.block_n, rest) if 0 < rest <= self.block_n // 2 else 0
+
+    @property
+    def half(self) -> int:
+        """Rows of the tile that computes a group's last rows where they are few; 0 where tiles are small anyway."""
+        return self.block_m // 2 if self.block_m >= 2 * _HALVED else 0
 
     def fitted(self, *, m: int, n: int, k: int) -> "Tiles":
         """No larger than a problem needs, as for the rank of an adapter."""

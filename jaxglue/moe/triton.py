@@ -9,7 +9,7 @@ from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
 
 from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
-from jaxglue.moe.fused import LowRank
+from jaxglue.moe.fused import LowRank, Rows
 from jaxglue.moe.groups import Groups
 from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles, row_block
 from jaxglue.quant.kernels import mxfp4_kernel
@@ -24,7 +24,7 @@ _MXFP4_BLOCKS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class TritonBackend:
-    """`GroupedBackend`, `ActivationBackend` and `RowBackend` by our own kernels."""
+    """`GroupedBackend` and `ActivationBackend` by our own kernels."""
 
     tiles: KernelTiles
     compute_capability: int
@@ -35,51 +35,53 @@ class TritonBackend:
         """The backend for a GPU of this compute capability."""
         return cls(tiles=kernel_tiles(capability), compute_capability=10 * capability[0] + capability[1])
 
-    def matmul(self, lhs, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
+    def matmul(self, lhs: Rows, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
         """See `GroupedBackend`."""
-        E, (S, K) = rhs.shape[0], lhs.shape
+        E, S, K = rhs.shape[0], lhs.number, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.dtype), groups.tile_group
+        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), groups.tile_group
         tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
-        block_tail = tiles.tail(N)
-        descriptors, tail = self._descriptors(lhs, rhs), rhs
+        block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
+        whole, half = (_rows(lhs, m or tiles.block_m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
+        tail = rhs
         if descriptors:
-            lhs, rhs, tail = (
-                _descriptor(lhs, (tiles.block_m, tiles.block_k)),
-                _matrices(rhs, tiles.block_k, tiles.block_n, transpose_rhs),
-                _matrices(rhs, tiles.block_k, block_tail or tiles.block_n, transpose_rhs),
+            rhs, tail = (
+                _matrices(rhs, tiles.block_k, n or tiles.block_n, transpose_rhs) for n in (tiles.block_n, block_tail)
             )
         hidden, expand, transpose_expand = low_rank or (table, table, False)
         rank = hidden.shape[1] if low_rank else 0
+        tokens, bias_or_any = (table if x is None else x for x in (lhs.tokens, bias))
         (out,) = self._launch(
             kernels.matmul_kernel,
-            (lhs, rhs, tail, table if bias is None else bias, hidden, expand, table, groups.offsets),
+            (whole, half, rhs, tail, tokens, bias_or_any, hidden, expand, table),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles.constants
             | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1]}
-            | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail}
+            | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail, "BLOCK_HALF": block_half}
             | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
-            | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors},
+            | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
             tiles.num_warps,
             tiles.num_stages,
             flops=2 * S * K * N,
         )
         return out
 
-    def outer(self, lhs, rhs, groups: Groups, dtype):
+    def outer(self, lhs: Rows, rhs: Rows, groups: Groups, dtype):
         """See `GroupedBackend`."""
-        E, (S, K), N = groups.sizes.shape[0], lhs.shape, rhs.shape[1]
+        E, S, K, N = groups.sizes.shape[0], lhs.number, lhs.array.shape[1], rhs.array.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
-        descriptors = self._descriptors(lhs, rhs)
-        if descriptors:
-            lhs, rhs = (_descriptor(x, (tiles.block_k, b)) for x, b in ((lhs, tiles.block_m), (rhs, tiles.block_n)))
+        descriptors = self._descriptors(lhs.array, rhs.array)
+        tokens = [groups.offsets if x.tokens is None else x.tokens for x in (lhs, rhs)]
+        arrays = [_rows(x, tiles.block_k, b, descriptors) for x, b in ((lhs, tiles.block_m), (rhs, tiles.block_n))]
         (out,) = self._launch(
             kernels.outer_kernel,
-            (lhs, rhs, groups.offsets),
+            (*arrays, *tokens, groups.offsets),
             (jax.ShapeDtypeStruct((E, K, N), dtype),),
             (triton.cdiv(K, tiles.block_m) * triton.cdiv(N, tiles.block_n), E),
-            tiles.constants | {"K": K, "N": N, "DESCRIPTORS": descriptors},
+            tiles.constants
+            | {"K": K, "N": N, "DESCRIPTORS": descriptors}
+            | {"GATHER_LHS": lhs.tokens is not None, "GATHER_RHS": rhs.tokens is not None},
             tiles.num_warps,
             tiles.num_stages,
             flops=2 * S * K * N,
@@ -106,14 +108,8 @@ class TritonBackend:
         constants = _activation_constants(F, activation)
         return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
 
-    def dispatch(self, x, tokens):
-        """See `RowBackend`."""
-        S, D = tokens.shape[0], x.shape[1]
-        out_type = jax.ShapeDtypeStruct((S, D), x.dtype)
-        return self._launch_rows(row_kernels.dispatch_kernel, (x, tokens), (out_type,), S, D, {"D": D})[0]
-
     def combine(self, rows, inverse, weights, expert_ids, bias):
-        """See `RowBackend`."""
+        """See `GroupedBackend`."""
         (M, X), D = inverse.shape, rows.shape[1]
         out_type, has_bias = jax.ShapeDtypeStruct((M, D), rows.dtype), bias is not None
         arrays = (rows, inverse, *((weights, expert_ids, bias) if has_bias else 3 * (inverse,)))
@@ -152,6 +148,11 @@ def _activation_constants(F: int, activation: Activation) -> dict:
 
 def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor.from_array(x, block)
+
+
+def _rows(rows: Rows, block_s: int, block_k: int, descriptors: bool):
+    """What a kernel loads tiles of rows from: gathered ones have no descriptor."""
+    return _descriptor(rows.array, (block_s, block_k)) if descriptors and rows.tokens is None else rows.array
 
 
 def _matrices(x, block_k: int, block_n: int, transposed: bool) -> TensorDescriptor:

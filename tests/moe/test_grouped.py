@@ -79,7 +79,7 @@ def fused(interpreted_backend):
     def make(sizes, transposed):
         groups = Groups.of(sizes, int(sizes.sum()), row_tile=16)
         spec = GroupedSpec(backend=backend, transpose_rhs=transposed)
-        return lambda lhs, rhs, bias: fused_grouped_matmul(spec, lhs, rhs, bias, None, groups)
+        return lambda lhs, rhs, bias: fused_grouped_matmul(spec, lhs, rhs, bias, None, groups, None, None)
 
     return make
 
@@ -99,6 +99,17 @@ def test_kernels_on_a_gpu_match_numpy(name, dtype):
     ours = jax.jit(partial(grouped_matmul, group_sizes=sizes, transpose_rhs=transposed, backend="triton"))
     got = output_and_gradients(lambda lhs, rhs, bias: ours(lhs, rhs, bias=bias), lhs, rhs, bias, dout)
     assert_close(got, group_by_group(lhs, rhs, bias, dout, sizes, transposed), 1e-2)
+
+
+def test_few_last_rows_of_a_group_take_half_a_tile(interpreted_backend):
+    backend = interpreted_backend(tiles=kernel_tiles((9, 0)), compute_capability=80)
+    rng, sizes = np.random.default_rng(0), np.array([140, 64, 0, 200])
+    groups = Groups.of(sizes, 404, row_tile=128)
+    lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((404, 20), (4, 20, 40)))
+    spec = GroupedSpec(backend=backend, transpose_rhs=False)
+    out, pull = jax.vjp(lambda lhs: fused_grouped_matmul(spec, lhs, rhs, None, None, groups, None, None), lhs)
+    expected = group_by_group(lhs, rhs, None, out, sizes, False)
+    assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
 
 
 def test_frozen_matrices_keep_no_rows_for_their_gradient(fused):

@@ -17,7 +17,7 @@ from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles
 M, D, F, E, X, R = 19, 16, 24, 5, 2, 4
 
 
-def random_layer(transpose: bool):
+def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
     """(differentiated arguments): x, logits, matrices, biases, adapters."""
     keys = iter(jax.random.split(jax.random.key(0), 16))
     normal = lambda *shape, scale=1.0: scale * jax.random.normal(next(keys), shape)  # noqa: E731
@@ -42,7 +42,7 @@ def every_expert(arguments, *, activation, transpose):
     a = arguments
     chosen, expert_ids = jax.lax.top_k(a["logits"], X)
     weights = jax.nn.softmax(chosen, axis=-1)
-    out = jnp.zeros((M, D))
+    out, F = jnp.zeros(a["x"].shape), a["gate_up_bias"].shape[1] // 2
     for e in range(E):
         gate_up = a["gate_up"][e].T if transpose else a["gate_up"][e]
         down = a["down"][e].T if transpose else a["down"][e]
@@ -69,12 +69,12 @@ def ours(arguments, *, activation, transpose, row_tile=128, backend="reference")
 
 def assert_same(got, expected, tolerance=2e-5):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+        assert np.linalg.norm(np.asarray(a, np.float32) - b) <= tolerance * np.linalg.norm(b)
 
 
 def output_and_gradients(function, arguments):
     out, pull = jax.vjp(function, arguments)
-    return out, pull(jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+    return out, pull(jax.random.normal(jax.random.key(1), out.shape).astype(out.dtype))
 
 
 @pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
@@ -95,6 +95,19 @@ def test_the_kernels_match_every_expert(activation, transpose, interpreted_backe
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
     assert_same(output_and_gradients(partial(ours, **options, row_tile=16), arguments), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
+def test_the_kernels_on_a_gpu_match_every_expert(activation, transpose):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_layer(transpose, M=600, D=64, F=96, R=16))
+    half["logits"] = half["logits"].astype(jnp.float32)
+    options = {"activation": activation, "transpose": transpose}
+    expected = output_and_gradients(
+        jax.jit(partial(every_expert, **options)), jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    )
+    got = output_and_gradients(jax.jit(partial(ours, **options, row_tile=None, backend="triton")), half)
+    assert_same(got, expected, 2e-2)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss"])
