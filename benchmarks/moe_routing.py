@@ -203,14 +203,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     args = parser.parse_args()
     results = []
-    for model in args.models:
-        for tokens in args.tokens:
+    for tokens in args.tokens:
+        for model in args.models:
             for row in results_of(model, tokens, list(WAYS) if tokens in args.slow_tokens else ["ours"], args.loads):
                 results.append(row)
                 print(*row.values(), sep="  ", flush=True)
+        if args.json:
+            write_results(args.json, sorted(results, key=lambda row: (MODELS[row["model"]].X, row["tokens"])))
     print(table(results))
-    if args.json:
-        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.attention.backends import compute_capability
 from jaxglue.moe import Groups, choose_backend, grouped_matmul
 from jaxglue.moe.fused import GroupedSpec, fused_grouped_matmul
 from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles
@@ -131,17 +132,32 @@ def test_packed_matrices_are_expanded_forward_and_backward(fused):
     assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
 
 
-def test_the_kernel_expands_mxfp4_as_xla_does(interpreted_backend):
+def random_mxfp4():
+    """Blocks of all scales but the smallest, one of them not a number."""
     rng = np.random.default_rng(0)
     blocks = jnp.asarray(rng.integers(0, 256, (3, 50, 2, 16), dtype=np.uint8))
     scales = jnp.asarray(rng.integers(2, 253, (3, 50, 2), dtype=np.uint8)).at[1, 2].set(255)
-    packed = MXFP4(blocks=blocks, scales=scales)
+    return MXFP4(blocks=blocks, scales=scales)
+
+
+def test_the_kernel_expands_mxfp4_as_xla_does(interpreted_backend):
+    packed = random_mxfp4()
     backend = interpreted_backend(tiles=kernel_tiles((8, 0)), compute_capability=80)
     got, expected = backend.dequantise(packed, jnp.float32), dequantise(packed, jnp.float32)
     assert np.isnan(expected).any()
     np.testing.assert_array_equal(got, expected)
     number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.signbit(got)[number], np.signbit(expected)[number])
+
+
+@pytest.mark.gpu
+def test_the_kernel_on_a_gpu_expands_mxfp4_as_xla_does():
+    from jaxglue.moe.triton import TritonBackend
+
+    packed = random_mxfp4()
+    backend = TritonBackend.of(compute_capability())
+    got, expected = backend.dequantise(packed, jnp.bfloat16), dequantise(packed, jnp.bfloat16)
+    np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
