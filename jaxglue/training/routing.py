@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
@@ -13,6 +14,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.moe import Routing, routing_statistics
 from jaxglue.parameters import ModelStructure, Tree, merge_module
+from jaxglue.sharding.layout import WHOLE, Layout
 
 
 class _ObservingContext:
@@ -37,11 +39,20 @@ class RoutingProbe:
         config: the model's shape.
         dtype: the dtype of activations and matmuls.
         attention: the attention backend.
+        layout: where the parameters are.
     """
 
-    def __init__(self, structure: ModelStructure, config: DecoderConfig, *, dtype=jnp.bfloat16, attention="auto"):
-        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention)
-        types = {graph: jax.jit(partial(_apply, graph)) for graph in structure.layers}
+    def __init__(
+        self,
+        structure: ModelStructure,
+        config: DecoderConfig,
+        *,
+        dtype=jnp.bfloat16,
+        attention="auto",
+        layout: Layout = WHOLE,
+    ):
+        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention, layout=layout)
+        types = {graph: jax.jit(partial(_run, graph, layout)) for graph in structure.layers}
         self._layers = [types[graph] for graph in structure.layers]
 
     def read(self, trainable: Tree, frozen: Tree, batch: Batch) -> dict[str, float]:
@@ -63,6 +74,17 @@ class RoutingProbe:
             "expert_load_entropy": sum(float(layer["load_entropy"]) for layer in observed) / len(observed),
             "expert_dropped": sum(float(layer["dropped"]) for layer in observed),
         }
+
+
+def _run(graph, layout: Layout, trainable: Tree, frozen: Tree, x, packed: PackedContext):
+    stored = layout.stored((trainable, frozen))
+
+    def program(weights, x, packed):
+        trainable, frozen = layout.gather(weights, stored)
+        return _apply(graph, trainable, frozen, x, packed)
+
+    specs = (stored, layout.rows, layout.context(packed))
+    return layout.run(program, specs, (layout.rows, PartitionSpec()))((trainable, frozen), x, packed)
 
 
 def _apply(graph, trainable: Tree, frozen: Tree, x, packed: PackedContext):

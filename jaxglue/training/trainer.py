@@ -97,21 +97,21 @@ class Trainer:
         self._processes = processes
         self._folder, self._console, self._timer = folder, console, timer
         self._mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
-        layout = Layout(self._mesh)
+        layout = Layout(self._mesh, setup.config.model.compute_dtype)
         self._structure, self._trainable, self._frozen = build_parameters(setup, layout)
         timer.stage("weights")
         model = self._config.model
+        shared: dict[str, Any] = {"dtype": model.compute_dtype, "attention": model.attention}
         self._executor = Executor(
             self._structure,
             setup.model,
             policy=setup.remat.policies,
-            dtype=model.compute_dtype,
-            attention=model.attention,
+            **shared,
             stream_weights=setup.remat.stream_weights,
             router_losses=model.router_losses,
             mesh=self._mesh,
         )
-        self._probe = RoutingProbe(self._structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
+        self._probe = RoutingProbe(self._structure, setup.model, **shared, layout=layout)
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps, layout)
         self._optimizer_state = self._optimizer.init(self._trainable)
         self._samples = Samples(setup, self._structure, folder if processes.first else None, console)

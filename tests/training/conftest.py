@@ -22,6 +22,15 @@ SHAPE = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 256,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture
@@ -31,6 +40,15 @@ def model_folder(tmp_path, make_tokenizer):
     make_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(SHAPE))
     return folder
+
+
+@pytest.fixture
+def moe_folder(model_folder):
+    """Makes the model folder one of GPT-OSS, its experts in MXFP4."""
+    path = model_folder / "config.json"
+    raw = json.loads(path.read_text()) | GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
+    path.write_text(json.dumps(raw))
+    return model_folder
 
 
 @pytest.fixture

@@ -47,3 +47,16 @@ def test_adapters_train_on_copies_of_the_weights(make_config, tmp_path, capsys):
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "copies"), rtol=1e-5)
     samples = [(tmp_path / run / "samples.jsonl").read_text() for run in ("run", "copies")]
     assert samples[0] == samples[1]
+
+
+def test_experts_train_on_their_own_devices(make_config, moe_folder, tmp_path):
+    options = {"batch_size": 8, "steps": 2, "seq_len": 48, "rank": 2, "router_balance_loss": 0.1, "eval_fraction": 0.2}
+    for name, mesh in (("whole", "data=8"), ("run", "data=2,expert=4")):
+        train(make_config(**options, output=tmp_path / name, mesh=mesh))
+    whole, run = ([*read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "run"))
+    figures = {"step", "loss", "eval_loss", "grad_norm", "expert_load_max", "expert_load_entropy"}
+    for expected, got in zip(whole, run, strict=True):
+        assert {name: got[name] for name in figures & got.keys()} == pytest.approx(
+            {name: expected[name] for name in figures & expected.keys()}, rel=1e-4
+        )
+    assert any("expert_load_max" in line for line in run)

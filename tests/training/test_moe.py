@@ -1,7 +1,5 @@
 """Runs on mixtures of experts."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,25 +11,6 @@ from jaxglue.training.metrics import read_metrics
 from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
-
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "head_dim": 16,
-    "intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "tie_word_embeddings": False,
-}
-
-
-@pytest.fixture
-def moe_folder(model_folder):
-    """Makes the model folder one of GPT-OSS, its experts in MXFP4."""
-    path = model_folder / "config.json"
-    raw = json.loads(path.read_text()) | GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(raw))
-    return model_folder
 
 
 def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
