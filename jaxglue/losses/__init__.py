@@ -17,7 +17,7 @@ __all__ = ["CrossEntropy", "chunk_size", "linear_cross_entropy", "reference_cros
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
 """(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`."""
 
-LOGITS_BYTES = 512 * 2**20
+LOGITS_BYTES = 2**30
 """Memory that the float32 logits of a chunk may take."""
 
 

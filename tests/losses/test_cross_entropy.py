@@ -40,7 +40,7 @@ def test_loss_and_gradients_are_those_of_the_definition(case, chunk):
 
 
 def test_a_chunk_is_the_largest_power_of_two_that_fits():
-    assert chunk_size(151_936) == 512
+    assert chunk_size(151_936) == 1024
     assert 4 * chunk_size(1000) * 1000 <= module.LOGITS_BYTES < 8 * chunk_size(1000) * 1000
 
 
