@@ -11,6 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxglue.low_rank import expand_ranks
 from jaxglue.memory import names
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
@@ -107,6 +108,11 @@ class Linear(nnx.Module):
         weight: Any = self.weight.get_value()
         return project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
 
+    @property
+    def scaled_b(self) -> Float[Array, "out R"] | None:
+        """The adapter's second matrix times its scale, None without an adapter."""
+        return None if self.lora_B is None else self.lora_scale * self.lora_B[...]
+
     def drop(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T in"]:
         """The adapter's input: x, or in training what its own dropout leaves of it."""
         if self.lora_dropout == 0.0 or context.dropout_key is None:
@@ -119,19 +125,17 @@ class Linear(nnx.Module):
 def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], context: LayerContext) -> list[Array]:
     """What linear layers make of one x; their adapters read it once, in one matmul to the ranks of all of them.
 
-    An adapter's second matrix is padded with zeros to all ranks, and its product is what the large matmul adds to.
+    An adapter's product is what the large matmul adds to.
     """
-    ranks = [0 if linear.lora_A is None else linear.lora_A.shape[0] for linear in linears]
     x, *copies = fan_out(x, 1 + len(linears))
-    hidden = fan_out(_project_to_ranks(linears, x, context), len(linears)) if any(ranks) else ()
-    outputs = []
-    for index, linear in enumerate(linears):
-        y = linear.base(copies[index])
-        if linear.lora_B is not None:
-            columns = ((0, 0), (sum(ranks[:index]), sum(ranks[index + 1 :])))
-            y += project_adapter(hidden[index], jnp.pad(linear.lora_scale * linear.lora_B[...], columns))
-        outputs.append(y if linear.bias is None else y + linear.bias[...].astype(x.dtype))
-    return outputs
+    outputs = [linear.base(copy) for linear, copy in zip(linears, copies, strict=True)]
+    adapters = {index: linear.scaled_b for index, linear in enumerate(linears) if linear.scaled_b is not None}
+    if adapters:
+        hidden = _project_to_ranks(linears, x, context)
+        for index, product in zip(adapters, expand_ranks(hidden, list(adapters.values())), strict=True):
+            outputs[index] += product
+    biases = [linear.bias for linear in linears]
+    return [y if bias is None else y + bias[...].astype(x.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
 
 def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"]:

@@ -1,0 +1,85 @@
+"""The second halves of adapters that share an input: from their ranks to their outputs."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.attention.backends import compute_capability
+from jaxglue.backends import why_not_triton
+
+__all__ = ["LowRankBackend", "expand_ranks", "reference_gradients"]
+
+_WIDEST_RANK = 64
+
+
+class LowRankBackend(Protocol):
+    """Both gradients of one product. Hashable."""
+
+    def __call__(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
+        """(dy·matrix in dy's dtype, dyᵀ·hidden[:, first : first + R] in float32) for dy [M, N] and matrix [N, R]."""
+
+
+def expand_ranks(
+    hidden: Float[Array, "*B ranks"], matrices: Sequence[Float[Array, "out R"]]
+) -> list[Float[Array, "*B out"]]:
+    """hiddenᵢ·matrixᵢᵀ for float32 matrices whose ranks lie side by side in `hidden`, in hidden's dtype.
+
+    The gradients to matrices are float32. On NVIDIA GPUs our kernel forms both gradients of a product in one pass over
+    the cotangent.
+    """
+    ranks = [matrix.shape[1] for matrix in matrices]
+    if sum(ranks) != hidden.shape[-1]:
+        raise ValueError(f"the matrices' ranks {ranks} must add up to the {hidden.shape[-1]} columns of hidden")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    products = _expand(_backend(hidden.dtype, max(ranks)), rows, tuple(matrices))
+    return [product.reshape(*hidden.shape[:-1], -1) for product in products]
+
+
+def _backend(dtype, rank: int) -> LowRankBackend:
+    """Imported here, for only GPU installations have what the kernel needs."""
+    capability = compute_capability()
+    if capability is None or rank > _WIDEST_RANK or why_not_triton(dtype, capability):
+        return reference_gradients
+    from jaxglue.low_rank.triton import TritonGradients
+
+    return TritonGradients(compute_capability=10 * capability[0] + capability[1])
+
+
+def reference_gradients(dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
+    """`LowRankBackend` by two matmuls."""
+    own = hidden[:, first : first + matrix.shape[1]]
+    dmatrix = jax.lax.dot_general(dy, own, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return dy @ matrix.astype(dy.dtype), dmatrix
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expand(backend: LowRankBackend, hidden, matrices: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Each matrix is padded with zeros to all ranks, which costs less than taking `hidden` apart."""
+    ranks, products = [matrix.shape[1] for matrix in matrices], []
+    for index, matrix in enumerate(matrices):
+        columns = ((0, 0), (sum(ranks[:index]), sum(ranks[index + 1 :])))
+        padded = jnp.pad(matrix.astype(hidden.dtype), columns)
+        products.append(jax.lax.dot_general(hidden, padded, (((1,), (1,)), ((), ()))))
+    return tuple(products)
+
+
+def _forward(backend, hidden, matrices):
+    return _expand(backend, hidden, matrices), (hidden, matrices)
+
+
+def _backward(backend, residuals, cotangents):
+    hidden, matrices = residuals
+    dhidden, dmatrices, first = [], [], 0
+    for dy, matrix in zip(cotangents, matrices, strict=True):
+        part, dmatrix = backend(dy, matrix, hidden, first)
+        dhidden.append(part)
+        dmatrices.append(dmatrix)
+        first += matrix.shape[1]
+    return jnp.concatenate(dhidden, axis=-1), tuple(dmatrices)
+
+
+_expand.defvjp(_forward, _backward)

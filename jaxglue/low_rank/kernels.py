@@ -1,0 +1,33 @@
+"""Triton kernel of the gradients of a low-rank product, which reads the wide cotangent once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gradients_kernel(
+    dy, matrix, hidden, dhidden, dmatrix,
+    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What these rows and COLUMNS of dy [M, N] give of two sums; grid (M / BLOCK_M, N / COLUMNS).
+
+    dhidden [N / COLUMNS, M, R] is to be added up over columns, dmatrix [M / BLOCK_M, N, R] over rows; hidden
+    [M, STRIDE] has this product's ranks from FIRST on.
+    """
+    rows, ranks = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    inside = (rows < M)[:, None] & (ranks < R)[None, :]
+    own = tl.load(hidden + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
+    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    first = tl.program_id(1) * COLUMNS
+    for start in range(first, min(first + COLUMNS, N), BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        tile = tl.load(dy + rows[:, None].to(tl.int64) * N + columns[None, :], mask=mask, other=0.0)
+        at, mask = columns[:, None] * R + ranks[None, :], (columns < N)[:, None] & (ranks < R)[None, :]
+        factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)
+        product = tl.dot(tile, factor, product, input_precision=PRECISION)
+        to = dmatrix + tl.program_id(0).to(tl.int64) * N * R + at
+        tl.store(to, tl.dot(tl.trans(tile), own, input_precision=PRECISION), mask=mask)
+    tl.store(dhidden + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :], product, mask=inside)
