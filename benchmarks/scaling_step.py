@@ -1,0 +1,171 @@
+"""A measured training step of one case of benchmarks/scaling.py, on the first GPUs that this process sees.
+
+    python benchmarks/scaling_step.py 8b-lora:data=2
+
+Prints a line of JSON, and another one when the trace has been read.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import deque
+
+import jax
+import numpy as np
+from measure import uniform_lengths
+from step import LENGTHS_SEED, memory, parameters, workload
+
+from jaxglue.data.batch import Batch
+from jaxglue.flops import training_flops_per_token
+from jaxglue.memory.executor import Executor
+from jaxglue.memory.policy import parse_policies
+from jaxglue.memory.trace import collective_overlap
+from jaxglue.memory.workload import Workload, abstract_parts
+from jaxglue.parameters import Tree
+from jaxglue.peaks import peak_flops
+from jaxglue.segments import pack_segments
+from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
+from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+
+MODELS = {
+    "8b-lora": {"shape": "qwen3-8b", "remat": "dots"},
+    "8b-full": {"shape": "qwen3-8b", "method": "full", "remat": "dots"},
+    "32b-lora": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots"},
+    "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantise": "nf4"},
+    "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "full"},
+    "tiny": {"shape": "tiny", "tokens": 512, "remat": "dots"},
+}
+"""Qwen3 in published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
+_IN_FLIGHT = 2
+
+
+class Run:
+    """The parameters of a case on its mesh, and the steps that train them."""
+
+    def __init__(self, model: str, shape: MeshShape):
+        options = MODELS[model]
+        self.tokens, self.method = options.get("tokens", 16384), options.get("method", "lora")
+        self.work = workload(options["shape"], None, self.tokens, self.method, options.get("quantise", "none"))
+        mesh = make_mesh(shape, jax.devices()[: shape.devices]) if shape.devices > 1 else None
+        layout = Layout(mesh, self.work.dtype)
+        structure, *trees = abstract_parts(self.work)
+        self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work, "device")[1:]
+        policies = parse_policies(options["remat"], self.work.config.num_hidden_layers)
+        self._executor = Executor(structure, self.work.config, policy=policies, dtype=self.work.dtype, mesh=mesh)
+        self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)
+        self._state = self._optimizer.init(self._trainable)
+        self._batch = place_batch(rows(self.work, shape.rows), mesh)
+        self.count = shape.rows * self.tokens
+        self._step = 0
+
+    def step(self) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Dispatches loss, gradients and update."""
+        loss, gradients = self._executor.loss_and_gradients(
+            self._trainable, self._frozen, [self._batch], float(self.count)
+        )
+        self._trainable, self._state, values = self._optimizer.update(
+            self._trainable, self._state, gradients, self._step
+        )
+        self._step += 1
+        return loss, values
+
+
+def rows(work: Workload, count: int) -> Batch:
+    """A packed row of other documents for each GPU, uniform in 64–1,024 tokens."""
+    rng, size = np.random.default_rng(0), (count, work.seq_len)
+    lengths = [uniform_lengths(work.seq_len, seed=LENGTHS_SEED + row) for row in range(count)]
+    ids, targets = (rng.integers(0, work.config.vocab_size, size, dtype=np.int32) for _ in range(2))
+    segments = pack_segments(lengths, seq_len=work.seq_len)
+    return Batch(tokens=ids, targets=targets, loss_weights=np.ones(size, np.float32), segments=segments)
+
+
+def sharded(trees: list[Tree], layout: Layout) -> list[Tree]:
+    """Random parameters, each made in its places on the mesh; no device ever holds them all."""
+    programs: dict = {}
+
+    def fill(tree: Tree, prefix: str, seed: int) -> Tree:
+        leaves, treedef = jax.tree.flatten(tree)
+        shardings = jax.tree.leaves(layout.shardings(layout.stored(tree, prefix)))
+        kind = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(shardings))
+
+        def values(key):
+            keys = jax.random.split(key, max(len(leaves), 1))
+            return [_random(*pair) for pair in zip(keys, leaves, strict=False)]
+
+        if kind not in programs:
+            programs[kind] = jax.jit(values, out_shardings=shardings)
+        return jax.tree.unflatten(treedef, programs[kind](jax.random.key(seed)))
+
+    return [
+        {name: fill(part, name, number) for name, part in tree.items() if name != "layers"}
+        | {"layers": [fill(layer, "", 100 + 2 * index + number) for index, layer in enumerate(tree["layers"])]}
+        for number, tree in enumerate(trees)
+    ]
+
+
+def _random(key, leaf):
+    if len(leaf.shape) == 1:
+        return jax.numpy.ones(leaf.shape, leaf.dtype)
+    return (jax.random.normal(key, leaf.shape, jax.numpy.bfloat16) * 0.02).astype(leaf.dtype)
+
+
+def timed(run: Run, steps: int) -> float:
+    """Seconds of a step, the host being up to two steps ahead as the trainer's is."""
+    begun, in_flight = time.perf_counter(), deque()
+    for _ in range(steps):
+        in_flight.append(run.step())
+        if len(in_flight) > _IN_FLIGHT:
+            jax.block_until_ready(in_flight.popleft())
+    jax.block_until_ready(in_flight)
+    return (time.perf_counter() - begun) / steps
+
+
+def measure(case: str, steps: int):
+    """Yields the result without, then with what the trace shows."""
+    begun = time.perf_counter()
+    model, _, mesh = case.partition(":")
+    shape = MeshShape.parse(mesh)
+    run = Run(model, shape)
+    loss, _ = jax.block_until_ready(run.step())
+    start = time.perf_counter() - begun
+    timed(run, 2)
+    seconds = timed(run, steps)
+    devices = jax.devices()[: shape.devices]
+    full, rate = run.method == "full", run.count / seconds
+    flops = training_flops_per_token(run.work.config, visible_keys=run.work.visible_keys, weight_gradients=full)
+    peak = peak_flops(devices[0].device_kind)
+    row = {
+        "case": case,
+        **MODELS[model],
+        "gpu": devices[0].device_kind,
+        "gpus": shape.devices,
+        "tokens_per_gpu": run.tokens * shape.rows // shape.devices,
+        "ms": seconds * 1e3,
+        "tokens_per_second": rate,
+        "mfu": peak and rate * flops / (peak * shape.devices),
+        "peak_gib": max(memory(device, "peak_bytes_in_use") for device in devices),
+        "start_s": start,
+        "first_loss": float(loss),
+    }
+    yield row
+    if devices[0].platform == "gpu":
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(run.step())
+            found = collective_overlap(folder)
+        yield row | {"collectives_ms": found.collectives, "exposed_ms": found.exposed, "busy_ms": found.busy}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", help=f"one of {', '.join(MODELS)}, a colon, and a mesh such as data=2")
+    parser.add_argument("--steps", type=int, default=6)
+    args = parser.parse_args()
+    for row in measure(args.case, args.steps):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
