@@ -52,7 +52,7 @@ class Case:
         environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9" if len(gpus) == 1 else "0.85"}
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         command = [sys.executable, str(Path(__file__).with_name("scaling_step.py")), name, "--steps", str(steps)]
-        files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when it is over)
         process = subprocess.Popen(command, env=environment, stdout=files[0], stderr=files[1])
         return cls(name, gpus, process, files)
 
