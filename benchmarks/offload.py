@@ -7,8 +7,11 @@ A step is loss and LoRA gradients of a packed row. The whole-step programs show 
 
 import argparse
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
+from gpus import FreeGpus
 from measure import table, write_results
 from step import run_case
 
@@ -79,15 +82,40 @@ def gains(results: list[dict]) -> list[dict]:
     return rows
 
 
-def row(group: str, name: str, options: dict) -> dict:
+def tasks(groups: list[str]) -> list[list[tuple[str, str, dict]]]:
+    """Cases that are compared, which one GPU measures one after the other; the planner's are not."""
+    cases = [[(group, *case) for case in CASES[group]] for group in groups]
+    return [part for task in cases for part in ([[case] for case in task] if task[0][0] == "planner" else [task])]
+
+
+class Measurements:
+    """Runs tasks side by side, one on a GPU, and writes what there is after every case."""
+
+    def __init__(self, gpus: int, path: Path | None):
+        self.results: list[dict] = []
+        self._path, self._lock, self._gpus = path, Lock(), FreeGpus(gpus)
+
+    def measure(self, task: list[tuple[str, str, dict]]) -> None:
+        with self._gpus.one() as environment:
+            for case in task:
+                result = row(*case, environment)
+                with self._lock:
+                    self._add(result)
+
+    def _add(self, result: dict) -> None:
+        self.results.append(result)
+        self.results.sort(key=lambda r: list(CASES).index(r["group"]))
+        print(line(result), flush=True)
+        if self._path:
+            gpu = next((r["gpu"] for r in self.results if "gpu" in r), "none")
+            write_results(self._path, self.results, gpu=gpu)
+
+
+def row(group: str, name: str, options: dict, environment: dict[str, str]) -> dict:
     case = {"tokens": 16384, "method": "lora", "weights": "device", "executor": "layers", **SHAPES[group], **options}
-    result = run_case(**case, trace=True)
-    return {
-        "group": group,
-        "how": name,
-        **case,
-        **{name: v if isinstance(v, str) else round(v, 3) for name, v in result.items()},
-    }
+    result = run_case(**case, trace=True, environment=environment)
+    numbers = {name: v if isinstance(v, str) else round(v, 3) for name, v in result.items()}
+    return {"group": group, "how": name, **case, **numbers}
 
 
 def line(result: dict) -> dict:
@@ -110,16 +138,13 @@ def line(result: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--gpus", type=int, default=1, help="groups measured side by side")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = []
-    for group in args.groups:
-        for name, options in CASES[group]:
-            results.append(row(group, name, options))
-            print(line(results[-1]), flush=True)
-            if args.json:
-                write_results(args.json, results, gpu=next((r["gpu"] for r in results if "gpu" in r), "none"))
-    if second_buffer := gains(results):
+    measurements = Measurements(args.gpus, args.json)
+    with ThreadPoolExecutor(args.gpus) as pool:
+        list(pool.map(measurements.measure, tasks(args.groups)))
+    if second_buffer := gains(measurements.results):
         print(table(second_buffer))
 
 

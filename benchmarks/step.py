@@ -7,6 +7,7 @@ Prints one line of JSON. The other benchmarks of memory run it.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -220,8 +221,8 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def run_case(**options) -> dict:
-    """`measure` in a process of its own."""
+def run_case(environment: dict[str, str] | None = None, **options) -> dict:
+    """`measure` in a process of its own, with these variables added to its environment."""
     flags = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -230,7 +231,7 @@ def run_case(**options) -> dict:
         elif value is not None and value is not False:
             flags += [flag, *map(str, value if isinstance(value, list) else [value])]
     command = [sys.executable, str(Path(__file__)), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (environment or {}))
     if done.returncode:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"}
     return json.loads(done.stdout.strip().splitlines()[-1])
