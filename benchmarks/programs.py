@@ -17,7 +17,7 @@ from jax._src.lib import xla_client
 
 _ITEM = {"pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "bf16": 2}
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([\w\-]+)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d",]*)')
 _SLICES = ("slice", "dynamic-slice", "gather")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
@@ -44,7 +44,7 @@ class Program:
         found = operations(text)
         self._named = {name.replace(".", "_"): work for name, work in found.items()}
         calls = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*custom_call_target=", text, re.MULTILINE)
-        self._calls = [found[name] for name in calls]
+        self._calls = [found.get(name, UNKNOWN) for name in calls]
 
     def work(self, kernels: list[str]) -> list[Work]:
         """Of each of the kernels that ran, in their order; nothing where it cannot be told."""

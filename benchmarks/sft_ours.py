@@ -1,4 +1,5 @@
-"""Trains ours on the batches of benchmarks/sft_step.py, and prints a line of JSON: times, losses, memory, kernels.
+"""Trains ours on the batches of benchmarks/sft_step.py, and prints times, losses and memory as a line of JSON; then
+another one with its kernels too.
 
     python benchmarks/sft_ours.py --model DIR --adapter DIR --batches FILE.npz --memory-limit 18.8
 
@@ -10,6 +11,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +40,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.parameters import split_model
 from jaxglue.segments import pack_segments, segment_bucket
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+from jaxglue.training.startup import StartupTimer
 from jaxglue.training.weights import layers_on_host
 
 PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
@@ -168,24 +171,35 @@ def matmul_rate(size: int = 8192) -> float:
     return 2 * size**3 / min(milliseconds(dot, a, b) for dot in dots) / 1e9
 
 
-def measure(args: argparse.Namespace) -> dict:
-    """What a run of all batches took, and the most memory that was allocated since the process began."""
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    """What a run of all batches took, and the most memory that was allocated since the process began; then kernels too.
+
+    The first stands whatever becomes of the profile.
+    """
+    timer = StartupTimer.since_process_start()
     config = replace(config_from_hf(read_config(args.model)), quantise=args.quantise)
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
-    begun = time.perf_counter()
+    timer.stage("plan")
     run = Run(args, config, plan, len(batches))
-    loaded = time.perf_counter() - begun
-    result = train(run, batches, args.warm_up) | {"load_s": loaded}
-    device = jax.devices()[0]
-    if plan is not None:
-        result |= {"peak_gib": device.memory_stats()["peak_bytes_in_use"] / GIB, "plan": str(plan)}
-        result |= {"planned_ms": plan.seconds * 1e3, "planned_gib": plan.device_bytes / GIB}
-        with tempfile.TemporaryDirectory() as scratch:
-            result |= profile(run, batches[-1], args.trace or Path(scratch), attention_flops(config, batches))
-        del run
-        result["matmul_tflops"] = matmul_rate()
-    return result | {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
+    jax.block_until_ready((run.trainable, run.frozen))
+    timer.stage("load")
+    result, device = train(run, batches, args.warm_up), jax.devices()[0]
+    timer.stage("train")
+    result |= {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
+    if plan is None:
+        yield result | {"seconds": timer.stages}
+        return
+    result |= {"peak_gib": device.memory_stats()["peak_bytes_in_use"] / GIB, "plan": str(plan)}
+    result |= {"planned_ms": plan.seconds * 1e3, "planned_gib": plan.device_bytes / GIB}
+    yield result | {"seconds": timer.stages}
+    with tempfile.TemporaryDirectory() as scratch:
+        result |= profile(run, batches[-1], args.trace or Path(scratch), attention_flops(config, batches))
+    timer.stage("profile")
+    del run
+    result["matmul_tflops"] = matmul_rate()
+    timer.stage("matmuls")
+    yield result | {"seconds": timer.stages}
 
 
 def main() -> None:
@@ -203,7 +217,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace of a step")
-    print(json.dumps(measure(parser.parse_args())), flush=True)
+    for result in measure(parser.parse_args()):
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

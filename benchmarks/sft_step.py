@@ -4,8 +4,9 @@
 
 Engines are ours, unsloth and peft (transformers + PEFT); each runs in a process of its own, one after the other. A
 batch is one row of documents of 64–1,024 tokens, LoRA has rank 16 on all linear layers, AdamW updates it. Results are
-written as they come. `--peers-path` is a folder with the peers' packages, put before their process's own. With `--gpus`
-several rows are measured side by side, all engines of a row on the same GPU.
+written as they come; `--merge` puts those of several runs into one file. `--peers-path` is a folder with the peers'
+packages, put before their process's own. With `--gpus` several rows are measured side by side, all engines of a row on
+the same GPU.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryFile
 from threading import Lock
 
 import jax
@@ -120,20 +123,35 @@ def run(engine: str, name: str, files: dict[str, Path], gpu: int, args: argparse
         command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
         flags |= {"memory-limit": row.memory_limit} if row.memory_limit else {}
         flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}
-        environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
+        environment = {
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100",
+        } | environment
     else:
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", engine]
         flags["checkpointing"] = row.checkpointing
         environment.pop("PYTHONPATH", None)
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)] + further
-    begun = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return execute(command, environment, args.limit)
+
+
+def execute(command: list[str], environment: dict[str, str], limit: float) -> dict:
+    """The last line of JSON that a process printed, whatever became of it then; `error` says what did."""
+    begun, error = time.perf_counter(), {}
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as log:
+        try:
+            subprocess.run(command, stdout=out, stderr=log, check=True, env=environment, timeout=limit)
+        except subprocess.SubprocessError as failure:
+            log.seek(0)
+            text = log.read().strip()
+            print(text[-3000:], file=sys.stderr)
+            timeout = isinstance(failure, subprocess.TimeoutExpired)
+            error = {"error": str(failure) if timeout or not text else text.splitlines()[-1]}
+        out.seek(0)
+        printed = [line for line in out.read().splitlines() if line.startswith("{")]
     seconds = {"process_s": round(time.perf_counter() - begun, 1)}
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1], **seconds}
-    return json.loads(done.stdout.strip().splitlines()[-1]) | seconds
+    return (json.loads(printed[-1]) if printed else {}) | error | seconds
 
 
 class Measurements:
@@ -178,7 +196,7 @@ def summary(results: list[dict]) -> list[dict]:
     rows = []
     for result in results:
         row = {"row": result["row"], "engine": result["engine"]}
-        if "error" in result:
+        if "ms" not in result:
             rows.append(row | dict.fromkeys(("ms", "tokens/s", "peak GiB", "kernels", "of the limit"), "failed"))
             continue
         share = result["flops"] / (result["ms"] / 1e3) / MATMUL
@@ -196,33 +214,41 @@ def summary(results: list[dict]) -> list[dict]:
 
 
 def loss_differences(results: list[dict]) -> list[dict]:
-    """How far apart ours and each peer's losses of the same steps are, at most."""
-    ours = {result["row"]: result["losses"] for result in results if result["engine"] == "ours" and "losses" in result}
+    """How far apart the losses of the same steps are, for every two engines of a row: what is noise the peers tell."""
     rows = []
-    for result in results:
-        if result["engine"] == "ours" or "losses" not in result or result["row"] not in ours:
-            continue
-        left, right = np.array(ours[result["row"]]), np.array(result["losses"])
-        apart = np.abs(left - right)
-        rows.append(
-            {
-                "row": result["row"],
-                "against": result["engine"],
-                "steps": len(left),
-                "first → last loss": f"{left[0]:.4f} → {left[-1]:.4f}",
-                "largest |Δ|": f"{apart.max():.1e}",
-                "of the loss": f"{(apart / right).max():.1e}",
-            }
-        )
+    for name in dict.fromkeys(result["row"] for result in results):
+        losses = {r["engine"]: np.array(r["losses"]) for r in results if r["row"] == name and "losses" in r}
+        for (left, ours), (right, theirs) in combinations(losses.items(), 2):
+            apart = np.abs(ours - theirs) / theirs
+            rows.append(
+                {
+                    "row": name,
+                    "engines": f"{left}, {right}",
+                    "steps": len(apart),
+                    "first → last loss": f"{ours[0]:.4f} → {ours[-1]:.4f}",
+                    "largest relative difference": f"{apart.max():.1e}",
+                    "mean": f"{apart.mean():.1e}",
+                }
+            )
     return rows
 
 
-def write(path: Path, results: list[dict]) -> None:
+def merge(path: Path, files: list[Path]) -> list[dict]:
+    """Writes the results of several files into one; of a row and engine that are in two, the later one's."""
+    contents = [json.loads(file.read_text()) for file in files]
+    merged = {(result["row"], result["engine"]): result for content in contents for result in content["results"]}
+    results = sorted(merged.values(), key=lambda r: (list(ROWS).index(r["row"]), ENGINES.index(r["engine"])))
+    write(path, results, [command for content in contents for command in content["commands"]])
+    return results
+
+
+def write(path: Path, results: list[dict], commands: list[str] | None = None) -> None:
     """Everything so far, so that an interruption loses only the rest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    command = shlex.join(["python", *sys.argv])
-    temporary.write_text(json.dumps({"command": command, "results": results}, indent=1) + "\n")
+    commands = commands or [shlex.join(["python", *sys.argv])]
+    content = {"commands": commands, "losses": loss_differences(results), "results": results}
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.rename(path)
 
 
@@ -230,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "tiny"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--scratch", type=Path, required=True, help="a folder with room for the weights, as in memory")
+    parser.add_argument("--scratch", type=Path, default=Path("runs/sft_step"), help="where weights go: best in memory")
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--steps", type=int, help="timed steps, by default as many as the row says")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -238,14 +264,19 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable)
     parser.add_argument("--peers-path", type=Path)
     parser.add_argument("--traces", type=Path, help="where to keep a profile of a step of ours, a folder per row")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that an engine may take for a row")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these files' results into --json")
     parser.add_argument("ours_flags", nargs="*", help="further flags for sft_ours.py, after --")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # this process only prepares: the GPU is the engines'
-    measurements = Measurements(args)
-    with ThreadPoolExecutor(args.gpus) as pool:
-        list(pool.map(measurements.measure, args.rows))
-    results = measurements.results
+    if args.merge:
+        results = merge(args.json, args.merge)
+    else:
+        measurements = Measurements(args)
+        with ThreadPoolExecutor(args.gpus) as pool:
+            list(pool.map(measurements.measure, args.rows))
+        results = measurements.results
     print(table(summary(results)))
     if differences := loss_differences(results):
         print(table(differences))

@@ -1,4 +1,5 @@
-"""Trains a peer on the batches of benchmarks/sft_step.py, and prints a line of JSON: times, losses, memory, kernels.
+"""Trains a peer on the batches of benchmarks/sft_step.py, and prints times, losses and memory as a line of JSON; then
+another one with its kernels too.
 
     python benchmarks/peers/train.py --engine unsloth --model DIR --adapter DIR --batches FILE.npz
 
@@ -11,6 +12,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import engines
@@ -90,8 +92,8 @@ class Steps:
         return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
 
 
-def measure(args: argparse.Namespace) -> dict:
-    """Times of the steps after the warm-up, losses of all, and the memory that the steps took at most."""
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    """Times of the steps after the warm-up, losses of all, and the memory that the steps took at most; then kernels."""
     with np.load(args.batches) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     options = {"quantise": args.quantise, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
@@ -110,11 +112,14 @@ def measure(args: argparse.Namespace) -> dict:
             marks.append(step.mark())
     times = step.milliseconds(marks)
     result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
+    result["versions"] = dict(filter(None, map(_version, PACKAGES)))
     if step.cuda:
         cuda = step._torch.cuda
         result |= {"peak_gib": cuda.max_memory_allocated() / 2**30, "reserved_gib": cuda.max_memory_reserved() / 2**30}
-        result |= {"gpu": cuda.get_device_name(0), "kernels": step.kernels(batches[-1])}
-    return result | {"versions": dict(filter(None, map(_version, PACKAGES)))}
+        result["gpu"] = cuda.get_device_name(0)
+    yield result
+    if step.cuda:
+        yield result | {"kernels": step.kernels(batches[-1])}
 
 
 def _version(package: str) -> tuple[str, str] | None:
@@ -133,7 +138,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", choices=("none", "device", "offload"), default="none")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
-    print(json.dumps(measure(parser.parse_args())), flush=True)
+    for result in measure(parser.parse_args()):
+        print(json.dumps(result), flush=True)
     os._exit(0)  # compile workers would linger
 
 

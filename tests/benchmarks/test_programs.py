@@ -76,6 +76,18 @@ def test_kernels_of_libraries_are_told_by_their_order():
     assert Program(second).work(["nvjet", "other", "third"]) == [UNKNOWN] * 3
 
 
+def test_calls_with_many_results_are_operations_too():
+    from programs import UNKNOWN, Program
+
+    results = ", ".join(f"{'/*index=5*/' if index == 5 else ''}f32[8]{{0:S(5)}}" for index in range(6))
+    many = f'  %triton_kernel_call.7 = ({results}) custom-call(%x), custom_call_target="x"\n'
+    strange = '  %odd.1 = token[] custom-call %x, custom_call_target="x"\n'
+    program = Program(PROGRAM.replace("  %triton = bf16", many + strange + "  %triton = bf16"))
+    work = program.work(["nvjet", "adam_kernel", "odd"])
+    assert [each.shape for each in work] == ["bf16[64,32]", "f32[8]", ""] and work[2] == UNKNOWN
+    assert work[1].bytes == 2 * 64 * 16 + 6 * 4 * 8
+
+
 def test_kernels_are_held_against_their_limits():
     from kernel_profile import COPY, MATMUL, Kernel, profile_rows
 

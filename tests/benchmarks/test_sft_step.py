@@ -51,6 +51,36 @@ def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch,
 def test_losses_are_compared_step_by_step():
     import sft_step
 
-    ours = {"row": "r", "engine": "ours", "losses": [2.0, 1.0]}
-    (row,) = sft_step.loss_differences([ours, {"row": "r", "engine": "peft", "losses": [2.0, 1.25]}])
-    assert row["largest |Δ|"] == "2.5e-01" and row["of the loss"] == "2.0e-01"
+    losses = {"ours": [2.0, 1.0], "peft": [2.0, 1.25], "unsloth": [2.0, 1.25]}
+    results = [{"row": "r", "engine": engine, "losses": each} for engine, each in losses.items()]
+    rows = sft_step.loss_differences([*results, {"row": "r", "engine": "failed", "error": "x"}])
+    assert [row["engines"] for row in rows] == ["ours, peft", "ours, unsloth", "peft, unsloth"]
+    assert [row["largest relative difference"] for row in rows] == ["2.0e-01", "2.0e-01", "0.0e+00"]
+    assert [row["mean"] for row in rows] == ["1.0e-01", "1.0e-01", "0.0e+00"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "error"),
+    [("raise KeyError('late')", "KeyError: 'late'"), ("import time; time.sleep(60)", "timed out")],
+    ids=["raises", "hangs"],
+)
+def test_what_was_measured_survives_what_fails_afterwards(capfd, rest, error):
+    import sft_step
+
+    script = f"print('noise'); print('{{\"ms\": 5.0}}', flush=True); {rest}"
+    result = sft_step.execute([sys.executable, "-c", script], {}, limit=2)
+    assert result["ms"] == 5.0 and error in result["error"]
+    row = {"row": "r", "engine": "ours", "tokens": 100, "flops": 1.0, **result}
+    assert sft_step.summary([row])[0]["tokens/s"] == "20,000"
+    assert sft_step.execute([sys.executable, "-c", "raise ValueError('early')"], {}, limit=9)["error"].endswith("early")
+
+
+def test_later_files_replace_results_when_merged(tmp_path):
+    import sft_step
+
+    rows = [("qwen3-8b NF4", "ours", 1.0), ("qwen3-8b", "unsloth", 2.0), ("qwen3-8b NF4", "ours", 3.0)]
+    for index, (row, engine, ms) in enumerate(rows):
+        sft_step.write(tmp_path / f"{index}.json", [{"row": row, "engine": engine, "ms": ms}], [f"run {index}"])
+    results = sft_step.merge(tmp_path / "all.json", [tmp_path / f"{index}.json" for index in range(3)])
+    assert [(result["row"], result["ms"]) for result in results] == [("qwen3-8b", 2.0), ("qwen3-8b NF4", 3.0)]
+    assert json.loads((tmp_path / "all.json").read_text())["commands"] == ["run 0", "run 1", "run 2"]
