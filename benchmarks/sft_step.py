@@ -64,6 +64,7 @@ ROWS = {
     "qwen3-8b NF4": Row(shape="qwen3-8b", quantise="nf4", memory_limit=9.4),
     "qwen3-14b NF4": Row(shape="qwen3-14b", quantise="nf4", memory_limit=14.3),
     "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
+    "tiny NF4": Row(shape="tiny", tokens=1024, quantise="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
 }
 
@@ -254,7 +255,7 @@ def write(path: Path, results: list[dict], commands: list[str] | None = None) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if name != "tiny"])
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=[name for name in ROWS if "tiny" not in name])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--scratch", type=Path, default=Path("runs/sft_step"), help="where weights go: best in memory")
     parser.add_argument("--warm-up", type=int, default=4)
