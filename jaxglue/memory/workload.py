@@ -12,6 +12,7 @@ from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.memory.planned_context import PlannedContext
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import CausalLM
 from jaxglue.parameters import ModelStructure, Tree, split_model
 from jaxglue.rope import rope_tables
 from jaxglue.segments import PackedSegments
@@ -54,17 +55,23 @@ class Workload:
         return self.batch_size * self.seq_len
 
 
-def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:
-    """(structure, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
-    dtype = jnp.float32 if workload.lora is None else workload.dtype
+def abstract_model(config: DecoderConfig, lora: LoraConfig | None, dtype) -> CausalLM:
+    """The model with its adapters, if it gets any; shapes and dtypes in place of arrays."""
 
     def build():
-        model = build_model(workload.config, dtype=dtype, rngs=nnx.Rngs(0))
-        if workload.lora is not None:
-            add_lora(model, workload.lora, rngs=nnx.Rngs(0))
+        model = build_model(config, dtype=dtype, rngs=nnx.Rngs(0))
+        if lora is not None:
+            add_lora(model, lora, rngs=nnx.Rngs(0))
         return model
 
-    return split_model(nnx.eval_shape(build), nnx.Param if workload.lora is None else nnx.LoRAParam)
+    return nnx.eval_shape(build)
+
+
+def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:
+    """(structure, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
+    full = workload.lora is None
+    model = abstract_model(workload.config, workload.lora, jnp.float32 if full else workload.dtype)
+    return split_model(model, nnx.Param if full else nnx.LoRAParam)
 
 
 def abstract_batch(workload: Workload) -> Batch:

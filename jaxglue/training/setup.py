@@ -16,9 +16,9 @@ from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenize
 from jaxglue.distributed import ALONE, Processes
 from jaxglue.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
-from jaxglue.lora import add_lora
 from jaxglue.memory.gpus import GIB
-from jaxglue.models import build_model, config_from_hf
+from jaxglue.memory.workload import abstract_model
+from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.moe import choose_backend as choose_grouped_backend
@@ -59,12 +59,8 @@ class Setup:
 
     @cached_property
     def _abstract_model(self) -> CausalLM:
-        """The model with its adapters, shapes and dtypes in place of arrays."""
-        dtype = self.config.model.compute_dtype
-        model = nnx.eval_shape(lambda: build_model(self.model, dtype=dtype, rngs=nnx.Rngs(0)))
-        if self.config.model.method == "lora":
-            add_lora(model, self.config.lora, rngs=nnx.Rngs(0))
-        return model
+        lora = self.config.lora if self.config.model.method == "lora" else None
+        return abstract_model(self.model, lora, self.config.model.compute_dtype)
 
     @cached_property
     def _abstract_parts(self) -> tuple[ModelStructure, Tree, Tree]:

@@ -216,11 +216,12 @@ class Trainer:
         values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
         self._last_loss = values["loss"]
         progress.advance(result.step)
-        if self._warm:
-            self._meter.add(result.tokens)
-        else:
+        first = not self._warm
+        if first:
             self._start_measuring(result.step, progress)
-        if self._is_log_due(result.step):
+        else:
+            self._meter.add(result.tokens)
+        if self._is_log_due(result.step) and not first:
             memory_gb = memory_use(jax.local_devices()).used / 1e9
             report = StepReport(**{"grad_norm": None, **values}, **self._meter.read()._asdict(), memory_gb=memory_gb)
             progress.report(result.step, report)
