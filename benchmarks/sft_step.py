@@ -86,12 +86,13 @@ def make_batches(path: Path, row: Row, steps: int) -> list[int]:
 
 
 class Inputs:
-    """Models and batches on disk: made when a row asks for them, models deleted after the last row that does."""
+    """Models and batches on disk: made when a row asks for them; models that were made are deleted after their last row."""
 
     def __init__(self, scratch: Path, names: list[str], *, warm_up: int, steps: int | None = None):
         self._scratch, self._warm_up, self._steps = scratch, warm_up, steps
         self._rows = Counter(ROWS[name].shape for name in names)
         self._locks: dict[str, Lock] = {shape: Lock() for shape in self._rows}
+        self._made: set[str] = set()
 
     def prepare(self, name: str) -> tuple[dict[str, Path], list[int]]:
         """(files by the engines' flags, lengths of all documents)."""
@@ -99,6 +100,7 @@ class Inputs:
         folder, config = self._scratch / row.shape, SHAPES[row.shape]
         with self._locks[row.shape]:
             if not folder.exists():
+                self._made.add(row.shape)
                 make_model(folder, config)
                 make_adapter(folder / "adapter", config, LoraConfig())
         batches = self._scratch / f"{name}.npz"
@@ -110,7 +112,7 @@ class Inputs:
         shape = ROWS[name].shape
         with self._locks[shape]:
             self._rows[shape] -= 1
-            if not self._rows[shape]:
+            if not self._rows[shape] and shape in self._made:
                 shutil.rmtree(self._scratch / shape)
 
 

@@ -48,6 +48,15 @@ def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch,
     assert not Path(tmp_path / "tiny").exists()  # weights are large
 
 
+def test_only_models_that_were_made_are_deleted(prepared, tmp_path):
+    import sft_step
+
+    again = sft_step.Inputs(tmp_path, ["tiny"], warm_up=1, steps=2)
+    again.prepare("tiny")
+    again.done("tiny")
+    assert prepared[1]["model"].exists()
+
+
 def test_losses_are_compared_step_by_step():
     import sft_step
 
