@@ -86,7 +86,7 @@ def make_batches(path: Path, row: Row, steps: int) -> list[int]:
 
 
 class Inputs:
-    """Models and batches on disk: made when a row asks for them; models that were made are deleted after their last row."""
+    """Models and batches on disk: made when a row asks for them; models made here are deleted after the last row."""
 
     def __init__(self, scratch: Path, names: list[str], *, warm_up: int, steps: int | None = None):
         self._scratch, self._warm_up, self._steps = scratch, warm_up, steps
