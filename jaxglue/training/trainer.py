@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from jaxglue.cli import as_dict, to_toml
@@ -22,6 +21,7 @@ from jaxglue.sharding.mesh import make_mesh, place_batch
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
+from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.metrics import MetricsWriter, NoMetrics
 from jaxglue.training.optimizer import Optimizer
@@ -111,7 +111,8 @@ class Trainer:
             router_losses=model.router_losses,
             mesh=self._mesh,
         )
-        self._probe = RoutingProbe(self._structure, setup.model, **shared, layout=layout)
+        probe = RoutingProbe(self._structure, setup.model, **shared, layout=layout)
+        self._evaluation = Evaluation(setup, self._executor, probe, self._mesh)
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps, layout)
         self._optimizer_state = self._optimizer.init(self._trainable)
         self._samples = Samples(setup, self._structure, folder if processes.first else None, console)
@@ -162,7 +163,7 @@ class Trainer:
                 profiler.before(self._step + 1)
                 in_flight.append(self._dispatch_step())
                 stop = self._must_stop(interrupt)
-                evaluate = self._observes and self._is_due(self._eval_every)
+                evaluate = self._evaluation.is_needed and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
                 drain = evaluate or save or self._is_log_due(self._step) or not self._warm
                 while len(in_flight) > (0 if drain else _STEPS_IN_FLIGHT):
@@ -246,33 +247,16 @@ class Trainer:
     def _is_log_due(self, step: int) -> bool:
         return step % self._run.log_every == 0 or step == self._setup.total_steps
 
-    @property
-    def _observes(self) -> bool:
-        """Whether there is anything to look at between steps: held-out data, or routers."""
-        return self._setup.eval_batches is not None or self._setup.model.moe is not None
-
     def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float | None:
-        """Writes how evenly experts are used, and the mean loss per held-out target token; None without such data."""
-        if self._setup.eval_batches is None:
-            metrics.write(self._step, self._routing())
-            return None
-        losses = [
-            self._executor.loss(self._trainable, self._frozen, place_batch(batch, self._mesh))
-            for batch in self._setup.eval_batches
-        ]
-        eval_loss = float(np.sum(jax.device_get(losses))) / self._setup.eval_batches.targets
-        metrics.write(self._step, {"eval_loss": eval_loss, **self._routing()})
-        progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")
-        if self._best_eval is None or eval_loss < self._best_eval[0]:
-            self._best_eval = (eval_loss, self._step)
+        """Writes the figures of the model as it stands; its loss on held-out data, None without such data."""
+        values = self._evaluation.read(self._trainable, self._frozen, self._last_batch)
+        metrics.write(self._step, values)
+        eval_loss = values.get("eval_loss")
+        if eval_loss is not None:
+            progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")
+            if self._best_eval is None or eval_loss < self._best_eval[0]:
+                self._best_eval = (eval_loss, self._step)
         return eval_loss
-
-    def _routing(self) -> dict[str, float]:
-        """How evenly a batch, held out if there is one, uses the experts; nothing for dense models."""
-        if self._setup.model.moe is None:
-            return {}
-        batch = self._last_batch if self._setup.eval_batches is None else next(iter(self._setup.eval_batches))
-        return self._probe.read(self._trainable, self._frozen, place_batch(batch, self._mesh))
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host = {

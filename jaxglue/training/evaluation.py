@@ -1,0 +1,48 @@
+"""What a run looks at between steps: the loss on held-out data, and how routers spread tokens over experts."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxglue.data.batch import Batch
+from jaxglue.memory.executor import Executor
+from jaxglue.parameters import Tree
+from jaxglue.sharding.mesh import place_batch
+from jaxglue.training.routing import RoutingProbe
+from jaxglue.training.setup import Setup
+
+
+class Evaluation:
+    """Figures about a model as it stands.
+
+    Args:
+        setup: of the run; its held-out batches, if there are any.
+        executor: runs the model.
+        probe: reads its routers.
+        mesh: the devices that share the work; None for one device.
+    """
+
+    def __init__(self, setup: Setup, executor: Executor, probe: RoutingProbe, mesh: Mesh | None):
+        self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
+        self._probe = None if setup.model.moe is None else probe
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to look at: held-out data, or routers."""
+        return self._batches is not None or self._probe is not None
+
+    def read(self, trainable: Tree, frozen: Tree, last_batch: Batch | None) -> dict[str, float]:
+        """`eval_loss`, the mean per held-out target token, if there is such data, and what `RoutingProbe` reads.
+
+        Args:
+            trainable, frozen: parameter trees of `split_model`.
+            last_batch: a batch for the routers, should nothing be held out.
+        """
+        values = {}
+        if self._batches is not None:
+            losses = [self._executor.loss(trainable, frozen, place_batch(batch, self._mesh)) for batch in self._batches]
+            values["eval_loss"] = float(np.sum(jax.device_get(losses))) / self._batches.targets
+        if self._probe is not None:
+            batch = last_batch if self._batches is None else next(iter(self._batches))
+            values |= self._probe.read(trainable, frozen, place_batch(batch, self._mesh))
+        return values
