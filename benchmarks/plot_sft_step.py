@@ -1,9 +1,12 @@
-"""Draws docs/speed.png from benchmarks/results/sft_step.json: every engine's share of what matmuls alone would allow.
+"""Draws docs/speed.png from benchmarks/results/sft_step.json, and prints the README's table.
 
 python benchmarks/plot_sft_step.py
+
+A bar is an engine's share of the speed at which nothing but the model's matmuls took time.
 """
 
 import json
+import re
 from pathlib import Path
 
 import matplotlib
@@ -11,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from kernel_profile import MATMUL
+from measure import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "sft_step.json"
@@ -51,12 +55,34 @@ def main() -> None:
     axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "speed.png", dpi=110)
+    print(table([_row(name, measured) for name in names]))
+
+
+def _row(name: str, measured: list[dict]) -> dict[str, str]:
+    """Tokens a second and peak memory of every engine, and how many times as fast as Unsloth ours is."""
+    results = {result["engine"]: result for result in measured if result["row"] == name}
+    cells = {label: _cell(results.get(engine)) for engine, (label, _) in ENGINES.items()}
+    both = "ours" in results and "unsloth" in results
+    gain = f"{results['unsloth']['ms'] / results['ours']['ms']:.2f} ×" if both else "–"
+    tokens = next(iter(results.values()))["tokens"]
+    return {"tokens/s, peak memory": f"{_title(name)}, {tokens:,} tokens"} | cells | {"jaxglue against Unsloth": gain}
+
+
+def _cell(result: dict | None) -> str:
+    if result is None:
+        return "–"
+    return f"{result['tokens'] / result['ms'] * 1e3:,.0f}, {result['peak_gib']:.1f} GiB"
 
 
 def _label(name: str, measured: list[dict]) -> str:
     result = next(result for result in measured if result["row"] == name)
     limit = f", ≤ {result['memory_limit']} GiB" if result["memory_limit"] else ""
-    return f"{name}\n{result['tokens']:,} tokens{limit}"
+    return f"{_title(name)}\n{result['tokens']:,} tokens{limit}"
+
+
+def _title(name: str) -> str:
+    """A row's name as models are written: Qwen3-8B."""
+    return re.sub(r"(?<=\d)b\b", "B", name).replace("qwen", "Qwen").replace("llama", "Llama")
 
 
 def _gpu(measured: list[dict]) -> str:
