@@ -105,6 +105,7 @@ def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
         "peak GiB": round(_memory("peak_bytes_in_use"), 2),
         "first step s": round(seconds[0], 1),
         "loss": round(float(loss), 4),
+        "gpu": jax.devices()[0].device_kind,
     }
 
 
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[name for name in CASES if name != "tiny"], help="by default all")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", type=Path, help="with --case: where a trace of one more step goes")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=Path, help="where to write the results, as they come")
     args = parser.parse_args()
     if args.case:
         print(json.dumps(measure(CASES[args.case], args.steps, args.profile)))
@@ -145,10 +146,10 @@ def main() -> None:
     for name in args.cases:
         results.append(run_case(name, args.steps))
         print(*results[-1].values(), sep="  ", flush=True)
+        if args.json:
+            write_results(args.json, results, gpu=next((row["gpu"] for row in results if "gpu" in row), "none"))
     measured = [result for result in results if "error" not in result]
     print(table(measured) if measured else "")
-    if args.json:
-        write_results(args.json, results)
 
 
 if __name__ == "__main__":
