@@ -8,18 +8,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.moe.groups import Groups
+
 Activation = Literal["swiglu", "gpt_oss"]
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
 
 
 class ActivationBackend(Protocol):
-    """One pass over the projections forward, one backward."""
+    """One pass over the projections forward, one backward; what rows of no group get is unspecified."""
 
-    def activate(self, projected, weights, activation: Activation) -> Float[Array, "S F"]:
+    def activate(self, projected, weights, groups: Groups, activation: Activation) -> Float[Array, "S F"]:
         """activation(projected[s]) · weights[s], in projected's dtype."""
 
-    def activate_gradient(self, projected, weights, dout, activation: Activation) -> tuple[Array, Array]:
+    def activate_gradient(
+        self, projected, weights, groups: Groups, dout, activation: Activation
+    ) -> tuple[Array, Array]:
         """Gradients of projected and of weights."""
 
 
@@ -48,18 +52,18 @@ def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[A
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_activation(
-    spec: ActivationSpec, projected: Float[Array, "S 2F"], weights: Float[Array, " S"]
+    spec: ActivationSpec, projected: Float[Array, "S 2F"], weights: Float[Array, " S"], groups: Groups
 ) -> Float[Array, "S F"]:
-    """`activate` times the weights of the rows, by a fused backend."""
-    return spec.backend.activate(projected, weights, spec.activation)
+    """`activate` times the weights of the rows, by a fused backend; what rows of no group get is unspecified."""
+    return spec.backend.activate(projected, weights, groups, spec.activation)
 
 
-def _forward(spec, projected, weights):
-    return fused_activation(spec, projected, weights), (projected, weights)
+def _forward(spec, projected, weights, groups):
+    return fused_activation(spec, projected, weights, groups), (projected, weights, groups)
 
 
 def _backward(spec, residuals, dout):
-    return spec.backend.activate_gradient(*residuals, dout, spec.activation)
+    return *spec.backend.activate_gradient(*residuals, dout, spec.activation), None
 
 
 fused_activation.defvjp(_forward, _backward)

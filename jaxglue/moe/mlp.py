@@ -107,7 +107,8 @@ def _fused_mlp(
         spec(exchange="dispatch"), x, matrices[0], biases[0], adapters[0], groups, routing, None
     )
     projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
-    hidden = fused_activation(ActivationSpec(backend=backend, activation=activation), projected, routing.row_weights)
+    gated = ActivationSpec(backend=backend, activation=activation)
+    hidden = fused_activation(gated, projected, routing.row_weights, groups)
     check_operands(hidden, matrices[1], groups, biases[1], adapters[1], transpose_rhs)
     return fused_grouped_matmul(
         spec(exchange="combine"), hidden, matrices[1], biases[1], adapters[1], groups, routing, weights

@@ -34,11 +34,17 @@ def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
 
 @triton.jit
 def activation_kernel(
-    projected, weights, out,
-    F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    projected, weights, offsets, out,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of out [S, F]: the activation of projected [S, 2F] times the row's weight; grid (S)."""
+    """One row of out [S, F]: the activation of projected [S, 2F] times the row's weight; grid (S).
+
+    Rows from offsets[E] on, which belong to no group, are left out.
+    """
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + E):
+        return
     weight = tl.load(weights + row)
     for start in range(0, F, BLOCK):
         gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
@@ -49,11 +55,14 @@ def activation_kernel(
 
 @triton.jit
 def activation_gradient_kernel(
-    projected, weights, dout, dprojected, dweights,
-    F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    projected, weights, offsets, dout, dprojected, dweights,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of dprojected [S, 2F] and of dweights [S]; grid (S)."""
+    """One row of dprojected [S, 2F] and of dweights [S], where it belongs to a group; grid (S)."""
     row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + E):
+        return
     weight = tl.load(weights + row)
     dweight = tl.full((BLOCK,), 0.0, tl.float32)
     dprojected += row * 2 * F

@@ -95,17 +95,18 @@ class TritonBackend:
         constants, grid = {"COUNT": count, "BLOCK": _MXFP4_BLOCKS}, (triton.cdiv(count, _MXFP4_BLOCKS),)
         return self._launch(mxfp4_kernel, (packed.blocks, packed.scales), (out_type,), grid, constants)[0]
 
-    def activate(self, projected, weights, activation: Activation):
+    def activate(self, projected, weights, groups: Groups, activation: Activation):
         """See `ActivationBackend`."""
         S, F = projected.shape[0], projected.shape[1] // 2
-        out_type, constants = jax.ShapeDtypeStruct((S, F), projected.dtype), _activation_constants(F, activation)
-        return self._launch_rows(row_kernels.activation_kernel, (projected, weights), (out_type,), S, F, constants)[0]
+        out_type, arrays = jax.ShapeDtypeStruct((S, F), projected.dtype), (projected, weights, groups.offsets)
+        constants = _activation_constants(F, groups, activation)
+        return self._launch_rows(row_kernels.activation_kernel, arrays, (out_type,), S, F, constants)[0]
 
-    def activate_gradient(self, projected, weights, dout, activation: Activation):
+    def activate_gradient(self, projected, weights, groups: Groups, dout, activation: Activation):
         """See `ActivationBackend`."""
-        (S, F), arrays = dout.shape, (projected, weights, dout)
+        (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
         out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
-        constants = _activation_constants(F, activation)
+        constants = _activation_constants(F, groups, activation)
         return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
 
     def combine(self, rows, inverse, weights, expert_ids, bias):
@@ -142,8 +143,14 @@ class TritonBackend:
         )
 
 
-def _activation_constants(F: int, activation: Activation) -> dict:
-    return {"F": F, "GPT_OSS": activation == "gpt_oss", "ALPHA": GPT_OSS_ALPHA, "LIMIT": GPT_OSS_LIMIT}
+def _activation_constants(F: int, groups: Groups, activation: Activation) -> dict:
+    return {
+        "F": F,
+        "E": groups.sizes.shape[0],
+        "GPT_OSS": activation == "gpt_oss",
+        "ALPHA": GPT_OSS_ALPHA,
+        "LIMIT": GPT_OSS_LIMIT,
+    }
 
 
 def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:

@@ -14,7 +14,8 @@ def test_on_eight_simulated_devices():
     flags = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     )
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    # A device that waits for another keeps a thread; XLA starts as many as NPROC says, by default one for each core.
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     tests = Path(__file__).parents[1]
     files = [str(tests / "sharding"), str(tests / "training/test_mesh.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
