@@ -232,6 +232,12 @@ def matmul_flops(jaxpr: Jaxpr) -> float:
     return sum(repeat * _dot_flops(eqn) for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
 
 
+def received_bytes(jaxpr: Jaxpr) -> float:
+    """What the devices along an axis send the one that runs this program, other than sums of whole arrays."""
+    exchanges = ((eqn, n) for eqn, n in _equations(jaxpr, 1) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
+    return sum(repeat * abs(_size(eqn.outvars[0].aval) - _size(eqn.invars[0].aval)) for eqn, repeat in exchanges)
+
+
 def _equations(jaxpr: Jaxpr, repeat: int) -> Iterator[tuple[Any, int]]:
     for eqn in jaxpr.eqns:
         if (inner := _branch(eqn) if eqn.primitive.name == "cond" else _call(eqn)) is None:

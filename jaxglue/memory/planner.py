@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jaxglue.attention import tracing_for
-from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost
+from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost, received_bytes
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import GIB, Gpu
-from jaxglue.memory.layer import LayerFunctions
+from jaxglue.memory.layer_programs import layer_programs
 from jaxglue.memory.policy import AUTO, RematPolicy, format_policies, parse_policies, parse_policy
 from jaxglue.memory.transfer import default_depth
 from jaxglue.memory.workload import Workload, abstract_batch, abstract_input, abstract_parts
@@ -255,20 +256,29 @@ class Planner:
 
     def _trace_layer(self, graph, policy: RematPolicy) -> _LayerCost:
         index = self._structure.layers.index(graph)
-        layer = LayerFunctions(graph, policy)
         trees = [tree["layers"][index] for tree in self._used]
-        x, context = abstract_input(self.workload)
-        with tracing_for(self._capability):
-            forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
-            backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
         seconds = self._attention_seconds(self.workload.config.layer_windows[index])
-        input_bytes = _bytes(x)
-        return _LayerCost(
-            forward=program_cost(forward, self.gpu, attention_seconds=seconds),
-            backward=program_cost(backward, self.gpu, attention_seconds=seconds),
-            saved=_bytes(residuals.saved) + (0 if policy.offloads_input else input_bytes),
-            offloaded=_bytes(residuals.offloaded) + (input_bytes if policy.offloads_input else 0),
+        with tracing_for(self._capability):
+            roomy = programs = layer_programs(graph, policy, self.workload, trees)
+            if (devices := self.workload.mesh.expert) > 1:
+                # All devices' tokens may come to one; on average it computes as many rows as its own have.
+                roomy = layer_programs(graph, policy, self.workload, trees, experts=devices)
+        forward, backward = (
+            self._layer_cost(*pair, seconds)
+            for pair in ((programs.forward, roomy.forward), (programs.backward, roomy.backward))
         )
+        input_bytes = _bytes(abstract_input(self.workload)[0])
+        return _LayerCost(
+            forward=forward,
+            backward=backward,
+            saved=roomy.saved + (0 if policy.offloads_input else input_bytes),
+            offloaded=roomy.offloaded + (input_bytes if policy.offloads_input else 0),
+        )
+
+    def _layer_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, seconds: dict[str, float]) -> Cost:
+        """Time of one program, memory and exchange of the other."""
+        cost, memory = (program_cost(each, self.gpu, attention_seconds=seconds) for each in (program, roomy))
+        return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self.gpu.peers)
 
     def _trace_head(self) -> Cost:
         ends = EndFunctions(self._structure, self.workload.config, dtype=self.workload.dtype, attention="auto")

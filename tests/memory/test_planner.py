@@ -5,8 +5,11 @@ from dataclasses import replace
 import jax
 import pytest
 
+from jaxglue.attention import tracing_for
 from jaxglue.lora import LoraConfig
+from jaxglue.memory.cost import received_bytes
 from jaxglue.memory.gpus import GIB, Gpu, find_gpu
+from jaxglue.memory.layer_programs import layer_programs
 from jaxglue.memory.planner import MARGIN, Planner, Workload, pinned_memory
 from jaxglue.memory.policy import parse_policies, parse_policy
 from jaxglue.memory.rates import device_gpu, measure_gpu
@@ -187,3 +190,19 @@ def test_moments_in_eight_bits_take_less_memory(workload):
     trained = sum(leaf.size for leaf in jax.tree.leaves(abstract_parts(workload)[1]))
     assert plans[0].device_bytes - plans[1].device_bytes == pytest.approx(6 * trained, abs=2)
     assert plans[1].seconds < plans[0].seconds
+
+
+def test_devices_with_experts_of_their_own_have_room_for_the_tokens_of_all(tiny_config):
+    pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
+    moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    config = config_from_hf({**tiny_config, **moe, "hidden_size": 512, "num_hidden_layers": 2})
+    work = Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), visible_keys=512)
+    structure, *trees = abstract_parts(work)
+    layer, keep = structure.layers[0], parse_policy("save:expert_gate_up")
+    with tracing_for((9, 0)):
+        one, four = (layer_programs(layer, keep, work, [t["layers"][0] for t in trees], experts=n) for n in (1, 4))
+    tokens, rows = 1024 * 512 * 2, 1024 * 2 * 2 * 256 * 2
+    assert (one.saved, four.saved) == (rows, 4 * rows)
+    assert received_bytes(one.backward.jaxpr) == 0
+    passes = [received_bytes(program.jaxpr) / (3 * tokens) for program in (four.forward, four.backward)]
+    assert passes == pytest.approx([2, 3], rel=0.05)  # the backward pass gathers the tokens again
