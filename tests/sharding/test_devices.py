@@ -18,6 +18,6 @@ def test_on_eight_simulated_devices():
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     tests = Path(__file__).parents[1]
     files = [str(tests / "sharding"), str(tests / "training/test_mesh.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
