@@ -40,8 +40,6 @@ CASES: dict[str, list[tuple[str, dict]]] = {
         ("offload, one buffer", {**OFFLOAD, **SERIAL}),
     ],
     "32b": [
-        ("full, weights on the device", {**FULL, "layers": 16}),
-        ("offload, weights on the host", {**OFFLOAD, **HOST, "layers": 16}),
         ("full, weights on the device", FULL),
         ("offload, weights on the host", {**OFFLOAD, **HOST}),
     ],
