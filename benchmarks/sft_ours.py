@@ -174,7 +174,7 @@ def matmul_rate(size: int = 8192) -> float:
 def measure(args: argparse.Namespace) -> Iterator[dict]:
     """What a run of all batches took, and the most memory that was allocated since the process began; then kernels too.
 
-    The first stands whatever becomes of the profile.
+    Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """
     timer = StartupTimer.since_process_start()
     config = replace(config_from_hf(read_config(args.model)), quantise=args.quantise)
@@ -184,6 +184,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     run = Run(args, config, plan, len(batches))
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
+    yield {"seconds": timer.stages}
     result, device = train(run, batches, args.warm_up), jax.devices()[0]
     timer.stage("train")
     result |= {"gpu": device.device_kind, "versions": {package: version(package) for package in PACKAGES}}
@@ -202,7 +203,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     yield result | {"seconds": timer.stages}
 
 
-def main() -> None:
+def parse(flags: list[str] | None = None) -> argparse.Namespace:
+    """The flags, by default the process's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "adapter"):
         parser.add_argument(f"--{name}", required=True)
@@ -217,7 +219,11 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace of a step")
-    for result in measure(parser.parse_args()):
+    return parser.parse_args(flags)
+
+
+def main() -> None:
+    for result in measure(parse()):
         print(json.dumps(result), flush=True)
 
 

@@ -150,7 +150,7 @@ def execute(command: list[str], environment: dict[str, str], limit: float) -> di
             text = log.read().strip()
             print(text[-3000:], file=sys.stderr)
             timeout = isinstance(failure, subprocess.TimeoutExpired)
-            error = {"error": str(failure) if timeout or not text else text.splitlines()[-1]}
+            error = {"error": f"timed out after {limit:.0f} s" if timeout else (text or str(failure)).splitlines()[-1]}
         out.seek(0)
         printed = [line for line in out.read().splitlines() if line.startswith("{")]
     seconds = {"process_s": round(time.perf_counter() - begun, 1)}

@@ -93,3 +93,21 @@ def test_later_files_replace_results_when_merged(tmp_path):
     results = sft_step.merge(tmp_path / "all.json", [tmp_path / f"{index}.json" for index in range(3)])
     assert [(result["row"], result["ms"]) for result in results] == [("qwen3-8b", 2.0), ("qwen3-8b NF4", 3.0)]
     assert json.loads((tmp_path / "all.json").read_text())["commands"] == ["run 0", "run 1", "run 2"]
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_what_a_gpu_would_run_is_planned(prepared, monkeypatch, limit):
+    import jax
+    import sft_ours
+
+    from jaxglue.hf.checkpoint import read_config
+    from jaxglue.memory.gpus import GIB, find_gpu
+    from jaxglue.models import config_from_hf
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sft_ours, "device_gpu", lambda device: find_gpu("H200"))
+    files = prepared[1]
+    flags = [word for name in ("model", "adapter", "batches") for word in (f"--{name}", str(files[name]))]
+    args = sft_ours.parse(flags + (["--memory-limit", str(limit)] if limit else []))
+    plan = sft_ours.choose(args, config_from_hf(read_config(args.model)), sft_ours.read_batches(args.batches))
+    assert plan.seconds > 0 and plan.device_bytes < (limit or 140) * GIB
