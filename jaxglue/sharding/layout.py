@@ -46,11 +46,15 @@ class Layout:
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         self._sizes = dict(self.mesh.shape) if self.mesh else {}
         self._axes = tuple(axis for axis, size in self._sizes.items() if size > 1)
-        self._dtype = dtype
+        self.dtype = jnp.dtype(dtype)
         self.rows = _short([tuple(axis for axis in ROWS if axis in self._axes)])
         """Of arrays [B, …]."""
         self.every = _short([self._axes])
         """Of arrays [devices, …], a part for each device."""
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis."""
+        return self._sizes.get(axis, 1)
 
     @property
     def gathers(self) -> bool:
@@ -114,7 +118,7 @@ class Layout:
 
     def gathered_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """The dtype in which parts of parameters are gathered."""
-        return jnp.dtype(self._dtype if jnp.issubdtype(dtype, jnp.floating) else dtype)
+        return self.dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
 
     def context(self, context: PackedContext) -> Any:
         """The specs of what a layer is given beside its input."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxglue.models.config import DecoderConfig
 from jaxglue.parameters import Tree, flatten_names
 from jaxglue.sharding.layout import Layout
 
@@ -25,6 +26,8 @@ class Split:
     """Received in a step to make weights whole."""
     reduced: float = 0.0
     """Received in a step to add gradients up."""
+    exchanged: float = 0.0
+    """Received in a step of activations: tokens for experts and what they made of others, terms of sums."""
 
     def __str__(self) -> str:
         parts = sorted(self.parts.items(), key=lambda part: -part[1])
@@ -36,16 +39,28 @@ class Split:
     @property
     def communication(self) -> str:
         """What each GPU receives in a step."""
-        gathered = f"{self.gathered / _GIB:.2f} GiB of weights, gathered a layer ahead, and " if self.gathered else ""
-        return f"each GPU receives {gathered}{self.reduced / _GIB:.2f} GiB of gradients a step"
+        gathered = f"{self.gathered / _GIB:.2f} GiB of weights, gathered a layer ahead, " if self.gathered else ""
+        exchanged = f"{self.exchanged / _GIB:.2f} GiB of activations, " if self.exchanged else ""
+        both = f"{gathered}{exchanged}".removesuffix(", ")
+        return f"each GPU receives {both}{both and ' and '}{self.reduced / _GIB:.2f} GiB of gradients a step"
 
 
-def plan_split(layout: Layout, trainable: Tree, frozen: Tree, *, accumulation: int) -> Split:
+def plan_split(
+    layout: Layout, config: DecoderConfig, trainable: Tree, frozen: Tree, *, tokens: int, accumulation: int
+) -> Split:
     """Where the parameters of these trees of shapes lie, and what a step of so many micro-batches sends.
 
     A ring passes on (n − 1) / n of what n GPUs gather or scatter, and twice that of what they add up.
+
+    Args:
+        layout: of the mesh and the dtype of activations.
+        config: the model's shape.
+        trainable, frozen: its parameters.
+        tokens: of a micro-batch on one GPU.
+        accumulation: micro-batches in a step.
     """
-    split = Split(parts={}, undivided=[])
+    exchanged = accumulation * tokens * config.hidden_size * layout.dtype.itemsize * _passes(layout, config)
+    split = Split(parts={}, undivided=[], exchanged=exchanged)
     for tree, trains in ((trainable, True), (frozen, False)):
         specs = layout.stored(tree)
         own, whole = layout.local(tree, specs), layout.local(tree, layout.used(tree))
@@ -64,3 +79,11 @@ def plan_split(layout: Layout, trainable: Tree, frozen: Tree, *, accumulation: i
                 copies = layout.copies(spec)
                 split.reduced += _GRADIENT * (accumulation * missing + 2 * part.size * (copies - 1) / copies)
     return split
+
+
+def _passes(layout: Layout, config: DecoderConfig) -> float:
+    """How many times a GPU receives as much as its own tokens' hidden states, for one micro-batch."""
+    experts, parts = layout.size("expert"), layout.size("tensor")
+    sparse = sum(config.moe.sparse_layers) if config.moe else 0
+    # To the experts and back, forward and backward, and once more to compute again what the adapters' gradients need.
+    return 5 * sparse * (experts - 1) + 4 * config.num_hidden_layers * 2 * (parts - 1) / parts

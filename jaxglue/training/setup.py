@@ -143,7 +143,9 @@ class Setup:
         kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
         if self.mesh.devices == 1:
             return kinds
-        split = plan_split(self._layout, *self._abstract_parts[1:], accumulation=self.config.run.accumulation)
+        run, parts = self.config.run, self._abstract_parts[1:]
+        tokens = run.batch_size // self.mesh.rows * self.config.data.seq_len
+        split = plan_split(self._layout, self.model, *parts, tokens=tokens, accumulation=run.accumulation)
         auto = " (auto)" if self.config.run.mesh == AUTO else ""
         return kinds | {"mesh": f"{self.mesh}{auto}; {split}", "communication": split.communication}
 

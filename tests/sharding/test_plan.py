@@ -1,0 +1,73 @@
+"""What the plan says that a GPU receives is what the traced programs of a layer exchange. No device is needed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxglue.attention import tracing_for
+from jaxglue.lora import LoraConfig
+from jaxglue.memory.cost import received_bytes
+from jaxglue.memory.layer import LayerFunctions
+from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.workload import Workload, abstract_input, abstract_parts
+from jaxglue.models import config_from_hf
+from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.mesh import MeshShape
+from jaxglue.sharding.plan import plan_split
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+B, T = 8, 64
+
+
+@pytest.fixture
+def work_of(tiny_config):
+    """work_of(layers, method, **changes to config.json) → the workload."""
+
+    def make(layers: int, method: str, **changes):
+        raw = {**tiny_config, "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": layers, **changes}
+        lora = LoraConfig(rank=4) if method == "lora" else None
+        return Workload(config=config_from_hf(raw), batch_size=B, seq_len=T, lora=lora, visible_keys=8)
+
+    return make
+
+
+def planned(work, mesh: str):
+    shape = MeshShape.parse(mesh)
+    layout, parts = Layout(shape.abstract, jnp.bfloat16), abstract_parts(work)[1:]
+    return plan_split(layout, work.config, *parts, tokens=B // shape.rows * T, accumulation=1)
+
+
+def programs(work, mesh: str):
+    """The forward and backward programs of a layer, which gathers for another one like it."""
+    layout = Layout(MeshShape.parse(mesh).abstract, jnp.bfloat16)
+    structure, *trees = abstract_parts(work)
+    weights = [tree["layers"][1] for tree in trees]
+    in_parts = jax.tree.map(
+        lambda leaf, spec: leaf if "fsdp" in layout.axes(spec) else None, weights, layout.stored(weights)
+    )
+    layer = LayerFunctions(structure.layers[1], parse_policy("full"), layout)
+    x, context = abstract_input(work)
+    with tracing_for((9, 0)):
+        forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*weights, x, context, in_parts)
+        backward = jax.make_jaxpr(layer._backward)(residuals, *weights, x, context, y, None, in_parts)
+    return forward.jaxpr, backward.jaxpr
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [("fsdp=4", {}), ("data=2,expert=4", EXPERTS), ("fsdp=2,expert=2", EXPERTS)]
+)
+def test_a_layer_receives_what_the_plan_says(work_of, mesh, changes):
+    if changes:
+        pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
+    more, less = (planned(work_of(layers, "lora", **changes), mesh) for layers in (4, 3))
+    expected = more.gathered + more.exchanged - less.gathered - less.exchanged
+    received = sum(map(received_bytes, programs(work_of(3, "lora", **changes), mesh)))
+    # Beside the tokens their experts' numbers and weights travel.
+    assert received == pytest.approx(expected, rel=0.05 if changes else 0)
+
+
+def test_what_is_the_same_on_all_devices_is_added_up_outside_of_the_layers(work_of):
+    for method in ("lora", "full"):
+        for program in programs(work_of(3, method), "data=4"):
+            assert received_bytes(program) == 0
+            assert "psum" not in str(program)
