@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+DIED = "died"
+"""What is said of a process whose connection the system closed."""
 _RETRY_SECONDS = 0.2
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A host that says nothing for 30 s is dead."""
@@ -104,7 +106,7 @@ class Link:
         if self._closing or (message and "bye" in message):
             return
         if message is None:
-            self._end(index, "died")
+            self._end(index, DIED)
         else:
             self._end(message["failed"], message["reason"])
 

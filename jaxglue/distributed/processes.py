@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxglue.distributed.launch import Launch
-from jaxglue.distributed.link import Link
+from jaxglue.distributed.link import DIED, Link
 
 _MEETING_SECONDS = 300.0
 _HEARTBEAT_SECONDS = 60
@@ -164,7 +164,8 @@ def _free_port() -> int:
 
 def _stop(reason: str, *, first: bool) -> None:
     """Called in a thread: the main one may hang in a collective operation that will never end."""
-    print(f"error: {reason}. This process stops too; continue the run with --resume", file=sys.stderr, flush=True)
+    remedy = "; continue the run with --resume" if reason.endswith(DIED) else ""
+    print(f"error: {reason.rstrip('.')}. This process stops too{remedy}", file=sys.stderr, flush=True)
     if first:  # JAX's runtime aborts the others when process 0 is gone: let them hear of the reason before
         time.sleep(_FAREWELL_SECONDS)
     os._exit(1)
@@ -175,10 +176,10 @@ def _leave(error: BaseException, link: Link) -> NoReturn:
     if link.broken.wait(_FAREWELL_SECONDS):
         time.sleep(2 * _FAREWELL_SECONDS)  # this is what another's death looks like from here: `_stop` has the word
     user = isinstance(error, (ValueError, OSError))
-    text = f"error: {error}" if user else "".join(traceback.format_exception(error)).rstrip()
+    text = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         text = str(error.code)
-    print(text, file=sys.stderr, flush=True)
+    print(f"error: {text}" if user else text, file=sys.stderr, flush=True)
     link.fail(text if user else text.splitlines()[-1])
     time.sleep(_FAREWELL_SECONDS)
     os._exit(1)
