@@ -21,18 +21,19 @@ from typing import IO
 
 CASES = (
     "8b-lora:data=1",
-    "8b-lora:data=2",
     "32b-nf4:data=1",
+    "30b-a3b-lora:expert=2",
+    "8b-lora:data=2",
     "8b-lora:data=4",
     "8b-full:fsdp=4",
-    "32b-lora:fsdp=4",
-    "30b-a3b-lora:expert=2",
     "30b-a3b-lora:expert=4",
+    "32b-lora:fsdp=4",
+    "30b-a3b-lora:data=2,expert=2",
     "8b-lora:data=8",
     "8b-full:fsdp=8",
     "30b-a3b-lora:data=4,expert=2",
 )
-"""Model and mesh, in order of importance; those for more GPUs than there are are left out."""
+"""Model and mesh, those first that run side by side on four GPUs; those for more GPUs than there are are left out."""
 
 
 @dataclass
@@ -47,11 +48,12 @@ class Case:
     begun: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def start(cls, name: str, gpus: list[str], steps: int) -> "Case":
+    def start(cls, name: str, gpus: list[str], args: argparse.Namespace) -> "Case":
         # NCCL's buffers are outside of what JAX preallocates.
         environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9" if len(gpus) == 1 else "0.85"}
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        command = [sys.executable, str(Path(__file__).with_name("scaling_step.py")), name, "--steps", str(steps)]
+        command = [sys.executable, str(Path(__file__).with_name("scaling_step.py")), name, "--steps", str(args.steps)]
+        command += ["--no-trace"] if name.partition(":")[0] in args.no_trace else []
         files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when it is over)
         process = subprocess.Popen(command, env=environment, stdout=files[0], stderr=files[1])
         return cls(name, gpus, process, files)
@@ -85,7 +87,7 @@ def run_all(cases: list[str], gpus: list[str], args: argparse.Namespace) -> list
     while waiting or running:
         for name in [name for name in waiting if gpus_of(name) <= len(free)]:
             if (count := gpus_of(name)) <= len(free):
-                running.append(Case.start(name, free[:count], args.steps))
+                running.append(Case.start(name, free[:count], args))
                 free = free[count:]
                 waiting.remove(name)
         for case in [case for case in running if case.is_over(args.limit)]:
@@ -145,6 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", help=f"by default those of these that fit: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument(
+        "--no-trace", nargs="+", default=[], help="models of which no trace is read: their steps are long"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds for a case")
     parser.add_argument("--gpus", type=int, help="how many to use; by default all that nvidia-smi lists")
     parser.add_argument("--json", type=Path)

@@ -122,8 +122,8 @@ def timed(run: Run, steps: int) -> float:
     return (time.perf_counter() - begun) / steps
 
 
-def measure(case: str, steps: int):
-    """Yields the result without, then with what the trace shows."""
+def measure(case: str, steps: int, *, trace: bool):
+    """Yields the result without, then, if wanted, with what the trace shows."""
     begun = time.perf_counter()
     model, _, mesh = case.partition(":")
     shape = MeshShape.parse(mesh)
@@ -150,7 +150,7 @@ def measure(case: str, steps: int):
         "first_loss": float(loss),
     }
     yield row
-    if devices[0].platform == "gpu":
+    if trace and devices[0].platform == "gpu":
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready(run.step())
@@ -162,8 +162,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", help=f"one of {', '.join(MODELS)}, a colon, and a mesh such as data=2")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--no-trace", action="store_true")
     args = parser.parse_args()
-    for row in measure(args.case, args.steps):
+    for row in measure(args.case, args.steps, trace=not args.no_trace):
         print(json.dumps(row), flush=True)
 
 
