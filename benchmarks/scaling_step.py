@@ -34,7 +34,7 @@ MODELS = {
     "8b-full": {"shape": "qwen3-8b", "method": "full", "remat": "dots"},
     "32b-lora": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots"},
     "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantise": "nf4"},
-    "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "full"},
+    "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "12 x full + 36 x dots"},
     "tiny": {"shape": "tiny", "tokens": 512, "remat": "dots"},
 }
 """Qwen3 in published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
