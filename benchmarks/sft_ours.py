@@ -27,9 +27,9 @@ from jaxglue.flops import mean_visible_keys
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.lora import LoraConfig
-from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.executor import Executor
 from jaxglue.memory.gpus import GIB
+from jaxglue.memory.host_table import embeddings_to_host
 from jaxglue.memory.planner import Plan, Planner
 from jaxglue.memory.policy import AUTO, parse_policies
 from jaxglue.memory.rates import device_gpu

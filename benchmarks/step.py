@@ -27,8 +27,9 @@ from jaxglue.data.batch import Batch
 from jaxglue.flops import mean_visible_keys
 from jaxglue.lora import LoraConfig
 from jaxglue.memory import transfer
-from jaxglue.memory.ends import EndFunctions, embeddings_to_host
+from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.executor import Executor
+from jaxglue.memory.host_table import embeddings_to_host
 from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.trace import copy_overlap
 from jaxglue.memory.workload import Workload, abstract_parts

@@ -1,15 +1,13 @@
 """What comes before and after the layers: embedding and rotary tables, final norm, output projection and loss."""
 
-from typing import Any
-
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.compiler import jit_step
 from jaxglue.data.batch import Batch
 from jaxglue.losses import linear_cross_entropy
+from jaxglue.memory.host_table import needed_rows
 from jaxglue.memory.layer import add_trees
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
@@ -53,7 +51,7 @@ class EndFunctions:
 
         `scale` is that of the loss, where there will be a backward pass.
         """
-        table, tokens = _rows_of_host_table(frozen["embed_tokens"], batch.tokens)
+        table, tokens = needed_rows(frozen["embed_tokens"], batch.tokens)
         x, cos, sin, keys, router_losses = self._enter(trainable["embed_tokens"], table, tokens, batch, key, scale)
         shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
         return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
@@ -146,26 +144,3 @@ class EndFunctions:
         flat = norm(x).reshape(-1, x.shape[-1])
         loss = linear_cross_entropy(flat, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel())
         return loss * scale
-
-
-def embeddings_to_host(frozen: Tree) -> Tree:
-    """The tree with its embedding table in the host's memory, of which a step sends the rows that it needs.
-
-    Raises:
-        ValueError: the output projection is tied to the table, or it trains: then it is needed on the device.
-    """
-    if not frozen["embed_tokens"] or not frozen.get("lm_head"):
-        raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
-    return {**frozen, "embed_tokens": jax.tree.map(np.asarray, frozen["embed_tokens"])}
-
-
-def _rows_of_host_table(table: Tree, tokens: Any) -> tuple[Tree, Any]:
-    """(table, tokens) as they are, or for a table on the host its rows of these tokens, and their numbers."""
-    weight = table.get("weight")
-    if not isinstance(weight, np.ndarray):
-        return table, tokens
-    wanted = np.asarray(tokens)
-    # As 16-bit integers, which numpy copies faster than a type that it does not know.
-    bits = weight.view(np.uint16) if weight.itemsize == 2 else weight
-    rows = np.take(bits, wanted.ravel(), axis=0).view(weight.dtype)
-    return {"weight": rows}, np.arange(wanted.size, dtype=wanted.dtype).reshape(wanted.shape)

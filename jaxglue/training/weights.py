@@ -12,7 +12,7 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
-from jaxglue.memory.ends import embeddings_to_host
+from jaxglue.memory.host_table import embeddings_to_host
 from jaxglue.memory.transfer import commit, pinned_host
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.sharding.layout import WHOLE, Layout

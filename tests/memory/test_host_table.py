@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxglue.lora import LoraConfig
-from jaxglue.memory.ends import embeddings_to_host
 from jaxglue.memory.gpus import find_gpu
+from jaxglue.memory.host_table import embeddings_to_host, needed_rows
 from jaxglue.memory.planner import Planner
 from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.workload import Workload
@@ -44,3 +45,15 @@ def test_the_planner_counts_no_table_on_the_host(split_parts):
     assert on_device - on_host == 2 * parts.config.embedding_values
     with pytest.raises(ValueError, match="need a frozen table"):
         replace(work, lora=None, host_embeddings=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 96])
+def test_a_gpu_reads_the_rows_where_they_are(width):
+    table = jax.random.normal(jax.random.key(0), (5000, width), jnp.bfloat16)
+    host = embeddings_to_host({"embed_tokens": {"weight": table}, "lm_head": {"weight": table}})["embed_tokens"]
+    tokens = np.random.default_rng(0).integers(0, 5000, (2, 300), np.int32)
+    rows, numbers = needed_rows(host, tokens)
+    assert host["weight"].sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(numbers, np.arange(600).reshape(2, 300))
+    np.testing.assert_array_equal(rows["weight"], table[tokens.ravel()])
