@@ -77,7 +77,8 @@ def parameters(work: Workload, weights: str, embeddings: str = "device"):
         host = weights == "host" and number == 1
         rest = fill({name: part for name, part in tree.items() if name != "layers"}, jax.random.key(number), False)
         layers = [
-            fill(layer, jax.random.key(100 + 2 * index + number), host) for index, layer in enumerate(tree["layers"])
+            fill(layer, jax.random.key(100 + 2 * index + number), host and transfer.is_streamed(index))
+            for index, layer in enumerate(tree["layers"])
         ]
         out.append({**rest, "layers": layers})
     if embeddings == "host":

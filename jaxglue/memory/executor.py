@@ -213,12 +213,13 @@ class Executor:
         return dx
 
     def _stored_weights(self, trainable: Tree, frozen: Tree) -> transfer.Turns[_Weights]:
-        """Every layer's weights as they are stored; those that are on the host come from there one layer ahead."""
+        """Every layer's weights as they are stored; those on the host are asked for some layers ahead."""
         layers = zip(trainable["layers"], frozen["layers"], strict=True)
         if not self._stream_weights:
             return transfer.Turns(iter(layers), early=self._layout.gathers)
-        loads = transfer.prefetch((partial(transfer.to_device, layer) for layer in layers), self._prefetch_depth)
-        return transfer.Turns(loads, early=self._layout.gathers)
+        loads = (partial(transfer.to_device, layer) for layer in layers)
+        depth = transfer.weights_depth(self._prefetch_depth)
+        return transfer.Turns(transfer.prefetch(loads, depth), early=self._layout.gathers)
 
     def _gather_first(self, stored: transfer.Turns[_Weights]) -> Any:
         """What must be gathered of the first layer's weights: there is no layer before it whose program could."""
@@ -239,9 +240,9 @@ class Executor:
         return self._total(shares) if self._layout.mesh else shares
 
     def _put_away(self, index: int, kept: _Kept, weights: _Weights) -> _Kept:
-        """Starts the copies to the host; the last layer, whose backward comes next, keeps everything on the device."""
+        """Starts the copies to the host; the last layers, which would be asked for at once, keep all on the device."""
         policy = self._layers[index].policy
-        if index == len(self._layers) - 1:
+        if transfer.stays(index, len(self._layers), self._prefetch_depth):
             return kept
         x, offloaded = kept.x if policy.offloads_input else None, kept.residuals.offloaded
         if policy.offloaded:

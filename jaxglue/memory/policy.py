@@ -128,16 +128,23 @@ def parse_policy(text: str) -> RematPolicy:
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
     """One policy for each layer: a single policy, or counts as in `10 x full + 26 x dots`, the first layers first.
 
+    `30 x full & 6 x dots` spreads the second policy's layers evenly among the others, the last layer being one.
+
     Raises:
         ValueError: what `parse_policy` raises for, or counts that do not add up to the number of layers.
     """
-    runs = _runs(text)
+    spread, runs = _runs(text)
     if runs[0][0] is None:
         return (runs[0][1],) * layers
     policies = tuple(policy for count, policy in runs for _ in range(count or 0))
     if len(policies) != layers:
         raise ValueError(f"remat {text!r} is for {len(policies)} layers, the model has {layers}")
-    return policies
+    return interleave(runs[0][1], runs[1][1], layers, runs[1][0] or 0) if spread else policies
+
+
+def interleave(first: RematPolicy, second: RematPolicy, layers: int, count: int) -> tuple[RematPolicy, ...]:
+    """`count` layers under the second policy, evenly among those under the first; the last layer is one of them."""
+    return tuple(second if (i + 1) * count // layers > i * count // layers else first for i in range(layers))
 
 
 def check_remat(text: str) -> None:
@@ -146,23 +153,35 @@ def check_remat(text: str) -> None:
         _runs(text)
 
 
-def _runs(text: str) -> list[tuple[int | None, RematPolicy]]:
-    """(number of layers, policy); the number is None for a policy of all layers."""
-    parts = [part.strip() for part in text.split("+")]
+def _runs(text: str) -> tuple[bool, list[tuple[int | None, RematPolicy]]]:
+    """(spread, [(number of layers, policy)]); the number is None for a policy of all layers."""
+    separator = "&" if "&" in text else "+"
+    parts = [part.strip() for part in text.split(separator)]
     if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
-        return [(None, parse_policy(text))]
+        return False, [(None, parse_policy(text))]
+    if separator == "&" and len(parts) != 2:
+        raise ValueError(
+            f"remat {text!r} must spread one policy's layers among another's: COUNT x POLICY & COUNT x POLICY"
+        )
     runs: list[tuple[int | None, RematPolicy]] = []
     for part in parts:
         if (match := _COUNTED.fullmatch(part)) is None:
             raise ValueError(f"remat {text!r}: {part!r} must be COUNT x POLICY")
         runs.append((int(match[1]), parse_policy(match[2])))
-    return runs
+    return separator == "&", runs
 
 
 def format_policies(policies: Sequence[RematPolicy]) -> str:
     """The text that `parse_policies` reads as these policies."""
     runs = [(str(policy), len(list(group))) for policy, group in groupby(policies)]
-    return runs[0][0] if len(runs) == 1 else " + ".join(f"{count} x {policy}" for policy, count in runs)
+    if len(runs) == 1:
+        return runs[0][0]
+    if len(runs) > 2 and len(kinds := set(policies)) == 2:
+        (first,), second = kinds - {policies[-1]}, policies[-1]
+        count = policies.count(second)
+        if interleave(first, second, len(policies), count) == tuple(policies):
+            return f"{len(policies) - count} x {first} & {count} x {second}"
+    return " + ".join(f"{count} x {policy}" for policy, count in runs)
 
 
 def _preset(name: str, text: str) -> RematPolicy:

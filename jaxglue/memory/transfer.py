@@ -18,6 +18,31 @@ def default_depth(stream_weights: bool) -> int:
     return 2 if stream_weights else 1
 
 
+def weights_depth(depth: int) -> int:
+    """How many layers ahead streamed weights are asked for in the forward pass.
+
+    Activations leave at the same time, through the same queues, behind which two layers' weights were seen to wait. The
+    further buffers are there: the forward pass ends with them full of what the last layers leave behind.
+    """
+    return depth + 2 if depth else 0
+
+
+def is_streamed(layer: int) -> bool:
+    """Whether a layer's weights are on the host where weights are: nothing runs before the first one's that hides them.
+
+    They would be waited for in every step.
+    """
+    return layer > 0
+
+
+def stays(layer: int, layers: int, depth: int) -> bool:
+    """Whether what a layer leaves behind waits for the backward pass on the device, because that begins with it.
+
+    The buffers are those into which later layers' copies are fetched.
+    """
+    return layer >= layers - 1 - depth
+
+
 def check_pinned_memory(device: jax.Device) -> None:
     """Raises ValueError when arrays cannot be kept in pinned memory beside this device."""
     kinds = [memory.kind for memory in device.addressable_memories()]

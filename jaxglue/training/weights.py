@@ -1,5 +1,6 @@
 """Weights at both ends of a run: from a model folder to parameter trees, and from those to what other programs load."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.lora import add_lora
 from jaxglue.memory.host_table import embeddings_to_host
-from jaxglue.memory.transfer import commit, pinned_host
+from jaxglue.memory.transfer import commit, is_streamed, pinned_host
 from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.sharding.layout import WHOLE, Layout
 from jaxglue.training.setup import Setup, trainable_filter
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelStructure, Tree, Tree]:
@@ -40,7 +43,8 @@ def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelStructu
 def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
     """Pinned memory for what is streamed, so that it never has to fit the GPU."""
     shardings = layout.place(name, value)
-    if not name.startswith("model.layers."):
+    match = _LAYER.match(name)
+    if match is None or not is_streamed(int(match[1])):
         return shardings
     pinned = pinned_host(jax.local_devices()[0])
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)

@@ -39,16 +39,17 @@ def test_keeping_more_costs_memory_and_saves_time(planner):
     offload, full, dots = (planner.plan(parse_policy(name)) for name in ("offload", "full", "dots"))
     assert offload.device_bytes < full.device_bytes < dots.device_bytes
     assert dots.seconds < full.seconds < offload.seconds
-    assert offload.host_bytes == 5 * 1024 * 2048 * 2  # all layer inputs but the last
+    assert offload.host_bytes == 4 * 1024 * 2048 * 2  # all layer inputs but the last two
     assert full.host_bytes == dots.host_bytes == 0
 
 
 def test_weights_on_the_host_leave_the_device(planner):
     here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
-    input_ = 1024 * 2048 * 2  # one more is on its way
+    input_ = 1024 * 2048 * 2
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
-    assert there.host_bytes - here.host_bytes == pytest.approx(6 * layer, rel=0.01)
-    assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_, rel=0.01)  # five buffers remain
+    # The first layer stays; the buffers are three, which hold activations of one layer more.
+    assert there.host_bytes - here.host_bytes == pytest.approx(5 * layer - input_, rel=0.01)
+    assert here.device_bytes - there.device_bytes == pytest.approx(2 * layer - input_, rel=0.01)
 
 
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
@@ -64,8 +65,8 @@ def test_auto_is_the_fastest_that_fits_and_gets_leaner_as_memory_shrinks(planner
     roomy = _with_memory(planner, dots / (1 - MARGIN) + 0.01).choose(host_memory=HOST)
     middling = _with_memory(planner, (dots + full) / 2 / (1 - MARGIN)).choose(host_memory=HOST)
     assert roomy.remat == "dots"
-    assert " + " in middling.remat and middling.remat.endswith(" x dots")
-    assert roomy.seconds < middling.seconds
+    assert len(set(middling.policies)) == 2
+    assert roomy.seconds < middling.seconds < planner.plan(parse_policy("full")).seconds
     assert parse_policies(middling.remat, 6) == middling.policies
 
 
@@ -75,7 +76,7 @@ def test_too_little_memory_names_what_would_fit(planner):
     with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 1,024 tokens needs .* GiB on the GPU.*would fit in"):
         small.check(small.plan(parse_policy("dots")), host_memory=HOST)
     least = min(plan.device_bytes for plan in planner.plans())
-    smaller = _with_memory(planner, 0.8 * least / GIB)
+    smaller = _with_memory(planner, 0.9 * least / GIB)
     with pytest.raises(ValueError, match=r"--seq-len \d+ would fit"):
         smaller.choose(host_memory=HOST, stream_weights=None)
     with pytest.raises(ValueError, match="no setting fits"):
@@ -93,8 +94,8 @@ def test_recomputation_is_counted(planner):
     from jaxglue.memory.layer import LayerFunctions
 
     def flops(policy):
-        layer = LayerFunctions(planner._structure.layers[0], parse_policy(policy))
-        trees = planner._trainable["layers"][0], planner._frozen["layers"][0]
+        layer = LayerFunctions(planner._model._structure.layers[0], parse_policy(policy))
+        trees = planner._model.trainable["layers"][0], planner._model.frozen["layers"][0]
         x, context = abstract_input(planner.workload)
         y, residuals, _ = jax.eval_shape(layer._forward, *trees, x, context)
         return matmul_flops(jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None).jaxpr)
@@ -149,7 +150,7 @@ def test_an_update_in_the_backward_pass_holds_one_layers_gradients(workload):
     )
     saved = together.plan(policy).device_bytes - apart.plan(policy).device_bytes
     layer = 4 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
-    assert saved == pytest.approx(5 * layer, rel=0.2)
+    assert saved == pytest.approx(5 * layer, rel=0.3)  # and the embedding's
 
 
 def test_settings_are_resolved_from_their_flags(planner):

@@ -57,6 +57,19 @@ def test_policies_for_each_layer_are_read_and_written():
         parse_policies("2 x dots + full", 3)
 
 
+def test_policies_are_spread_among_each_other():
+    text = "5 x offload & 3 x dots"
+    policies = parse_policies(text, 8)
+    offload, dots = parse_policy("offload"), parse_policy("dots")
+    assert policies == (offload, offload, dots, offload, offload, dots, offload, dots)
+    assert format_policies(policies) == text
+    assert format_policies(parse_policies("5 x offload + 3 x dots", 8)) == "5 x offload + 3 x dots"
+    with pytest.raises(ValueError, match="is for 8 layers, the model has 9"):
+        parse_policies(text, 9)
+    with pytest.raises(ValueError, match="must spread one policy's layers among another's"):
+        parse_policies("1 x full & 1 x dots & 1 x offload", 3)
+
+
 def test_texts_are_checked_before_the_model_is_known():
     for text in ("auto", "dots", "3 x dots + 2 x full"):
         check_remat(text)
