@@ -57,11 +57,13 @@ def agree_on_mesh(
 
 
 def _automatic(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
-    """Copies of the weights for adapters; if they do not fit, and for full fine-tuning, parts of them."""
-    lora = config.model.method == "lora"
-    copies = [MeshShape(data=devices)] if lora else []
-    if model.moe is None:
-        return [*copies, MeshShape(fsdp=devices)]
-    expert = math.gcd(devices, model.moe.num_experts)
-    rest = devices // expert
-    return [*copies, MeshShape(expert=expert, data=rest) if lora else MeshShape(expert=expert, fsdp=rest)]
+    """Copies of the weights for adapters; if they do not fit, and for full fine-tuning, parts of them.
+
+    Experts are spread over as few devices as they fit: the more, the further tokens travel, and the more may arrive.
+    """
+    experts = math.gcd(devices, model.moe.num_experts if model.moe else 1)
+    if config.model.method == "full":
+        return [MeshShape(expert=experts, fsdp=devices // experts)]
+    sizes = [size for size in range(2, experts + 1) if experts % size == 0]
+    spread = [MeshShape(expert=size, data=devices // size) for size in sizes]
+    return [MeshShape(data=devices), *(spread or [MeshShape(fsdp=devices)])]
