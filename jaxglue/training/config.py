@@ -41,7 +41,7 @@ class ModelConfig:
     """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to it layer by layer; auto takes
     what is faster within the memory limit."""
     embeddings: Literal["device", "host"] = "device"
-    """Where the frozen embedding table is: on the GPU, or in host memory, which looks a step's tokens up."""
+    """Where the frozen embedding table is: on the GPU, or in host memory, where a step reads the rows of its tokens."""
     expand_experts: bool = False
     """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
     quantise: Quantise = "none"

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.attention import tracing_for
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.gpus import find_gpu
-from jaxglue.memory.host_table import embeddings_to_host, needed_rows
+from jaxglue.memory.host_table import _read, embeddings_to_host, needed_rows
 from jaxglue.memory.planner import Planner
 from jaxglue.memory.policy import parse_policy
 from jaxglue.memory.workload import Workload
@@ -45,6 +46,18 @@ def test_the_planner_counts_no_table_on_the_host(split_parts):
     assert on_device - on_host == 2 * parts.config.embedding_values
     with pytest.raises(ValueError, match="need a frozen table"):
         replace(work, lora=None, host_embeddings=True)
+
+
+@pytest.mark.parametrize("width", [4096, 5120])
+def test_the_kernel_compiles_for_an_h200(h200, width):
+    address, tokens = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+        for shape, dtype in (((2,), jnp.uint32), ((2, 300), jnp.int32))
+    )
+    with tracing_for((9, 0)):
+        compiled = _read.lower(address, tokens, width=width, dtype=jnp.dtype(jnp.bfloat16)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+    assert compiled.memory_analysis().argument_size_in_bytes < 4096  # the address, not the table
 
 
 @pytest.mark.gpu
