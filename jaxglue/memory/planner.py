@@ -211,16 +211,33 @@ class Planner:
         return round(self.workload.moment_bytes / 4 * self._model.trained)
 
     def _peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> int:
-        """Bytes when there are most: in the head, or in some layer's backward pass."""
-        model, x = self._model, self._model.input_bytes
+        """Bytes when there are most."""
+        model = self._model
         resident = self._moments + model.trained + model.frozen_ends + sum(model.frozen_layers) - sum(weights)
+        resident += model.gathered + max(weights)  # a streamed layer's are given back late
+        peak = max(self._forward_peak(costs, weights, depth), self._backward_peak(costs, weights, depth))
+        return int(_WORKSPACE + resident + peak)
+
+    def _forward_peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
+        """In some layer's forward pass: with weights of later layers, and what is on its way to the host."""
+        stored, peak, ahead = 0, 0.0, weights_depth(depth)
+        for index, cost in enumerate(costs):
+            leaving = sum(earlier.offloaded for earlier in costs[max(index - self._run_ahead, 0) : index + 1])
+            stored += cost.saved
+            held = stored + leaving + sum(weights[index : index + ahead + 1]) + 2 * self._model.input_bytes
+            peak = max(peak, held + cost.forward.temporary)
+        return peak + (self._model.trained if self.workload.accumulation > 1 else 0)
+
+    def _backward_peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
+        """In the head, or in some layer's backward pass."""
+        model, x = self._model, self._model.input_bytes
         accumulates, updates = self.workload.accumulation > 1, self.workload.update_in_backward
         head_gradients = model.head.results - x
         stored = sum(cost.saved for cost in costs)
         # What a layer and those after it in the backward pass have from the host, or have not sent there.
         fetched = [cost.offloaded + streamed for cost, streamed in zip(costs, weights, strict=True)]
         buffers = [sum(fetched[max(index - depth, 0) : index + 1]) for index in range(len(costs))]
-        leaving = self._run_ahead * max((cost.offloaded for cost in costs[: -1 - depth]), default=0)
+        leaving = max(self._run_ahead - 1, 0) * max((cost.offloaded for cost in costs[: -1 - depth]), default=0)
         gradients = model.trained if accumulates else 0
         head = model.head.results + _HEAD_TEMPORARIES * model.head.temporary
         peak = buffers[-1] + leaving + stored + gradients + head
@@ -234,7 +251,7 @@ class Planner:
             stored, leaving = stored - costs[index].saved, 0
         if not accumulates:  # the embedding's come last
             peak = max(peak, gradients + max(model.trained - sum(model.trained_layers) - head_gradients, 0) + x)
-        return int(_WORKSPACE + resident + model.gathered + peak)
+        return peak
 
 
 def pinned_memory(available: float, limit_gib: str | None = None) -> float:

@@ -47,9 +47,9 @@ def test_weights_on_the_host_leave_the_device(planner):
     here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
     input_ = 1024 * 2048 * 2
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
-    # The first layer stays; the buffers are three, which hold activations of one layer more.
+    # The first layer stays; four buffers remain, which hold activations of one layer more.
     assert there.host_bytes - here.host_bytes == pytest.approx(5 * layer - input_, rel=0.01)
-    assert here.device_bytes - there.device_bytes == pytest.approx(2 * layer - input_, rel=0.01)
+    assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_, rel=0.01)
 
 
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
@@ -76,7 +76,7 @@ def test_too_little_memory_names_what_would_fit(planner):
     with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 1,024 tokens needs .* GiB on the GPU.*would fit in"):
         small.check(small.plan(parse_policy("dots")), host_memory=HOST)
     least = min(plan.device_bytes for plan in planner.plans())
-    smaller = _with_memory(planner, 0.9 * least / GIB)
+    smaller = _with_memory(planner, 0.98 * least / (1 - MARGIN) / GIB)
     with pytest.raises(ValueError, match=r"--seq-len \d+ would fit"):
         smaller.choose(host_memory=HOST, stream_weights=None)
     with pytest.raises(ValueError, match="no setting fits"):
