@@ -124,7 +124,7 @@ def run(engine: str, name: str, files: dict[str, Path], gpu: int, args: argparse
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if engine == "ours":
         command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
-        flags |= {"memory-limit": row.memory_limit} if row.memory_limit else {}
+        flags |= {"memory-limit": row.memory_limit, "embeddings": "host"} if row.memory_limit else {}
         flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}
         environment = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
