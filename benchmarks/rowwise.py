@@ -18,8 +18,10 @@ from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
 
 from jaxglue.rowwise import HeadNorms, branch_norm, rotate_heads
+from jaxglue.swiglu import adapted_swiglu, reference_swiglu
 
 COPY = 4.3e12  # bytes/s of a device copy on an H200, read and written
+RANK = 16
 TOKENS = {"qwen3-0.6b": 8192, "qwen3-8b": 16384, "llama-3.1-8b": 16384}
 
 
@@ -75,6 +77,15 @@ def swiglu(backend, gate_up):
     return jax.nn.silu(gate) * up
 
 
+def adapted(backend, wide, hidden, matrices):
+    return (reference_swiglu if backend == "reference" else adapted_swiglu)(*wide, hidden, matrices)
+
+
+def adapted_gradient(backend, *arguments):
+    *arguments, douts = arguments
+    return jax.vjp(partial(adapted, backend), *arguments)[1](douts)
+
+
 def cases(shape: str) -> Iterator[Case]:
     """What a layer does beside matmuls and attention."""
     config, T = SHAPES[shape], TOKENS[shape]
@@ -99,6 +110,12 @@ def cases(shape: str) -> Iterator[Case]:
     (*gate_up, dout), array = normals(*3 * [(1, T, F)]), 2 * T * F
     yield Case("SwiGLU", swiglu, (tuple(gate_up),), 3, 3 * array, has_kernel=False)
     yield Case("SwiGLU, backward", with_gradient(swiglu), (tuple(gate_up), dout), 6, 6 * array, has_kernel=False)
+
+    hidden, dranks, *matrices = normals((1, T, 2 * RANK), (1, T, RANK), (F, RANK), (F, RANK), (RANK, F))
+    arguments = tuple(gate_up), hidden, tuple(matrix.astype(jnp.float32) for matrix in matrices)
+    name = f"SwiGLU between adapters of rank {RANK}"
+    yield Case(name, adapted, arguments, 3, 3 * array)
+    yield Case(f"{name}, backward", adapted_gradient, (*arguments, (dout, dranks)), 5, 5 * array)
 
 
 def results_of(shape: str, case: Case) -> Iterator[dict]:

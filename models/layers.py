@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxglue.low_rank import expand_ranks
+from jaxglue.low_rank import expand_ranks, project_adapter
 from jaxglue.memory import names
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
@@ -19,33 +19,13 @@ from jaxglue.quant.expand import project_quantised
 from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
 from jaxglue.rowwise import HeadNorms, branch_norm, rms_norm
 from jaxglue.sharding.device import add_terms, share_out
+from jaxglue.swiglu import Matrices, adapted_swiglu
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
     """x·Wᵀ without a transposed copy of the weight among the residuals; in x's dtype unless `dtype` is given."""
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=dtype or x.dtype)
-
-
-@jax.custom_vjp
-def project_adapter(x: Float[Array, "*B in"], matrix: Float[Array, "out in"]) -> Float[Array, "*B out"]:
-    """`project` by a float32 matrix, whose gradient is not rounded to x's dtype on the way."""
-    return project(x, matrix)
-
-
-def _project_adapter_forward(x, matrix):
-    matrix = matrix.astype(x.dtype)
-    return project(x, matrix), (x, matrix)
-
-
-def _project_adapter_backward(residuals, dy):
-    x, matrix = residuals
-    tokens = tuple(range(x.ndim - 1))
-    gradient = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
-    return dy @ matrix, gradient
-
-
-project_adapter.defvjp(_project_adapter_forward, _project_adapter_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -108,10 +88,19 @@ class Linear(nnx.Module):
         weight: Any = self.weight.get_value()
         return project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
 
+    def with_adapter(self, x: Float[Array, "B T in"], hidden: Float[Array, "B T R"]) -> Float[Array, "B T out"]:
+        """Applies the projection and its adapter, whose low-rank values are `hidden`."""
+        matrix = self.scaled_b
+        assert matrix is not None
+        y = self.base(x) + expand_ranks(hidden, [matrix])[0]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
         """The adapter's second matrix times its scale, None without an adapter."""
-        return None if self.lora_B is None else self.lora_scale * self.lora_B[...]
+        if self.lora_B is None:
+            return None
+        return self.lora_B[...] if self.lora_scale == 1.0 else self.lora_scale * self.lora_B[...]
 
     def drop(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T in"]:
         """The adapter's input: x, or in training what its own dropout leaves of it."""
@@ -127,20 +116,27 @@ def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], conte
 
     An adapter's product is what the large matmul adds to.
     """
-    x, *copies = fan_out(x, 1 + len(linears))
-    outputs = [linear.base(copy) for linear, copy in zip(linears, copies, strict=True)]
+    outputs, hidden = _project_apart(linears, x, context)
     adapters = {index: linear.scaled_b for index, linear in enumerate(linears) if linear.scaled_b is not None}
-    if adapters:
-        hidden = _project_to_ranks(linears, x, context)
+    if hidden is not None:
         for index, product in zip(adapters, expand_ranks(hidden, list(adapters.values())), strict=True):
             outputs[index] += product
     biases = [linear.bias for linear in linears]
     return [y if bias is None else y + bias[...].astype(x.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
 
-def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"]:
+def _project_apart(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
+    """(linear layers' outputs without adapters and biases, adapters' low-rank values if there are any)."""
+    x, *copies = fan_out(x, 1 + len(linears))
+    outputs = [linear.base(copy) for linear, copy in zip(linears, copies, strict=True)]
+    return outputs, _project_to_ranks(linears, x, context)
+
+
+def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"] | None:
     """dropout(x)·Aᵀ of every adapter, one after the other along the last axis."""
     adapters = [(linear, linear.lora_A[...]) for linear in linears if linear.lora_A is not None]
+    if not adapters:
+        return None
     if context.dropout_key is None or not any(linear.lora_dropout for linear, _ in adapters):
         hidden = project_adapter(x, jnp.concatenate([A for _, A in adapters]))
     else:
@@ -232,9 +228,27 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Applies the feed-forward."""
+        if (matrices := self._matrices_around(context)) is not None:
+            return self._with_adapters_around(x, matrices, context)
         gate, up = project_together((self.gate_proj, self.up_proj), x, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         return self.down_proj(jax.nn.silu(gate) * up, context)
+
+    def _matrices_around(self, context: LayerContext) -> Matrices | None:
+        """Of the adapters around SwiGLU, where all three exist with nothing in between: no biases and no dropout."""
+        gate_b, up_b, down_a = self.gate_proj.scaled_b, self.up_proj.scaled_b, self.down_proj.lora_A
+        biases = self.gate_proj.bias, self.up_proj.bias
+        drops = context.dropout_key is not None and self.down_proj.lora_dropout > 0.0
+        if gate_b is None or up_b is None or down_a is None or drops or any(bias is not None for bias in biases):
+            return None
+        return gate_b, up_b, down_a[...]
+
+    def _with_adapters_around(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
+        """The feed-forward with its adapters' products formed by SwiGLU."""
+        (gate, up), hidden = _project_apart((self.gate_proj, self.up_proj), x, context)
+        assert hidden is not None
+        y, hidden = adapted_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
+        return self.down_proj.with_adapter(y, checkpoint_name(hidden, names.LORA_HIDDEN))
 
 
 class DecoderLayer(nnx.Module):

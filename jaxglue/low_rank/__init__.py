@@ -1,4 +1,4 @@
-"""The second halves of adapters that share an input: from their ranks to their outputs."""
+"""The two halves of adapters: to their ranks, and from the ranks of those that share an input to their outputs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.attention.backends import compute_capability
 from jaxglue.backends import why_not_triton
 
-__all__ = ["LowRankBackend", "expand_ranks", "reference_gradients"]
+__all__ = ["LowRankBackend", "expand_ranks", "expansion_gradients", "project_adapter", "reference_gradients"]
 
 _WIDEST_RANK = 64
 
@@ -37,6 +37,41 @@ def expand_ranks(
     rows = hidden.reshape(-1, hidden.shape[-1])
     products = _expand(_backend(hidden.dtype, max(ranks)), rows, tuple(matrices))
     return [product.reshape(*hidden.shape[:-1], -1) for product in products]
+
+
+@jax.custom_vjp
+def project_adapter(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
+    """x·matrixᵀ in x's dtype for a float32 matrix, whose gradient is not rounded to x's dtype on the way."""
+    return _project(x, matrix.astype(x.dtype))
+
+
+def _project(x, matrix):
+    return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _project_forward(x, matrix):
+    matrix = matrix.astype(x.dtype)
+    return _project(x, matrix), (x, matrix)
+
+
+def _project_backward(residuals, dy):
+    x, matrix = residuals
+    tokens = tuple(range(x.ndim - 1))
+    gradient = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
+    return dy @ matrix, gradient
+
+
+project_adapter.defvjp(_project_forward, _project_backward)
+
+
+def expansion_gradients(
+    hidden: Float[Array, "M ranks"],
+    matrices: Sequence[Float[Array, "out R"]],
+    cotangents: Sequence[Float[Array, "M out"]],
+) -> tuple[Float[Array, "M ranks"], tuple[Float[Array, "out R"], ...]]:
+    """The gradients of `expand_ranks` to hidden and, in float32, to the matrices, for a rule of one's own."""
+    backend = _backend(hidden.dtype, max(matrix.shape[1] for matrix in matrices))
+    return _gradients(backend, hidden, matrices, cotangents)
 
 
 def _backend(dtype, rank: int) -> LowRankBackend:
@@ -73,6 +108,10 @@ def _forward(backend, hidden, matrices):
 
 def _backward(backend, residuals, cotangents):
     hidden, matrices = residuals
+    return _gradients(backend, hidden, matrices, cotangents)
+
+
+def _gradients(backend, hidden, matrices, cotangents):
     dhidden, dmatrices, first = [], [], 0
     for dy, matrix in zip(cotangents, matrices, strict=True):
         part, dmatrix = backend(dy, matrix, hidden, first)

@@ -1,0 +1,109 @@
+"""Triton kernels of SwiGLU between adapters: the wide arrays are read and written once each way.
+
+gate, up [M, F] are the projections without their adapters, whose products are formed here from the ranks: hidden
+[M, 2R] has gate's, then up's; gate_b, up_b [F, R] and down_a [R, F] are float32. A program walks over COLUMNS of its
+rows forward, and over ROWS of its columns backward; its part of a sum over all of them is added up afterwards, so that
+the result is deterministic.
+
+
+Loops name their number of stages: otherwise only what is multiplied, not what is added, would be loaded ahead.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def _ranks(hidden, rows, lanes, M: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr):
+    """[rows, lanes] of hidden [M, STRIDE] from column FIRST on."""
+    mask = (rows < M)[:, None] & (lanes < R)[None, :]
+    return tl.load(hidden + rows[:, None] * STRIDE + FIRST + lanes[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _outer(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr):
+    """[columns, lanes] of matrix [F, R]."""
+    mask = (columns < F)[:, None] & (lanes < R)[None, :]
+    return tl.load(matrix + columns[:, None] * R + lanes[None, :], mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def _inner(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr):
+    """[lanes, columns] of matrix [R, F]."""
+    mask = (lanes < R)[:, None] & (columns < F)[None, :]
+    return tl.load(matrix + lanes[:, None] * F + columns[None, :], mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def forward_kernel(
+    gate, up, hidden, gate_b, up_b, down_a, out, ranks,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [M, F], and these columns' part of its product with down_aᵀ, ranks [F / COLUMNS, M, R]."""
+    rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    dtype = out.dtype.element_ty
+    gate_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, 0)
+    up_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, R)
+    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    origin = tl.program_id(0).to(tl.int64) * BLOCK_M * F
+    offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    first = tl.program_id(1) * COLUMNS
+    for start in tl.range(first, min(first + COLUMNS, F), BLOCK_N, num_stages=STAGES):
+        columns = start + tl.arange(0, BLOCK_N)
+        at, mask = origin + start, (rows < M)[:, None] & (columns < F)[None, :]
+        g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = tl.dot(gate_hidden, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
+        u = tl.dot(up_hidden, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
+        y = (g * _sigmoid(g) * u).to(dtype)
+        tl.store(out + at + offsets, y, mask=mask)
+        a = _inner(down_a, columns, lanes, F, R, dtype)
+        product = tl.dot(y, tl.trans(a), product, input_precision=PRECISION)
+    to = ranks + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + lanes[None, :]
+    tl.store(to, product, mask=(rows < M)[:, None] & (lanes < R)[None, :])
+
+
+@triton.jit
+def backward_kernel(
+    gate, up, hidden, gate_b, up_b, down_a, dout, dranks, dgate, dup, ddown_a,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dgate, dup [M, F] of dout [M, F] and dranks [M, R], and these rows' part of ddown_aᵀ; grid (columns, rows).
+
+    ddown_a [M / ROWS, F, R] is to be added up over rows.
+    """
+    lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
+    columns = left + tl.arange(0, BLOCK_N)
+    dtype = dgate.dtype.element_ty
+    b_gate, b_up = _outer(gate_b, columns, lanes, F, R, dtype), _outer(up_b, columns, lanes, F, R, dtype)
+    a = _inner(down_a, columns, lanes, F, R, dtype)
+    total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    first = tl.program_id(1) * ROWS
+    origin = first.to(tl.int64) * F + left
+    for start in tl.range(first, min(first + ROWS, M), BLOCK_M, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        at, mask = origin + (start - first) * F, (rows < M)[:, None] & (columns < F)[None, :]
+        g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dout + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        down_ranks = _ranks(dranks, rows, lanes, M, R, R, 0)
+        g = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, 0), tl.trans(b_gate), g, input_precision=PRECISION)
+        u = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, R), tl.trans(b_up), u, input_precision=PRECISION)
+        d = tl.dot(down_ranks, a, d, input_precision=PRECISION)
+        sigmoid = _sigmoid(g)
+        silu = g * sigmoid
+        tl.store(dup + at + offsets, (d * silu).to(dtype), mask=mask)
+        tl.store(dgate + at + offsets, (d * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype), mask=mask)
+        total = tl.dot(tl.trans((silu * u).to(dtype)), down_ranks, total, input_precision=PRECISION)
+    to = ddown_a + tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
+    tl.store(to, total, mask=(columns < F)[:, None] & (lanes < R)[None, :])
