@@ -46,7 +46,7 @@ def backend(request):
     from jaxglue.low_rank.triton import Tiles, TritonGradients
 
     class InterpretedGradients(TritonGradients):
-        def _launch(self, kernel, arrays, out_type, grid, constants, flops):
+        def _launch(self, kernel, arrays, out_type, grid, constants, tiles, flops):
             return launch(kernel, arrays, out_type, grid, constants)
 
     return InterpretedGradients(compute_capability=90, tiles=Tiles(block_m=16, block_n=16, columns=32))
