@@ -1,11 +1,12 @@
 """The compiled forward and backward of one layer type, and what passes between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 from jaxtyping import Array
 
 from jaxglue.compiler import jit_exchanging, jit_step
@@ -27,8 +28,8 @@ class Residuals:
     offloaded: list[Array]
     """Those that the policy sends to the host."""
     treedef: Any = field(metadata={"static": True})
-    sources: tuple[tuple[int, int], ...] = field(metadata={"static": True})
-    """For every leaf of the vjp function where it is: (argument, saved or offloaded; index there)."""
+    sources: tuple[tuple[int, int, tuple[int, ...]], ...] = field(metadata={"static": True})
+    """For every leaf of the vjp function where it is: (argument, saved or offloaded; index there; the leaf's shape)."""
 
     def with_offloaded(self, offloaded: list[Array]) -> "Residuals":
         """The same with copies of the offloaded values."""
@@ -78,7 +79,7 @@ class LayerFunctions:
         def backward(residuals, forward_arguments, dy, accumulated):
             residuals = layout.unstack(residuals)
             places = (jax.tree.leaves(forward_arguments), residuals.saved, residuals.offloaded)
-            leaves = [places[place][index] for place, index in residuals.sources]
+            leaves = [places[place][index].reshape(shape) for place, index, shape in residuals.sources]
             dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
             gradients = add_trees(accumulated, layout.own_part(dtrainable, stored))
             return dx, gradients, layout.stack(dx[(0,) * dx.ndim])
@@ -113,20 +114,40 @@ class LayerFunctions:
 
         y, vjp = jax.vjp(layer, trainable, x)
         leaves, treedef = jax.tree.flatten(vjp)
-        arguments = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((trainable, frozen, x, context)))}
-        on_host = (
-            self._on_host(trainable, frozen, x, context) if self.policy.offloads_residuals else [False] * len(leaves)
-        )
+        inputs = (trainable, frozen, x, context)
+        keys = self._identities(inputs) if self.policy.saved is None else list(map(id, jax.tree.leaves((inputs, vjp))))
+        places = {key: (_ARGUMENT, index) for index, key in enumerate(keys[: -len(leaves)])}
+        on_host = self._on_host(*inputs) if self.policy.offloads_residuals else [False] * len(leaves)
         kept: dict[int, list[Array]] = {_SAVED: [], _OFFLOADED: []}
         sources = []
-        for leaf, offload in zip(leaves, on_host, strict=True):
-            if id(leaf) in arguments:
-                sources.append((_ARGUMENT, arguments[id(leaf)]))
-                continue
-            place = _OFFLOADED if offload else _SAVED
-            sources.append((place, len(kept[place])))
-            kept[place].append(leaf)
+        for leaf, key, offload in zip(leaves, keys[-len(leaves) :], on_host, strict=True):
+            if key not in places:
+                place = _OFFLOADED if offload else _SAVED
+                places[key] = place, len(kept[place])
+                kept[place].append(leaf)
+            sources.append((*places[key], leaf.shape))
         return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources))
+
+    def _identities(self, inputs: tuple) -> list:
+        """For every input and leaf of the vjp function of the layer itself something that is equal for equal values.
+
+        Without `jax.checkpoint` a leaf may be an input, or another leaf, under another name or in another shape.
+        """
+
+        def leaves(trainable, frozen, x, context):
+            return jax.tree.leaves(
+                jax.vjp(lambda *moving: self._layer(moving[0], frozen, moving[1], context), trainable, x)[1]
+            )
+
+        jaxpr = jax.make_jaxpr(leaves)(*inputs).jaxpr
+        same = {made: origin for eqn in jaxpr.eqns for made, origin in _passed_on(eqn)}
+
+        def origin(value):
+            while not isinstance(value, Literal) and value in same:
+                value = same[value]
+            return id(value)
+
+        return [origin(value) for value in (*jaxpr.invars, *jaxpr.outvars)]
 
     def _on_host(self, trainable, frozen, x, context) -> list[bool]:
         """For every leaf of the vjp function whether the policy offloads it: whether `jax.checkpoint` itself would."""
@@ -138,6 +159,18 @@ class LayerFunctions:
 
         avals = jax.make_jaxpr(residuals)(trainable, x).out_avals
         return [aval.memory_space == jax.memory.Space.Host for aval in avals]
+
+
+def _passed_on(eqn) -> Iterator[tuple[Any, Any]]:
+    """(result, operand) wherever an equation's result is its operand."""
+    if eqn.primitive.name in ("name", "reshape"):
+        yield eqn.outvars[0], eqn.invars[0]
+    elif eqn.primitive.name == "custom_vjp_call":
+        inner = eqn.params["call_jaxpr"].jaxpr
+        operands = dict(zip(inner.invars, eqn.invars, strict=True))
+        for outer, value in zip(eqn.outvars, inner.outvars, strict=True):
+            if not isinstance(value, Literal) and value in operands:
+                yield outer, operands[value]
 
 
 def add_trees(accumulated: Tree | None, gradients: Tree) -> Tree:

@@ -60,11 +60,10 @@ def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
 
 
 def test_auto_is_the_fastest_that_fits_and_gets_leaner_as_memory_shrinks(planner):
-    dots = planner.plan(parse_policy("dots")).device_bytes / GIB
-    full = planner.plan(parse_policy("full")).device_bytes / GIB
-    roomy = _with_memory(planner, dots / (1 - MARGIN) + 0.01).choose(host_memory=HOST)
+    none, dots, full = (planner.plan(parse_policy(text)).device_bytes / GIB for text in ("none", "dots", "full"))
+    roomy = _with_memory(planner, none / (1 - MARGIN) + 0.01).choose(host_memory=HOST)
     middling = _with_memory(planner, (dots + full) / 2 / (1 - MARGIN)).choose(host_memory=HOST)
-    assert roomy.remat == "dots"
+    assert roomy.remat == "none"
     assert len(set(middling.policies)) == 2
     assert roomy.seconds < middling.seconds < planner.plan(parse_policy("full")).seconds
     assert parse_policies(middling.remat, 6) == middling.policies
@@ -157,7 +156,7 @@ def test_settings_are_resolved_from_their_flags(planner):
     assert planner.resolve("2 x offload + 4 x dots", stream_weights=False, host_memory=HOST).remat == (
         "2 x offload + 4 x dots"
     )
-    assert planner.resolve("auto", stream_weights=False, host_memory=HOST).remat == "dots"
+    assert planner.resolve("auto", stream_weights=False, host_memory=HOST).remat == "none"
 
 
 def test_experts_are_planned_without_a_gpu(tiny_config):
