@@ -27,7 +27,7 @@ combine.defvjp(lambda rows, routing: (combine(rows, routing), routing), lambda r
 
 def weighted_bias(weights: Float[Array, "M k"], bias: Float[Array, "E D"], expert_ids) -> Float[Array, "M D"]:
     """Σ weights · bias[expert_ids] over k, in float32."""
-    return (weights[:, :, None] * bias[expert_ids].astype(jnp.float32)).sum(1)
+    return (weights[:, :, None] * bias.astype(jnp.float32)[expert_ids]).sum(1)
 
 
 def weighted_bias_gradients(

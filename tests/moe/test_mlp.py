@@ -22,7 +22,9 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
     """(differentiated arguments): x, logits, matrices, biases, adapters."""
     keys = iter(jax.random.split(jax.random.key(0), 16))
     normal = lambda *shape, scale=1.0: scale * jax.random.normal(next(keys), shape)  # noqa: E731
-    matrix = lambda rows, columns: normal(E, *((columns, rows) if transpose else (rows, columns)), scale=0.3)  # noqa: E731
+    matrix = lambda rows, columns: normal(
+        E, *((columns, rows) if transpose else (rows, columns)), scale=1.2 * rows**-0.5
+    )  # noqa: E731
     return {
         "x": normal(M, D),
         "logits": normal(M, E),
@@ -31,8 +33,8 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
         "gate_up_bias": normal(E, 2 * F),
         "down_bias": normal(E, D),
         "lora": ExpertLora(
-            gate_up=(normal(E, R, D), normal(E, 2 * F, R, scale=0.1)),
-            down=(normal(E, R, F), normal(E, D, R, scale=0.1)),
+            gate_up=(normal(E, R, D, scale=4 * D**-0.5), normal(E, 2 * F, R, scale=0.1)),
+            down=(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
             scale=0.5,
         ),
     }
@@ -99,9 +101,10 @@ def test_the_kernels_match_every_expert(activation, transpose, interpreted_backe
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("M", "D", "F"), [(600, 64, 96), (700, 320, 576)])
 @pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
-def test_the_kernels_on_a_gpu_match_every_expert(activation, transpose):
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_layer(transpose, M=600, D=64, F=96, R=16))
+def test_the_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_layer(transpose, M=M, D=D, F=F, R=16))
     half["logits"] = half["logits"].astype(jnp.float32)
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(
