@@ -22,9 +22,10 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
     """(differentiated arguments): x, logits, matrices, biases, adapters."""
     keys = iter(jax.random.split(jax.random.key(0), 16))
     normal = lambda *shape, scale=1.0: scale * jax.random.normal(next(keys), shape)  # noqa: E731
-    matrix = lambda rows, columns: normal(
-        E, *((columns, rows) if transpose else (rows, columns)), scale=1.2 * rows**-0.5
-    )  # noqa: E731
+
+    def matrix(rows, columns):
+        return normal(E, *((columns, rows) if transpose else (rows, columns)), scale=1.2 * rows**-0.5)
+
     return {
         "x": normal(M, D),
         "logits": normal(M, E),
