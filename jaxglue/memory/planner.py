@@ -15,7 +15,7 @@ from jaxglue.memory.workload import Workload
 
 MARGIN = 0.03
 """Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
-_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.22, 1.12
+_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.04, 1.12
 """What XLA keeps beside arguments and results, as a multiple of what the order of the program needs."""
 _WORKSPACE = int(0.15 * GIB)
 """Bytes that programs and matmul libraries take, whatever the model."""
