@@ -40,14 +40,14 @@ def main() -> None:
             share = 100 * result["flops"] / result["ms"] * 1e3 / MATMUL
             bars = axes.barh(place, share, 0.9, color=colour, label=None if engine in shown else label)
             text = f"{result['tokens'] / result['ms'] * 1e3:,.0f} tokens/s, {result.get('peak_gib', 0):.1f} GiB"
-            axes.bar_label(bars, [text], padding=3, fontsize=7)
+            axes.bar_label(bars, [text], padding=3, fontsize=7, bbox={"facecolor": "white", "linewidth": 0, "pad": 1})
             shown.add(engine)
             place += 1
         place += 0.6
     axes.set_yticks(ticks, [_label(name, measured) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 122)
-    axes.axvline(100, color="black", linewidth=1)
+    axes.axvline(100, color="black", linewidth=1, zorder=0)
     axes.set_xlabel(
         f"% of the speed at which nothing but the model's matmuls took time, one {_gpu(measured)}", fontsize=8
     )
