@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jaxtyping import Array
 
-from jaxglue.compiler import jit_exchanging, jit_step
+from jaxglue.compiler import jit_step
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import Tree, merge_module
@@ -46,11 +46,10 @@ class LayerFunctions:
     def __init__(self, graph, policy: RematPolicy, layout: Layout = WHOLE):
         self._graph, self._layout = graph, layout
         self.policy = policy
-        jit = jit_step if layout.size("expert") == 1 else jit_exchanging
-        self.forward = jit(self._forward)
+        self.forward = jit_step(self._forward)
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
-        self.backward = jit(self._backward, donate_argnames="accumulated")
-        self.apply = jit(self._apply)
+        self.backward = jit_step(self._backward, donate_argnames="accumulated")
+        self.apply = jit_step(self._apply)
 
     def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
         """(y, the next layer's parameters)."""

@@ -9,47 +9,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.moe.groups import ROW_TILES
-from jaxglue.moe.mlp import ExpertLora
 from jaxglue.moe.routing import Routing, routing_of
 from jaxglue.sharding.device import axis_size
 
-Mlp = Callable[[Float[Array, "M D"], Routing, ExpertLora], Float[Array, "M D"]]
+Mlp = Callable[[Float[Array, "M D"], Routing], Float[Array, "M D"]]
 
 
-def on_own_experts(mlp: Mlp, x: Float[Array, "M D"], routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
+def on_own_experts(mlp: Mlp, x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M D"]:
     """What all experts make of this device's tokens, each device along `expert` computing with those that it has.
 
     Every device gets the tokens of all of them and returns its experts' share of each: for k experts of a token on n
     devices that is no more than sending a token k times, unless k < n, and it needs no capacity. Without such an axis
-    this is `mlp(x, routing, adapters)`.
+    this is `mlp(x, routing)`.
 
     Args:
         mlp: the experts of this device, an equal part of all in order.
         x: this device's tokens.
         routing: of these tokens to all experts.
-        adapters: of the experts of this device.
     """
     devices = axis_size("expert")
     if devices == 1:
-        return mlp(x, routing, adapters)
-    x, adapters = _with_adapters(x, adapters)
+        return mlp(x, routing)
     gather = partial(jax.lax.all_gather, axis_name="expert", tiled=True)
     experts = routing.group_sizes.shape[0] // devices
     own = _to_own(routing, gather(routing.expert_ids), gather(routing.weights), experts, devices)
-    return jax.lax.psum_scatter(mlp(gather(x), own, adapters), "expert", scatter_dimension=0, tiled=True)
-
-
-@jax.custom_vjp
-def _with_adapters(x: Array, adapters: ExpertLora) -> tuple[Array, ExpertLora]:
-    """Both as they are; backward, whatever needs the gradient to x comes after those to the adapters of experts.
-
-    So these are computed while the other devices' shares of the gradient to x are on their way: XLA, which does not
-    know how long kernels take, would leave them for later and wait.
-    """
-    return x, adapters
-
-
-_with_adapters.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
+    return jax.lax.psum_scatter(mlp(gather(x), own), "expert", scatter_dimension=0, tiled=True)
 
 
 def _to_own(routing: Routing, expert_ids, weights, experts: int, devices: int) -> Routing:
