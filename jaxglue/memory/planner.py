@@ -15,10 +15,12 @@ from jaxglue.memory.workload import Workload
 
 MARGIN = 0.03
 """Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
-_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.04, 1.12
+_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.1, 1.12
 """What XLA keeps beside arguments and results, as a multiple of what the order of the program needs."""
-_WORKSPACE = int(0.15 * GIB)
+_WORKSPACE = int(0.3 * GIB)
 """Bytes that programs and matmul libraries take, whatever the model."""
+_LINK_SHARE = 0.9
+"""Of the link's rate, what a plan counts on: copies also wait for those of the other direction, and for their turn."""
 _OFFLOADS = (
     "offload:layer_input,attention_residual,query,key,value",
     "offload:layer_input,gate",
@@ -187,7 +189,7 @@ class Planner:
 
     def _seconds(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
         """A hidden copy still takes its share of the device memory's bandwidth."""
-        link, copy, run_ahead = self.gpu.link, self.gpu.copy, self._run_ahead
+        link, copy, run_ahead = _LINK_SHARE * self.gpu.link, self.gpu.copy, self._run_ahead
         forward, backward = [], []
         for cost, streamed, gathered in zip(costs, weights, self._model.gathered_layers, strict=True):
             out, back, gather = cost.offloaded, cost.offloaded + streamed, gathered / self.gpu.peers
