@@ -4,7 +4,7 @@ A trace holds the optimised program (HLO) of each module that ran. `ProfileData`
 fields on the way to them are read from the protocol buffer itself (xplane.proto of XLA: XSpace.planes = 1, XPlane.name
 = 2, .event_metadata = 4, XEventMetadata.name = 2, .stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module =
 1). Inside a CUDA graph an event does not say which operation it belongs to: XLA's own kernels carry its name, and those
-of libraries and custom calls follow in the program's order.
+of libraries and of custom calls follow in the program's order, each among its like.
 """
 
 import math
@@ -20,6 +20,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)"?([\d",]*)')
 _SLICES = ("slice", "dynamic-slice", "gather")
+_CALL = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*custom_call_target="([^"]*)', re.MULTILINE)
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 
 
@@ -43,17 +44,35 @@ class Program:
     def __init__(self, text: str):
         found = operations(text)
         self._named = {name.replace(".", "_"): work for name, work in found.items()}
-        calls = re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*custom_call_target=", text, re.MULTILINE)
-        self._calls = [found.get(name, UNKNOWN) for name in calls]
+        self._calls: dict[bool, list[Work]] = {True: [], False: []}  # of libraries, and all others
+        for name, target in _CALL.findall(text):
+            self._calls[target.startswith("__cublas")].append(found.get(name, UNKNOWN))
 
     def work(self, kernels: list[str]) -> list[Work]:
         """Of each of the kernels that ran, in their order; nothing where it cannot be told."""
-        unnamed = [index for index, kernel in enumerate(kernels) if kernel not in self._named]
         found = [self._named.get(kernel, UNKNOWN) for kernel in kernels]
-        if self._calls and len(unnamed) % len(self._calls) == 0:
-            for place, index in enumerate(unnamed):
-                found[index] = self._calls[place % len(self._calls)]
+        unnamed = [index for index, kernel in enumerate(kernels) if kernel not in self._named]
+        for library, calls in self._calls.items():
+            ran = [index for index in unnamed if _is_matmul(kernels[index]) == library and not _adds_up(kernels[index])]
+            if calls and _repeats([kernels[index] for index in ran], len(calls)):
+                for place, index in enumerate(ran):
+                    found[index] = calls[place % len(calls)]
         return found
+
+
+def _is_matmul(kernel: str) -> bool:
+    """Whether a matmul library has the kernel, by its name."""
+    return any(word in kernel for word in ("nvjet", "gemm", "xmma", "cutlass", "cublas"))
+
+
+def _adds_up(kernel: str) -> bool:
+    """Whether the kernel only adds up what the one before it has left in parts."""
+    return "splitKreduce" in kernel
+
+
+def _repeats(kernels: list[str], count: int) -> bool:
+    """Whether the same `count` kernels follow one another again and again: programs, and loops in them, do so."""
+    return len(kernels) % count == 0 and all(name == kernels[i % count] for i, name in enumerate(kernels))
 
 
 def read_programs(trace: Path) -> dict[int, Program]:

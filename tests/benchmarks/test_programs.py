@@ -64,7 +64,7 @@ def test_programs_are_read_from_a_trace(tmp_path):
 
 
 def test_kernels_of_libraries_are_told_by_their_order():
-    from programs import UNKNOWN, Program
+    from programs import Program
 
     program = Program(PROGRAM)
     work = program.work(["nvjet_tst", "triton", "loop", "nvjet_tst"])
@@ -73,7 +73,18 @@ def test_kernels_of_libraries_are_told_by_their_order():
         "%triton = bf16", '%more = f32[2]{0} custom-call(%x), custom_call_target="x"\n  %triton = bf16'
     )
     assert [each.shape for each in Program(second).work(["nvjet", "other"])] == ["bf16[64,32]", "f32[2]"]
-    assert Program(second).work(["nvjet", "other", "third"]) == [UNKNOWN] * 3
+    assert [each.shape for each in Program(second).work(["nvjet", "other", "third"])] == ["bf16[64,32]", "", ""]
+    parts = ["nvjet_splitK", "splitKreduce", "other"]
+    assert [each.shape for each in Program(second).work(parts)] == ["bf16[64,32]", "", "f32[2]"]
+
+
+def test_kernels_that_do_not_repeat_as_the_calls_do_are_not_told():
+    from programs import UNKNOWN, Program
+
+    calls = "".join(f'  %c{i} = f32[{i}]{{0}} custom-call(%x), custom_call_target="x"\n' for i in (2, 3, 4))
+    program = Program(PROGRAM.replace("  %triton = bf16", calls + "  %triton = bf16"))
+    once_then_in_a_loop = ["norm", *["loss"] * 4, "gradient"]
+    assert program.work(once_then_in_a_loop) == [UNKNOWN] * 6
 
 
 def test_calls_with_many_results_are_operations_too():
