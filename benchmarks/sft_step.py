@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from queue import SimpleQueue
 from tempfile import TemporaryFile
 from threading import Lock
 
 import jax
 import numpy as np
+from gpus import FreeGpus
 from inputs import SHAPES, make_adapter, make_model
 from kernel_profile import MATMUL
 from measure import table, uniform_lengths
@@ -116,12 +116,10 @@ class Inputs:
                 shutil.rmtree(self._scratch / shape)
 
 
-def run(engine: str, name: str, files: dict[str, Path], gpu: int, args: argparse.Namespace) -> dict:
+def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], args: argparse.Namespace) -> dict:
     """What the engine's process printed; or its error."""
-    row, further, environment = ROWS[name], [], dict(os.environ)
+    row, further, environment = ROWS[name], [], os.environ | gpu
     flags = {**files, "quantise": row.quantise, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
-    if args.gpus > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     if engine == "ours":
         command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
         flags |= {"memory-limit": row.memory_limit, "embeddings": "host"} if row.memory_limit else {}
@@ -163,9 +161,7 @@ class Measurements:
     def __init__(self, args: argparse.Namespace):
         self._args, self._lock = args, Lock()
         self._inputs = Inputs(args.scratch, args.rows, warm_up=args.warm_up, steps=args.steps)
-        self._gpus: SimpleQueue[int] = SimpleQueue()
-        for gpu in range(args.gpus):
-            self._gpus.put(gpu)
+        self._gpus = FreeGpus(args.gpus)
         self._results: dict[str, list[dict]] = {name: [] for name in args.rows}
 
     @property
@@ -174,16 +170,15 @@ class Measurements:
 
     def measure(self, name: str) -> None:
         """All engines of a row, one after the other on one GPU."""
-        gpu = self._gpus.get()
-        row, config = ROWS[name], config_from_hf(SHAPES[ROWS[name].shape])
-        files, lengths = self._inputs.prepare(name)
-        visible = mean_visible_keys(np.array(lengths))
-        flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
-        for engine in (engine for engine in row.engines if engine in self._args.engines):
-            result = run(engine, name, files, gpu, self._args)
-            self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
-        self._inputs.done(name)
-        self._gpus.put(gpu)
+        with self._gpus.one() as gpu:
+            row, config = ROWS[name], config_from_hf(SHAPES[ROWS[name].shape])
+            files, lengths = self._inputs.prepare(name)
+            visible = mean_visible_keys(np.array(lengths))
+            flops = row.tokens * training_flops_per_token(config, visible_keys=visible, weight_gradients=False)
+            for engine in (engine for engine in row.engines if engine in self._args.engines):
+                result = run(engine, name, files, gpu, self._args)
+                self._add({"row": name, "engine": engine, **asdict(row), "flops": flops, **result})
+            self._inputs.done(name)
 
     def _add(self, result: dict) -> None:
         with self._lock:
