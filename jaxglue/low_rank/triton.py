@@ -5,16 +5,15 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import triton
-from jax_triton import triton_call
 
 from jaxglue.low_rank import kernels
+from jaxglue.low_rank.launch import Blocks, Launcher, block_constants
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class Tiles(Blocks):
     """What a program reads: `columns` of `block_m` rows, `block_n` at a time."""
 
-    block_m: int
     columns: int
     block_n: int = 64
     num_warps: int = 8
@@ -34,11 +33,9 @@ def fitting_tiles(M: int, N: int) -> Tiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonGradients:
+class TritonGradients(Launcher):
     """`LowRankBackend` by our own kernel."""
 
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
     tiles: Tiles | None = None
     """None for those that fit."""
 
@@ -49,27 +46,9 @@ class TritonGradients:
         grid = triton.cdiv(M, tiles.block_m), triton.cdiv(N, tiles.columns)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((grid[1], M, R), (grid[0], N, R)))
         sizes = {"M": M, "N": N, "R": R, "STRIDE": hidden.shape[1], "FIRST": first}
-        blocks = {"BLOCK_R": max(16, triton.next_power_of_2(R)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-        constants = sizes | blocks | {"COLUMNS": tiles.columns, "PRECISION": _precision(dy.dtype)}
+        constants = sizes | block_constants(tiles, R, dy.dtype) | {"COLUMNS": tiles.columns}
         arrays = (dy, matrix, hidden)
         dhidden, dmatrix = self._launch(
             kernels.gradients_kernel, arrays, out_type, grid, constants, tiles, 4 * M * N * R
         )
         return dhidden.sum(axis=0).astype(dy.dtype), dmatrix.sum(axis=0)
-
-    def _launch(self, kernel, arrays, out_type, grid, constants, tiles: Tiles, flops: int):
-        return triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=out_type,
-            grid=grid,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            compute_capability=self.compute_capability,
-            cost_estimate={"flops": flops},
-            **constants,
-        )
-
-
-def _precision(dtype) -> str:
-    return "ieee" if dtype == jnp.float32 else "tf32"

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import triton
-from jax_triton import triton_call
 
+from jaxglue.low_rank.launch import Blocks, Launcher, block_constants
 from jaxglue.swiglu import kernels
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
+class Tiles(Blocks):
     """A program walks over `length` columns forward, or rows backward, in tiles of block_m rows and block_n columns."""
 
     block_m: int = 64
@@ -22,11 +22,9 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonSwiglu:
+class TritonSwiglu(Launcher):
     """`SwigluBackend` by our own kernels."""
 
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
     forward_tiles: Tiles = Tiles(length=512)
     backward_tiles: Tiles = Tiles(length=1024, num_stages=2)
 
@@ -52,23 +50,9 @@ class TritonSwiglu:
 
     def _call(self, kernel, arrays, out_type, grid, tiles: Tiles, length: dict[str, int], flops: int):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]
-        blocks = {"BLOCK_R": max(16, triton.next_power_of_2(R)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-        precision = "ieee" if arrays[0].dtype == jnp.float32 else "tf32"
-        constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages, "PRECISION": precision} | blocks | length
+        blocks = block_constants(tiles, R, arrays[0].dtype)
+        constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages} | blocks | length
         return self._launch(kernel, arrays, out_type, grid, constants, tiles, flops)
-
-    def _launch(self, kernel, arrays, out_type, grid, constants, tiles: Tiles, flops: int):
-        return triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=out_type,
-            grid=grid,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            compute_capability=self.compute_capability,
-            cost_estimate={"flops": flops},
-            **constants,
-        )
 
 
 def _like(x) -> jax.ShapeDtypeStruct:
