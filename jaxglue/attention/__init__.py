@@ -10,6 +10,7 @@ from jaxglue.attention.backends import (
     choose_backend,
     compute_capability,
     tracing_for,
+    triton_capability,
 )
 from jaxglue.attention.flash import LSE_NAME, OUT_NAME, FlashSpec, FusedBackend, flash_attention
 from jaxglue.attention.reference import reference_attention
@@ -90,7 +91,7 @@ def _fused(name: str, shape: AttentionShape, tokens: int, capability: tuple[int,
 
     mean_length = tokens // shape.segment_slots
     tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, mean_length=mean_length)
-    return TritonBackend(tiles=tiles, compute_capability=10 * capability[0] + capability[1])
+    return TritonBackend(tiles=tiles, compute_capability=triton_capability(capability))
 
 
 def _check(q, k, v, segments, window, sinks, scale) -> None:

@@ -68,6 +68,11 @@ def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | No
     return int(major), int(minor)
 
 
+def triton_capability(capability: tuple[int, int]) -> int:
+    """Compute capability as Triton counts it: 90 for 9.0."""
+    return 10 * capability[0] + capability[1]
+
+
 def why_not_cudnn(shape: AttentionShape, capability: tuple[int, int] | None) -> str | None:
     """The reason why cuDNN cannot serve this shape, or None."""
     if capability is None or capability < (9, 0):

@@ -9,7 +9,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.attention.backends import compute_capability, triton_capability
 from jaxglue.backends import why_not_triton
 
 __all__ = ["CrossEntropy", "chunk_size", "linear_cross_entropy", "reference_cross_entropy"]
@@ -47,7 +47,7 @@ def _backend(dtype) -> CrossEntropy:
         return reference_cross_entropy
     from jaxglue.losses.triton import TritonCrossEntropy
 
-    return TritonCrossEntropy(compute_capability=10 * capability[0] + capability[1])
+    return TritonCrossEntropy(compute_capability=triton_capability(capability))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.attention.backends import compute_capability, triton_capability
 from jaxglue.backends import why_not_triton
 
 __all__ = ["LowRankBackend", "expand_ranks", "expansion_gradients", "project_adapter", "reference_gradients"]
@@ -81,7 +81,7 @@ def _backend(dtype, rank: int) -> LowRankBackend:
         return reference_gradients
     from jaxglue.low_rank.triton import TritonGradients
 
-    return TritonGradients(compute_capability=10 * capability[0] + capability[1])
+    return TritonGradients(compute_capability=triton_capability(capability))
 
 
 def reference_gradients(dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:

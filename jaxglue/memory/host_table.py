@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.attention.backends import compute_capability, triton_capability
 from jaxglue.backends import why_not_triton
 from jaxglue.compiler import jit_step
 from jaxglue.memory import transfer
@@ -67,6 +67,6 @@ def _address(weight: Array) -> np.ndarray:
 def _read(address: Array, tokens: Int[Array, "B T"], *, width: int, dtype) -> tuple[Float[Array, "B*T D"], Array]:
     from jaxglue.memory.host_table_triton import read_rows
 
-    major, minor = compute_capability() or (0, 0)
-    rows = read_rows(address, tokens.reshape(-1), width, dtype, compute_capability=10 * major + minor)
+    capability = triton_capability(compute_capability() or (0, 0))
+    rows = read_rows(address, tokens.reshape(-1), width, dtype, compute_capability=capability)
     return rows, jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)

@@ -7,6 +7,7 @@ import triton
 from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
 
+from jaxglue.attention.backends import triton_capability
 from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank, Rows
@@ -33,7 +34,7 @@ class TritonBackend:
     @classmethod
     def of(cls, capability: tuple[int, int]) -> "TritonBackend":
         """The backend for a GPU of this compute capability."""
-        return cls(tiles=kernel_tiles(capability), compute_capability=10 * capability[0] + capability[1])
+        return cls(tiles=kernel_tiles(capability), compute_capability=triton_capability(capability))
 
     def matmul(self, lhs: Rows, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
         """See `GroupedBackend`."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.attention.backends import compute_capability, triton_capability
 from jaxglue.quant.formats import Quantised, dequantise_matrix
 from jaxglue.quant.nf4 import NF4
 
@@ -40,7 +40,7 @@ def _expander() -> "TritonExpander | None":
         return None
     from jaxglue.quant.triton import TritonExpander
 
-    return TritonExpander(compute_capability=10 * capability[0] + capability[1])
+    return TritonExpander(compute_capability=triton_capability(capability))
 
 
 @jax.custom_vjp

@@ -6,6 +6,7 @@ import jax
 import triton
 from jax_triton import triton_call
 
+from jaxglue.attention.backends import triton_capability
 from jaxglue.rowwise import kernels
 
 _ROW_VALUES = 512
@@ -24,7 +25,7 @@ class TritonBackend:
     @classmethod
     def of(cls, capability: tuple[int, int]) -> "TritonBackend":
         """The backend for a GPU of this compute capability."""
-        return cls(compute_capability=10 * capability[0] + capability[1])
+        return cls(compute_capability=triton_capability(capability))
 
     def norm(self, x, weight, *, eps: float):
         """See `NormBackend`."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import jax
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.attention.backends import compute_capability, triton_capability
 from jaxglue.backends import why_not_triton
 from jaxglue.low_rank import expand_ranks, expansion_gradients, project_adapter
 
@@ -59,7 +59,7 @@ def _backend(dtype, rank: int) -> SwigluBackend | None:
         return None
     from jaxglue.swiglu.triton import TritonSwiglu
 
-    return TritonSwiglu(compute_capability=10 * capability[0] + capability[1])
+    return TritonSwiglu(compute_capability=triton_capability(capability))
 
 
 def reference_swiglu(gate, up, hidden, matrices: Matrices) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:

@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxglue.attention import compute_capability
+from jaxglue.attention.backends import triton_capability
 from jaxglue.memory.transfer import commit
 from jaxglue.parameters import Place, Tree, get_part, set_part
 from jaxglue.sharding.layout import WHOLE, Layout
@@ -191,7 +192,7 @@ def _kernels(adam: AdamW) -> "TritonAdam | None":
         return None
     from jaxglue.training.adam_triton import TritonAdam
 
-    return TritonAdam(adam=adam, compute_capability=10 * capability[0] + capability[1])
+    return TritonAdam(adam=adam, compute_capability=triton_capability(capability))
 
 
 def _flatten(parts: list[Tree], states: list[Tree], gradients: list[Tree]) -> tuple[list[list[Any]], Any]:
