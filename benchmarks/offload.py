@@ -17,17 +17,20 @@ from step import run_case
 
 SERIAL = {"depth": 0, "run_ahead": 0}
 HOST = {"weights": "host", "embeddings": "host"}
-FULL, OFFLOAD, DOTS = ({"remat": [name]} for name in ("full", "offload", "dots"))
+NONE, FULL, OFFLOAD, DOTS, AUTO = ({"remat": name} for name in ("none", "full", "offload", "dots", "auto"))
 CASES: dict[str, list[tuple[str, dict]]] = {
     "8b": [
         ("full, on the device", FULL),
         ("offload, two buffers", OFFLOAD),
         ("offload, one buffer", {**OFFLOAD, **SERIAL}),
         ("dots, on the device", DOTS),
+        ("auto", AUTO),
+        ("auto, 18.8 GiB", {**AUTO, "memory_limit": 18.8, "embeddings": "host"}),
+        ("auto, NF4, 9.4 GiB", {**AUTO, "memory_limit": 9.4, "embeddings": "host", "quantise": "nf4"}),
     ],
     "0.6b": [("full, on the device", FULL), ("offload, two buffers", OFFLOAD), ("dots, on the device", DOTS)],
     "xla": [
-        ("per layer, nothing recomputed", {"remat": ["none"]}),
+        ("per layer, nothing recomputed", NONE),
         ("per layer, full", FULL),
         ("per layer, offload", OFFLOAD),
         ("whole step unrolled, offload", {**OFFLOAD, "executor": "unrolled"}),
@@ -42,12 +45,13 @@ CASES: dict[str, list[tuple[str, dict]]] = {
     "32b": [
         ("full, weights on the device", FULL),
         ("offload, weights on the host", {**OFFLOAD, **HOST}),
+        ("auto, 16 GiB", {**AUTO, "memory_limit": 16, "embeddings": "host"}),
     ],
     "planner": [
-        ("a mix", {"shape": "qwen3-14b", "remat": ["full", "dots"], "last": 15}),
+        ("a mix", {"shape": "qwen3-14b", "remat": "25 x full + 15 x dots"}),
         ("dots", {**DOTS, "shape": "llama-3.1-8b"}),
-        ("offload of two values", {"shape": "llama-3.1-8b", "remat": ["dots; offload:gate,up"], "layers": 16}),
-        ("none", {"shape": "qwen3-1.7b", "remat": ["none"], "tokens": 8192}),
+        ("offload of two values", {"shape": "llama-3.1-8b", "remat": "dots; offload:gate,up", "layers": 16}),
+        ("none", {"shape": "qwen3-1.7b", **NONE, "tokens": 8192}),
         ("full fine-tuning", {**DOTS, "shape": "qwen3-1.7b", "method": "full"}),
         ("full fine-tuning", {**FULL, "shape": "llama-3.2-1b", "method": "full", "tokens": 8192}),
         ("a long row", {**FULL, "shape": "qwen3-8b", "tokens": 65536}),

@@ -17,20 +17,13 @@ from jaxglue.memory.planner import Planner
 from jaxglue.memory.policy import parse_policies
 
 
-def _spans(case: dict, count: int) -> list[tuple[str, int]]:
-    """(policy, layers under it): that of the first layers, and where there are two that of the last."""
-    last = case.get("last", 0)
-    return [(policy, layers) for policy, layers in zip(case["remat"], (count - last, last), strict=False) if layers]
-
-
 def predict(case: dict, gpu: str) -> dict:
     """Predicted and measured time and peak of a case."""
     work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"], case.get("quantise", "none"))
     work = replace(work, host_embeddings=case.get("embeddings") == "host")
     count = work.config.num_hidden_layers
-    remat = " + ".join(f"{layers} x {policy}" for policy, layers in _spans(case, count))
-    policies = parse_policies(remat, count)
-    plan = Planner(work, find_gpu(gpu), prefetch_depth=1).plan(policies, stream_weights=case["weights"] == "host")
+    policies = parse_policies(case["remat"], count)
+    plan = Planner(work, find_gpu(gpu)).plan(policies, stream_weights=case["weights"] == "host")
     ms, gib = plan.seconds * 1e3, plan.device_bytes / GIB
     return {
         "gpu": gpu,
@@ -38,7 +31,7 @@ def predict(case: dict, gpu: str) -> dict:
         "layers": count,
         "tokens": case["tokens"],
         "method": case["method"] + (f", {case['quantise']}" if "quantise" in case else ""),
-        "remat": remat,
+        "remat": case["remat"],
         "weights": case["weights"],
         "predicted ms": round(ms, 1),
         "measured ms": round(case["ms"], 1),
@@ -59,7 +52,7 @@ def main() -> None:
     for path in args.measured:
         measured = json.loads(path.read_text())
         for case in measured["results"]:
-            if case["executor"] == "layers" and case.get("depth", 1) == 1 and "error" not in case:
+            if case["executor"] == "layers" and "depth" not in case and "error" not in case:
                 results.append(predict(case, measured["gpu"]))
     print(table(results))
     if args.json:

@@ -29,8 +29,11 @@ from jaxglue.lora import LoraConfig
 from jaxglue.memory import transfer
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.executor import Executor
+from jaxglue.memory.gpus import GIB
 from jaxglue.memory.host_table import embeddings_to_host
-from jaxglue.memory.policy import parse_policy
+from jaxglue.memory.planner import Planner
+from jaxglue.memory.policy import AUTO, parse_policies, parse_policy
+from jaxglue.memory.rates import device_gpu
 from jaxglue.memory.trace import copy_overlap
 from jaxglue.memory.workload import Workload, abstract_parts
 from jaxglue.models import config_from_hf
@@ -112,16 +115,22 @@ def _matrix(key, leaf):
     return (jax.random.normal(key, leaf.shape, jnp.bfloat16) * 0.02).astype(leaf.dtype)
 
 
+def choose(args, work: Workload) -> dict:
+    """The setting that `--remat auto` stands for under the memory limit, and what it should cost."""
+    gpu = device_gpu(jax.devices()[0]).limited(args.memory_limit)
+    planner = Planner(replace(work, host_embeddings=args.embeddings == "host"), gpu)
+    plan = planner.choose(host_memory=args.pinned_gib * GIB, stream_weights=None if args.memory_limit else False)
+    args.remat, args.weights = plan.remat, "host" if plan.stream_weights else "device"
+    foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
+    return {"remat": args.remat, "weights": args.weights, **foreseen}
+
+
 def executor_step(args, work, structure, trainable, frozen, batch):
     """A function of no arguments that dispatches a step."""
-    policies = [parse_policy(text) for text in args.remat]
-    count = len(structure.layers)
-    if len(policies) == 2:
-        policies = [policies[0]] * (count - args.last) + [policies[1]] * args.last
     executor = Executor(
         structure,
         work.config,
-        policy=policies[0] if len(policies) == 1 else policies,
+        policy=parse_policies(args.remat, len(structure.layers)),
         stream_weights=args.weights == "host",
         prefetch_depth=args.depth,
         run_ahead=args.run_ahead,
@@ -131,7 +140,7 @@ def executor_step(args, work, structure, trainable, frozen, batch):
 
 def whole_step(args, work, structure, trainable, frozen, batch):
     """The whole step as one program, with XLA's own handling of the policy: layers unrolled or scanned."""
-    policy = parse_policy(args.remat[0])
+    policy = parse_policy(args.remat)
     ends = EndFunctions(structure, work.config, dtype=work.dtype, attention="auto", jit=jax.jit)
 
     def apply(train, froze, x, context):
@@ -164,6 +173,7 @@ def memory(device: jax.Device, statistic: str) -> float:
 def measure(args) -> dict:
     """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
     work = workload(args.shape, args.layers, args.tokens, args.method, args.quantise)
+    chosen = choose(args, work) if args.remat == AUTO else {}
     parts = parameters(work, args.weights, args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
@@ -193,6 +203,7 @@ def measure(args) -> dict:
         "first_step_s": first,
         "weights_gib": weights,
         "peak_gib": memory(device, "peak_bytes_in_use"),
+        **chosen,
     }
     if args.trace:
         with tempfile.TemporaryDirectory() as folder:
@@ -212,10 +223,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--quantise", choices=get_args(Quantise), default="none")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
-    parser.add_argument("--remat", nargs="+", default=["full"], help="one policy, or that of the first and last layers")
-    parser.add_argument("--last", type=int, default=0, help="layers under the second policy")
+    parser.add_argument("--remat", default="full", help="as of scripts/train.py; auto chooses where weights are, too")
+    parser.add_argument("--memory-limit", type=float, help="GiB that auto plans with")
+    parser.add_argument("--pinned-gib", type=float, default=100, help="host memory that auto plans with")
     parser.add_argument("--weights", choices=("device", "host"), default="device")
-    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument(
+        "--depth", type=int, help="layers ahead that copies are asked for; the executor's choice if not given"
+    )
     parser.add_argument("--run-ahead", type=int, default=2)
     parser.add_argument("--executor", choices=("layers", "unrolled", "scan"), default="layers")
     parser.add_argument("--steps", type=int, default=3)
@@ -231,7 +245,7 @@ def run_case(environment: dict[str, str] | None = None, **options) -> dict:
         if value is True:
             flags.append(flag)
         elif value is not None and value is not False:
-            flags += [flag, *map(str, value if isinstance(value, list) else [value])]
+            flags += [flag, str(value)]
     command = [sys.executable, str(Path(__file__)), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (environment or {}))
     if done.returncode:
