@@ -55,6 +55,16 @@ class MetricsWriter:
         return Event(wall_time=self._clock(), step=step, **content)
 
 
+def check_finite(step: int, values: Mapping[str, float]) -> None:
+    """Raises ValueError if training has diverged: no later step would mend the parameters."""
+    wrong = ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value))
+    if wrong:
+        raise ValueError(
+            f"step {step}: {wrong}. Training has diverged and stops here; its checkpoints are from before. Try a lower "
+            "--learning-rate, a longer --warmup-ratio or a smaller --clip-norm, or look at this step's documents"
+        )
+
+
 class NoMetrics(MetricsWriter):
     """For processes that leave the writing to process 0."""
 

@@ -23,7 +23,7 @@ from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.interrupt import Interrupt
-from jaxglue.training.metrics import MetricsWriter, NoMetrics
+from jaxglue.training.metrics import MetricsWriter, NoMetrics, check_finite
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.output import shared_output_folder
 from jaxglue.training.profile import StepProfiler
@@ -121,7 +121,6 @@ class Trainer:
         self._warm = False
         self._first_loss: float | None = None
         self._last_loss: float | None = None
-        self._best_eval: tuple[float, int] | None = None
         self._meter = Meter(model_flops_per_token=setup.flops_per_token, devices=jax.devices())
 
     def run(self) -> RunSummary | None:
@@ -213,8 +212,12 @@ class Trainer:
         return jax.random.fold_in(jax.random.key(self._config.data.seed), self._step)
 
     def _record(self, result: _StepResult, metrics: MetricsWriter, progress: TrainingProgress) -> None:
-        """Waits for a step's values, writes them down, and shows them when a line is due."""
+        """Waits for a step's values, writes them down, and shows them when a line is due.
+
+        A checkpoint is written after its step's values are here: none holds what a refused step has left.
+        """
         values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
+        check_finite(result.step, values)
         self._last_loss = values["loss"]
         progress.advance(result.step)
         first = not self._warm
@@ -249,19 +252,17 @@ class Trainer:
 
     def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float | None:
         """Writes the figures of the model as it stands; its loss on held-out data, None without such data."""
-        values = self._evaluation.read(self._trainable, self._frozen, self._last_batch)
+        values = self._evaluation.read(self._step, self._trainable, self._frozen, self._last_batch)
         metrics.write(self._step, values)
         eval_loss = values.get("eval_loss")
         if eval_loss is not None:
             progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")
-            if self._best_eval is None or eval_loss < self._best_eval[0]:
-                self._best_eval = (eval_loss, self._step)
         return eval_loss
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host = {
             "batches": self._setup.batches.get_state(),
-            "best_eval": self._best_eval,
+            "best_eval": self._evaluation.best,
             "first_loss": self._first_loss,
             "last_loss": self._last_loss,
         }
@@ -278,7 +279,7 @@ class Trainer:
         self._trainable, self._optimizer_state = restored.state["trainable"], restored.state["optimizer"]
         self._step = restored.step
         self._setup.batches.set_state(restored.host["batches"])
-        self._best_eval = restored.host["best_eval"] and tuple(restored.host["best_eval"])
+        self._evaluation.best = restored.host["best_eval"] and tuple(restored.host["best_eval"])
         self._first_loss, self._last_loss = restored.host["first_loss"], restored.host["last_loss"]
         self._console.print(f"resumed from step {self._step}", highlight=False)
 
@@ -287,7 +288,7 @@ class Trainer:
 
     def _summarise(self, result: Path, metrics: Path, seconds: float) -> RunSummary:
         speed = self._meter.total()
-        best = self._best_eval or (None, None)
+        best = self._evaluation.best or (None, None)
         assert self._first_loss is not None and self._last_loss is not None
         return RunSummary(
             steps=self._step,

@@ -111,6 +111,15 @@ def test_a_second_compilation_is_warned_of(make_config, monkeypatch, caplog):
     assert "compiled programs again" in caplog.text
 
 
+def test_a_diverged_run_stops_and_keeps_the_checkpoints_from_before(make_config, tmp_path):
+    config = make_config(steps=8, save_every=1, keep_checkpoints=8, learning_rate=1e38, warmup_ratio=0.0)
+    with pytest.raises(ValueError, match=r"step \d+: .*is (nan|inf).*--learning-rate"):
+        train(config)
+    run = tmp_path / "run"
+    saved = {int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdigit()}
+    assert saved == set(losses(run)) and max(saved) < 8
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsys):
     assert train(make_config(dry_run=True, epochs=2)) is None
     printed = capsys.readouterr().out
