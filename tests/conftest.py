@@ -1,5 +1,6 @@
 """Fixtures of several folders: tiny models, batches, a tokenizer, chats, Triton's interpreter, a GPU to compile for."""
 
+import functools
 import importlib.util
 import json
 import threading
@@ -208,10 +209,7 @@ def _load_interpreted(name: str):
 
 @pytest.fixture(scope="session")
 def interpreted():
-    """Runs Triton kernels on the CPU; float32 and float16 only.
-
-    interpreted(name of a module of kernels) → launch(kernel, arrays, out_type, grid, constants, into=initial outputs).
-    """
+    """interpreted(class of a `Launcher`) → one whose launches run on the CPU; float32 and float16 only."""
     pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
     from triton.runtime.interpreter import GridExecutor
 
@@ -222,23 +220,34 @@ def interpreted():
         def _restore_args_dev(self, *args):
             pass
 
-    def interpret(name: str):
-        kernels = _load_interpreted(name)
+    load = functools.cache(_load_interpreted)
 
-        def launch(kernel, arrays, out_type, grid, constants, into=None):
-            function = getattr(kernels, kernel.__name__)
-            if into is None:
-                into = [np.full(o.shape, np.nan, o.dtype) for o in out_type]  # an unwritten element shows
+    def launch(kernel, inputs, outputs, grid, constants):
+        """The outputs after the launch, from what is in them before."""
+        function = getattr(load(kernel.__module__), kernel.__name__)
 
-            def run(arrays, outputs):
-                buffers = jax.tree.map(lambda a: _Buffer(np.array(a)), (*arrays, *outputs))
-                with _interpreting():
-                    Executor(function.rewrite(), function.arg_names, grid)(*buffers, **constants)
-                return jax.tree.map(lambda b: b.array, buffers[len(arrays) :])
+        def run(inputs, outputs):
+            buffers = jax.tree.map(lambda a: _Buffer(np.array(a)), (*inputs, *outputs))
+            with _interpreting():
+                Executor(function.rewrite(), function.arg_names, grid)(*buffers, **constants)
+            return jax.tree.map(lambda b: b.array, buffers[len(inputs) :])
 
-            return jax.pure_callback(run, out_type, arrays, into)
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
+        return jax.pure_callback(run, types, inputs, outputs)
 
-        return launch
+    def interpret(launcher):
+        class Interpreted(launcher):
+            def _launch(self, kernel, arrays, out_type, grid, constants, *_, **__):
+                written = [isinstance(jax.tree.leaves(array)[0], jax.Ref) for array in arrays]
+                inputs = [array for array, out in zip(arrays, written, strict=True) if not out]
+                if any(written):
+                    refs = tuple(array for array, out in zip(arrays, written, strict=True) if out)
+                    after = launch(kernel, inputs, jax.tree.map(lambda ref: ref[...], refs), grid, constants)
+                    return jax.tree.map(lambda ref, value: ref.__setitem__(..., value), refs, after)
+                unwritten = tuple(np.full(o.shape, np.nan, o.dtype) for o in out_type)  # an unwritten element shows
+                return launch(kernel, inputs, unwritten, grid, constants)
+
+        return Interpreted
 
     return interpret
 

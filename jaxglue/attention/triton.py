@@ -6,25 +6,20 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import triton
-from jax_triton import triton_call
-from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
+from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float
 
 from jaxglue.attention import kernels
 from jaxglue.attention.flash import Gradients
 from jaxglue.attention.tiles import KernelTiles, Tiles
-
-# jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
-TensorDescMeta.__required_keys__ -= {"is_im2col"}
+from jaxglue.launch import Launcher
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonBackend:
+class TritonBackend(Launcher):
     """`FusedBackend` by our own kernels. lse is [B, N/P, T, P]: tiles hold P query heads of one key/value head."""
 
     tiles: KernelTiles
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
 
     @property
     def descriptors(self) -> bool:
@@ -34,7 +29,7 @@ class TritonBackend:
     def forward(self, q, k, v, sinks, segments, *, window, scale):
         """Returns (out, lse)."""
         sizes, tiles = _Sizes.of(q, k), self.tiles.forward
-        return self._launch(
+        return self._launch_tiles(
             kernels.forward_kernel,
             (q, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
             (_like(q), sizes.statistics()),
@@ -52,7 +47,7 @@ class TritonBackend:
 
     def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
         sizes, tiles = _Sizes.of(q, k), self.tiles.dq
-        return self._launch(
+        return self._launch_tiles(
             kernels.dq_kernel,
             (q, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
             (_like(q), sizes.statistics()),
@@ -64,7 +59,7 @@ class TritonBackend:
     def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):
         sizes, tiles = _Sizes.of(q, k), self.tiles.dkdv
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
-        return self._launch(
+        return self._launch_tiles(
             kernels.dkdv_kernel,
             (q, k, v, segments.starts, segments.ends, lse, delta, dout),
             (_like(k), _like(v)),
@@ -77,20 +72,9 @@ class TritonBackend:
         """The arrays as descriptors of [tokens, heads] tiles, where the GPU has them."""
         return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
 
-    def _launch(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
-        return triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=out_type,
-            grid=grid,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            compute_capability=self.compute_capability,
-            DESCRIPTORS=self.descriptors,
-            BLOCK_M=tiles.block_m,
-            BLOCK_N=tiles.block_n,
-            **constants,
-        )
+    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
+        blocks = {"DESCRIPTORS": self.descriptors, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        return self._launch(kernel, arrays, out_type, grid, constants | blocks, tiles.num_warps, tiles.num_stages)
 
 
 @dataclass(frozen=True, kw_only=True)

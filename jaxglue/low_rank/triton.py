@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from jaxglue.launch import Launcher
 from jaxglue.low_rank import kernels
-from jaxglue.low_rank.launch import Blocks, Launcher, block_constants
+from jaxglue.low_rank.blocks import Blocks, block_constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,6 @@ class TritonGradients(Launcher):
         sizes = {"M": M, "N": N, "R": R, "STRIDE": hidden.shape[1], "FIRST": first}
         constants = sizes | block_constants(tiles, R, dy.dtype) | {"COLUMNS": tiles.columns}
         arrays = (dy, matrix, hidden)
-        dhidden, dmatrix = self._launch(
-            kernels.gradients_kernel, arrays, out_type, grid, constants, tiles, 4 * M * N * R
-        )
+        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 4 * M * N * R}
+        dhidden, dmatrix = self._launch(kernels.gradients_kernel, arrays, out_type, grid, constants, **compiled)
         return dhidden.sum(axis=0).astype(dy.dtype), dmatrix.sum(axis=0)

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import jax
 import triton
-from jax_triton import triton_call
-from jax_triton.triton_lib import TensorDescMeta, TensorDescriptor
+from jax_triton.triton_lib import TensorDescriptor
 
 from jaxglue.attention.backends import triton_capability
+from jaxglue.launch import Launcher
 from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank, Rows
@@ -16,20 +16,15 @@ from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles, row_block
 from jaxglue.quant.kernels import mxfp4_kernel
 from jaxglue.quant.mxfp4 import MXFP4
 
-# jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
-TensorDescMeta.__required_keys__ -= {"is_im2col"}
-
 _MXFP4_BLOCKS = 128
 """Blocks that a program expands: 16 bytes in and 64 bytes out for each thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonBackend:
+class TritonBackend(Launcher):
     """`GroupedBackend` and `ActivationBackend` by our own kernels."""
 
     tiles: KernelTiles
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> "TritonBackend":
@@ -127,21 +122,6 @@ class TritonBackend:
         """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
         aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
         return self.compute_capability >= 90 and aligned
-
-    def _launch(
-        self, kernel, arrays, out_type, grid, constants, num_warps: int = 4, num_stages: int = 1, flops: int = 0
-    ):
-        return triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=out_type,
-            grid=grid,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            compute_capability=self.compute_capability,
-            cost_estimate={"flops": flops},
-            **constants,
-        )
 
 
 def _activation_constants(F: int, groups: Groups, activation: Activation) -> dict:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
-from jax_triton import triton_call
 from jaxtyping import Array, Float
 
+from jaxglue.launch import Launcher
 from jaxglue.quant.blocks import dynamic_code
 from jaxglue.quant.kernels import nf4_kernel
 from jaxglue.quant.nf4 import GROUP, NF4, VALUES
@@ -20,11 +20,8 @@ _BLOCK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonExpander:
+class TritonExpander(Launcher):
     """Writes each weight to its rows of one array."""
-
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
 
     def expand(self, weights: Sequence[NF4], dtype) -> Float[Array, "out in"]:
         """See `jaxglue.quant.expand.expand`."""
@@ -35,19 +32,6 @@ class TritonExpander:
             count = weight.scales.size
             parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
             constants = {"FIRST": first, "COUNT": count, "GROUP": GROUP, "BLOCK": _BLOCK}
-            self._launch(nf4_kernel, (*parts, *tables), out, triton.cdiv(count, _BLOCK), constants)
+            self._launch(nf4_kernel, (*parts, *tables, out), (), (triton.cdiv(count, _BLOCK),), constants)
             first += prod(weight.shape)
         return jax.freeze(out)
-
-    def _launch(self, kernel, arrays, out: jax.Ref, programs: int, constants) -> None:
-        triton_call(
-            *arrays,
-            out,
-            kernel=kernel,
-            out_type=(),
-            grid=(programs,),
-            num_warps=4,
-            num_stages=1,
-            compute_capability=self.compute_capability,
-            **constants,
-        )

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import jax
 import triton
-from jax_triton import triton_call
 
 from jaxglue.attention.backends import triton_capability
+from jaxglue.launch import Launcher
 from jaxglue.rowwise import kernels
 
 _ROW_VALUES = 512
@@ -16,11 +16,8 @@ _HEADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonBackend:
+class TritonBackend(Launcher):
     """`NormBackend` and `RotateBackend` by our own kernels."""
-
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> "TritonBackend":
@@ -65,15 +62,3 @@ class TritonBackend:
         inputs = (*rows[:2], *weights, *rows[2:])
         out = self._launch(kernel, inputs, out_type, (B * T,), sizes | blocks | constants)
         return tuple(x.reshape(like.shape) for x, like in zip(out, (q, k), strict=True))
-
-    def _launch(self, kernel, arrays, out_type, grid, constants, num_warps: int = 4):
-        return triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=out_type,
-            grid=grid,
-            num_warps=num_warps,
-            num_stages=1,
-            compute_capability=self.compute_capability,
-            **constants,
-        )

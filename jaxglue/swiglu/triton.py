@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from jaxglue.low_rank.launch import Blocks, Launcher, block_constants
+from jaxglue.launch import Launcher
+from jaxglue.low_rank.blocks import Blocks, block_constants
 from jaxglue.swiglu import kernels
 
 
@@ -52,7 +53,7 @@ class TritonSwiglu(Launcher):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]
         blocks = block_constants(tiles, R, arrays[0].dtype)
         constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages} | blocks | length
-        return self._launch(kernel, arrays, out_type, grid, constants, tiles, flops)
+        return self._launch(kernel, arrays, out_type, grid, constants, tiles.num_warps, tiles.num_stages, flops)
 
 
 def _like(x) -> jax.ShapeDtypeStruct:

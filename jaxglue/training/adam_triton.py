@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
-from jax_triton import triton_call
 from jaxtyping import Array, Float
 
+from jaxglue.launch import Launcher
 from jaxglue.quant.blocks import dynamic_code, midpoints
 from jaxglue.training.adam import BLOCK, AdamW, EightBit, Hyper
 from jaxglue.training.adam_kernels import adam_8bit_kernel, adam_kernel, square_norm_kernel
@@ -25,12 +25,10 @@ _PARTS = ("codes", "absmax")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonAdam:
+class TritonAdam(Launcher):
     """Updates in place."""
 
     adam: AdamW
-    compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
 
     def square_norm(self, gradients: Sequence[Float[Array, "*S"]]) -> Float[Array, ""]:
         """Σ g² over all tensors, the same on every run."""
@@ -38,7 +36,7 @@ class TritonAdam:
         for some in batched(gradients, _per_launch(len(gradients), 1)):
             tiles = _tiles(some, [True] * len(some))
             out = jax.new_ref(jax.lax.empty((len(tiles),), jnp.float32))
-            self._launch(square_norm_kernel, (jnp.asarray(tiles), some, out), len(tiles), {})
+            self._launch(square_norm_kernel, (jnp.asarray(tiles), some, out), (), (len(tiles),), {"TILE": _TILE})
             parts.append(jax.freeze(out))
         return jnp.sum(jnp.concatenate(parts))
 
@@ -60,32 +58,20 @@ class TritonAdam:
     def _update_whole(self, tiles, hyper, gradients, parameters, means, squares) -> None:
         kind = tl.bfloat16 if self.adam.moments == "bfloat16" else tl.float32
         arrays = (tiles, hyper, gradients, parameters, tuple(means), tuple(squares))
-        self._launch(adam_kernel, arrays, len(tiles), {**self._constants, "MEAN": kind})
+        self._launch(adam_kernel, arrays, (), (len(tiles),), {**self._constants, "MEAN": kind})
 
     def _update_eight(self, tiles, hyper, gradients, parameters, means, squares) -> None:
         codes = dynamic_code(), dynamic_code(signed=False)
         tables = jnp.asarray(np.stack([row for code in codes for row in (code, np.append(midpoints(code), code[-1]))]))
         moments = (tuple(getattr(moment, part) for moment in some) for some in (means, squares) for part in _PARTS)
         arrays = (tiles, hyper, tables, gradients, parameters, *moments)
-        self._launch(adam_8bit_kernel, arrays, len(tiles), {**self._constants, "BLOCK": BLOCK})
+        self._launch(adam_8bit_kernel, arrays, (), (len(tiles),), {**self._constants, "BLOCK": BLOCK})
 
     @property
     def _constants(self) -> dict[str, float]:
         adam = self.adam
-        return {"BETA1": adam.beta1, "BETA2": adam.beta2, "EPSILON": adam.epsilon, "DECAY": adam.weight_decay}
-
-    def _launch(self, kernel, arrays, programs: int, constants) -> None:
-        triton_call(
-            *arrays,
-            kernel=kernel,
-            out_type=(),
-            grid=(programs,),
-            num_warps=4,
-            num_stages=1,
-            compute_capability=self.compute_capability,
-            TILE=_TILE,
-            **constants,
-        )
+        numbers = {"BETA1": adam.beta1, "BETA2": adam.beta2, "EPSILON": adam.epsilon, "DECAY": adam.weight_decay}
+        return {**numbers, "TILE": _TILE}
 
 
 def _per_launch(count: int, each: int) -> int:

@@ -45,16 +45,12 @@ def test_a_chunk_is_the_largest_power_of_two_that_fits():
 
 
 @pytest.fixture
-def interpreted_cross_entropy(interpreted):
+def interpreted_cross_entropy(interpreted, monkeypatch):
     """The kernel on the CPU, with small blocks."""
-    launch = interpreted("jaxglue.losses.kernels")
-    from jaxglue.losses.triton import TritonCrossEntropy
+    from jaxglue.losses import triton
 
-    class InterpretedCrossEntropy(TritonCrossEntropy):
-        def _launch(self, kernel, arrays, out_type, grid, constants):
-            return launch(kernel, arrays, out_type, grid, constants | {"BLOCK": 8})
-
-    return InterpretedCrossEntropy(compute_capability=90)
+    monkeypatch.setattr(triton, "_BLOCK", 8)
+    return interpreted(triton.TritonCrossEntropy)(compute_capability=90)
 
 
 @pytest.mark.parametrize("scale", [1.0, 200.0])

@@ -42,14 +42,10 @@ def backend(request):
     """Computes the gradients; the kernel on the CPU, with small tiles."""
     if request.param == "reference":
         return reference_gradients
-    launch = request.getfixturevalue("interpreted")("jaxglue.low_rank.kernels")
+    interpreted = request.getfixturevalue("interpreted")
     from jaxglue.low_rank.triton import Tiles, TritonGradients
 
-    class InterpretedGradients(TritonGradients):
-        def _launch(self, kernel, arrays, out_type, grid, constants, tiles, flops):
-            return launch(kernel, arrays, out_type, grid, constants)
-
-    return InterpretedGradients(compute_capability=90, tiles=Tiles(block_m=16, block_n=16, columns=32))
+    return interpreted(TritonGradients)(compute_capability=90, tiles=Tiles(block_m=16, block_n=16, columns=32))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -49,15 +49,11 @@ def backend(request):
     """What `adapted_swiglu` uses: XLA, or the kernels on the CPU with small tiles."""
     if request.param == "reference":
         return None
-    launch = request.getfixturevalue("interpreted")("jaxglue.swiglu.kernels")
+    interpreted = request.getfixturevalue("interpreted")
     from jaxglue.swiglu.triton import Tiles, TritonSwiglu
 
-    class Interpreted(TritonSwiglu):
-        def _launch(self, kernel, arrays, out_type, grid, constants, tiles, flops):
-            return launch(kernel, arrays, out_type, grid, constants)
-
     tiles = Tiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
-    return Interpreted(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
+    return interpreted(TritonSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
 
 
 @pytest.mark.parametrize("case", CASES)

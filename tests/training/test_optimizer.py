@@ -28,23 +28,12 @@ def random_tree(seed, layers=10):
 @pytest.fixture
 def on_kernels(interpreted, monkeypatch):
     """Makes the optimiser run our kernels on the CPU."""
-    launch = interpreted("jaxglue.training.adam_kernels")
     from jaxglue.training import adam_triton
 
-    class InterpretedAdam(adam_triton.TritonAdam):
-        def _launch(self, kernel, arrays, programs, constants):
-            constants = {**constants, "TILE": adam_triton._TILE}
-            is_out = [isinstance(jax.tree.leaves(array)[0], jax.Ref) for array in arrays]
-            inputs = [array for array, out in zip(arrays, is_out, strict=True) if not out]
-            refs = tuple(array for array, out in zip(arrays, is_out, strict=True) if out)
-            before = jax.tree.map(lambda ref: ref[...], refs)
-            out_type = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), before)
-            after = launch(kernel, inputs, out_type, (programs,), constants, into=before)
-            jax.tree.map(lambda ref, value: ref.__setitem__(..., value), refs, after)
-
+    adam_class = interpreted(adam_triton.TritonAdam)
     monkeypatch.setattr(adam_triton, "_TILE", 4)  # several tiles in a tensor, the last not full
     monkeypatch.setattr(adam_triton, "_ADDRESSES", 20)  # several launches
-    monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: InterpretedAdam(adam=adam, compute_capability=90))
+    monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: adam_class(adam=adam, compute_capability=90))
 
 
 @pytest.fixture(params=["xla", "kernels"])
