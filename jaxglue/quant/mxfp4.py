@@ -9,10 +9,6 @@ from jaxtyping import Array, Float, UInt8
 
 BLOCK = 32
 """Values that share a scale."""
-# e2m1: sign, two bits of exponent, one of mantissa.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = (*_MAGNITUDES, *(-m for m in _MAGNITUDES))
-"""What each four-bit code means."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
@@ -66,7 +62,7 @@ def dequantise(quantised: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I"]:
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
-    """e2m1 → float32 by arithmetic, which fuses where a table look-up would not."""
+    """e2m1 (sign, two bits of exponent, one of mantissa) → float32 by arithmetic: a table look-up would not fuse."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     normal = (exponent + 126) << 23 | mantissa << 22
