@@ -1,13 +1,56 @@
-"""For operations with Triton kernels beside a reference: which of the two serves, and why."""
+"""Which backend of an operation serves, and why: what the choice depends on, and the choice between two."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib.util import find_spec
 
+import jax
 import jax.numpy as jnp
-
-from jaxglue.attention.backends import BackendChoice
 
 BACKENDS = ("auto", "reference", "triton")
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendChoice:
+    """A backend's name and the reason for it, to be logged at start-up."""
+
+    name: str
+    reason: str
+
+
+_planned_capability: ContextVar[tuple[int, int] | None] = ContextVar("planned_capability", default=None)
+
+
+@contextmanager
+def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, programs are traced for a GPU of this compute capability, which need not be here; they cannot run."""
+    token = _planned_capability.set(capability)
+    try:
+        yield
+    finally:
+        _planned_capability.reset(token)
+
+
+def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU, None for any other device.
+
+    The device is the default one unless given, or that of `tracing_for`.
+    """
+    if device is None and (planned := _planned_capability.get()) is not None:
+        return planned
+    device = device or jax.local_devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    major, minor = device.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+def triton_capability(capability: tuple[int, int]) -> int:
+    """Compute capability as Triton counts it: 90 for 9.0."""
+    return 10 * capability[0] + capability[1]
 
 
 def choose(operation: str, advantage: str, dtype, *, backend: str, capability: tuple[int, int] | None) -> BackendChoice:

@@ -3,17 +3,10 @@
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import (
-    BACKENDS,
-    AttentionShape,
-    BackendChoice,
-    choose_backend,
-    compute_capability,
-    tracing_for,
-    triton_capability,
-)
+from jaxglue.attention.backends import BACKENDS, AttentionShape, choose_backend
 from jaxglue.attention.flash import LSE_NAME, OUT_NAME, FlashSpec, FusedBackend, flash_attention
 from jaxglue.attention.reference import reference_attention
+from jaxglue.backends import compute_capability, triton_capability
 from jaxglue.segments import PackedSegments
 
 __all__ = [
@@ -21,11 +14,8 @@ __all__ = [
     "LSE_NAME",
     "OUT_NAME",
     "AttentionShape",
-    "BackendChoice",
     "choose_backend",
-    "compute_capability",
     "packed_attention",
-    "tracing_for",
 ]
 
 

@@ -9,8 +9,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxglue.attention.backends import compute_capability, triton_capability
-from jaxglue.backends import why_not_triton
+from jaxglue.backends import compute_capability, triton_capability, why_not_triton
 
 __all__ = ["CrossEntropy", "chunk_size", "linear_cross_entropy", "reference_cross_entropy"]
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability, triton_capability
-from jaxglue.backends import why_not_triton
+from jaxglue.backends import compute_capability, triton_capability, why_not_triton
 
 __all__ = ["LowRankBackend", "expand_ranks", "expansion_gradients", "project_adapter", "reference_gradients"]
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxglue.attention.backends import compute_capability, triton_capability
-from jaxglue.backends import why_not_triton
+from jaxglue.backends import compute_capability, triton_capability, why_not_triton
 from jaxglue.compiler import jit_step
 from jaxglue.memory import transfer
 from jaxglue.parameters import Tree

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxglue.attention import compute_capability
+from jaxglue.backends import compute_capability
 from jaxglue.memory import transfer
 from jaxglue.memory.gpus import SUSTAINED, Gpu, find_gpu
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jaxglue.attention import tracing_for
+from jaxglue.backends import tracing_for
 from jaxglue.memory.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost, received_bytes
 from jaxglue.memory.ends import EndFunctions
 from jaxglue.memory.gpus import Gpu

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Float, Int
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.backends import compute_capability
 from jaxglue.moe.backends import choose_backend
 from jaxglue.moe.fused import Adapter, GroupedSpec, fused_grouped_matmul
 from jaxglue.moe.groups import Groups

@@ -6,7 +6,7 @@ import jax
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 
-from jaxglue.attention.backends import triton_capability
+from jaxglue.backends import triton_capability
 from jaxglue.launch import Launcher
 from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation

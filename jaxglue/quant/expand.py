@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability, triton_capability
+from jaxglue.backends import compute_capability, triton_capability
 from jaxglue.quant.formats import Quantised, dequantise_matrix
 from jaxglue.quant.nf4 import NF4
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.backends import compute_capability
 from jaxglue.rowwise.backends import BACKENDS, choose_backend
 from jaxglue.rowwise.fused import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
 from jaxglue.rowwise.reference import HeadNorms, reference_rotate, rms_norm

@@ -1,7 +1,6 @@
 """Which backend norms and rotates queries and keys, and why."""
 
-from jaxglue.attention.backends import BackendChoice
-from jaxglue.backends import BACKENDS, choose
+from jaxglue.backends import BACKENDS, BackendChoice, choose
 
 __all__ = ["BACKENDS", "choose_backend"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import triton
 
-from jaxglue.attention.backends import triton_capability
+from jaxglue.backends import triton_capability
 from jaxglue.launch import Launcher
 from jaxglue.rowwise import kernels
 

@@ -6,8 +6,7 @@ from typing import Protocol
 import jax
 from jaxtyping import Array, Float
 
-from jaxglue.attention.backends import compute_capability, triton_capability
-from jaxglue.backends import why_not_triton
+from jaxglue.backends import compute_capability, triton_capability, why_not_triton
 from jaxglue.low_rank import expand_ranks, expansion_gradients, project_adapter
 
 __all__ = ["Matrices", "SwigluBackend", "adapted_swiglu", "reference_swiglu"]

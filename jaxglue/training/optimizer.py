@@ -11,8 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from jaxglue.attention import compute_capability
-from jaxglue.attention.backends import triton_capability
+from jaxglue.backends import compute_capability, triton_capability
 from jaxglue.memory.transfer import commit
 from jaxglue.parameters import Place, Tree, get_part, set_part
 from jaxglue.sharding.layout import WHOLE, Layout

@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.attention import AttentionShape, choose_backend, compute_capability
+from jaxglue.attention import AttentionShape, choose_backend
+from jaxglue.backends import compute_capability
 from jaxglue.cli import as_dict
 from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenizer, prepare_data
 from jaxglue.distributed import ALONE, Processes

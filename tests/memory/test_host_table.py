@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.attention import tracing_for
+from jaxglue.backends import tracing_for
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.gpus import find_gpu
 from jaxglue.memory.host_table import _read, embeddings_to_host, needed_rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jaxglue.attention import tracing_for
+from jaxglue.backends import tracing_for
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.cost import received_bytes
 from jaxglue.memory.gpus import GIB, Gpu, find_gpu

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.attention.backends import compute_capability
+from jaxglue.backends import compute_capability
 from jaxglue.moe import Groups, choose_backend, grouped_matmul
 from jaxglue.moe.fused import GroupedSpec, fused_grouped_matmul
 from jaxglue.moe.tiles import KernelTiles, Tiles, kernel_tiles

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.attention import tracing_for
+from jaxglue.backends import tracing_for
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.cost import received_bytes
 from jaxglue.memory.layer import LayerFunctions

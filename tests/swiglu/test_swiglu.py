@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxglue import swiglu as module
-from jaxglue.attention import tracing_for
+from jaxglue.backends import tracing_for
 from jaxglue.swiglu import adapted_swiglu
 
 # rows, columns, rank; no tile divides the first two
