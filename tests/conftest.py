@@ -89,8 +89,8 @@ TEMPLATES = {
     "closing": CHATML.replace("GENERATION", "").replace(
         "{{- '<|im_end|>' }}END", "{{- '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
     ),
-    # the number of messages comes first, so that no prefix is stable
-    "unstable": "{{ messages | length }}" + CHATML.replace("GENERATION", "").replace("END", ""),
+    # the number of messages comes first, so that no prefix is stable; nor does a turn begin as its prompt ends
+    "unstable": "{{ messages | length }}" + CHATML.replace("GENERATION", "").replace("END", "") + "<think>",
 }
 
 TEXTS = [

@@ -47,17 +47,23 @@ class ChatTemplate:
         """The conversation, and the character ranges that the assistant generates, end of turn included.
 
         From the template's `{% generation %}` markers where it has them; otherwise a turn begins where the messages
-        before it, rendered with the generation prompt, end.
+        before it, rendered with the generation prompt, end. Where earlier turns change once there are later ones, such
+        as those that lose their thinking, it is what stands between the generation prompt and an end-of-turn token.
 
         Raises:
-            ValueError: no assistant turn, or a template without markers whose prefixes are not stable.
+            ValueError: no assistant turn, or a template without markers that tells turns apart in neither way.
         """
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no assistant turn, so nothing to train on: remove the row or use --loss-on all")
         if _GENERATION.search(self._source(tools)):
             return self._render(messages, tools, return_assistant_tokens_mask=True)
         text = self.render(messages, tools)
-        return text, self._derive_spans(messages, tools, text)
+        try:
+            return text, self._derive_spans(messages, tools, text)
+        except _UnstableTemplateError:
+            if (spans := self._spans_between_tokens(messages, tools, text)) is None:
+                raise
+            return text, spans
 
     def _source(self, tools: Tools) -> str:
         """The template with every date that it asks for written in, as what it renders must not change overnight."""
@@ -88,7 +94,7 @@ class ChatTemplate:
     def _turn_start(self, messages: Messages, turn: int, tools: Tools, text: str) -> int:
         prompt = self._prompt(messages, turn, tools)
         if not text.startswith(prompt):
-            raise _unstable(turn)
+            raise _UnstableTemplateError(turn)
         return len(prompt)
 
     def _prompt(self, messages: Messages, turn: int, tools: Tools) -> str:
@@ -104,7 +110,7 @@ class ChatTemplate:
         if text.startswith(alone):
             return self._end_of_turn(alone, start)
         if (end := self._end_of_changed_turn(alone.rstrip(), upto, tools, text, start)) is None:
-            raise _unstable(len(upto) - 1)
+            raise _UnstableTemplateError(len(upto) - 1)
         return end
 
     def _end_of_changed_turn(self, alone: str, upto: Messages, tools: Tools, text: str, start: int) -> int | None:
@@ -122,6 +128,23 @@ class ChatTemplate:
             return None
         return min((text.index(m, start) + len(m) for m in markers if m in text[start:]), default=None)
 
+    def _spans_between_tokens(self, messages: Messages, tools: Tools, text: str) -> list[Span] | None:
+        """From the generation prompt to a token that ends messages; None where that does not give every turn."""
+        header = self._prompt(messages, 0, tools)
+        prefixes = (self.render(messages[:count], tools).rstrip() for count in range(1, len(messages) + 1))
+        ends = {token for prefix in prefixes if (token := self._closing_token(prefix))}
+        said = json.dumps(messages, ensure_ascii=False)
+        if not header.startswith(tuple(self._specials)) or any(token in said for token in self._specials):
+            return None
+        spans: list[Span] = []
+        for found in re.finditer(f"{re.escape(header)}.*?({'|'.join(map(re.escape, ends))})", text, re.DOTALL):
+            if spans and spans[-1][1] == found.start():  # another message of the same turn
+                spans[-1] = spans[-1][0], found.end()
+            else:
+                spans.append((found.start() + len(header), found.end()))
+        turns = sum(message["role"] == "assistant" for message in messages)
+        return spans if len(spans) == turns else None
+
     def _end_of_turn(self, text: str, start: int) -> int:
         """The end of `text` less the white space after an end-of-turn token, which nobody generates."""
         stripped = text.rstrip()
@@ -131,12 +154,15 @@ class ChatTemplate:
         return next((token for token in self._specials if text.endswith(token)), None)
 
 
-def _unstable(turn: int) -> ValueError:
-    return ValueError(
-        f"the chat template is not prefix-stable at message {turn + 1}: the conversation does not begin with the "
-        "rendering of its first messages, so the assistant's tokens cannot be told; use --loss-on all, or "
-        "--chat-template with a template that has {% generation %} markers"
-    )
+class _UnstableTemplateError(ValueError):
+    """Turns cannot be told from the renderings of the messages before them."""
+
+    def __init__(self, turn: int):
+        super().__init__(
+            f"the chat template is not prefix-stable at message {turn + 1}: the conversation does not begin with the "
+            "rendering of its first messages, so the assistant's tokens cannot be told; use --loss-on all, or "
+            "--chat-template with a template that has {% generation %} markers"
+        )
 
 
 def split_at(text: str, spans: Sequence[Span]) -> list[tuple[str, bool]]:

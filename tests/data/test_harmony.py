@@ -78,9 +78,13 @@ def test_a_tool_call_ends_with_call(tokenizer):
 
 
 def test_reasoning_before_a_tool_call_is_dropped_once_there_is_an_answer(tokenizer):
-    call = {**CALL, "thinking": "question"}
+    messages = [USER, {**CALL, "thinking": "question"}, {"role": "tool", "content": "2"}, ANSWER]
+    text, parts = trained(tokenizer, messages)
+    call = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    assert parts == [call, f"{ANALYSIS}{FINAL}<|return|>"] and text.count("question") == 1
+    quoting = [*messages[:2], {"role": "tool", "content": "<|call|>"}, ANSWER]
     with pytest.raises(ValueError, match=r"data\.jsonl:7: the chat template is not prefix-stable"):
-        trained(tokenizer, [USER, call, {"role": "tool", "content": "2"}, ANSWER])
+        trained(tokenizer, quoting)
 
 
 def test_generation_begins_before_the_channel_shows_it_and_stops_at_return(tokenizer):
