@@ -164,7 +164,7 @@ class Trainer:
                 stop = self._must_stop(interrupt)
                 evaluate = self._evaluation.is_needed and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
-                drain = evaluate or save or self._is_log_due(self._step) or not self._warm
+                drain = evaluate or save or not self._warm
                 while len(in_flight) > (0 if drain else _STEPS_IN_FLIGHT):
                     self._record(in_flight.popleft(), metrics, progress)
                 with self._meter.paused():
