@@ -4,14 +4,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from jaxglue.training.metrics import read_metrics
 
 
 def save_loss_curve(metrics: Path, output: Path) -> None:
     """Draws `loss` and `eval_loss` of a `metrics.jsonl` over the steps, as a PNG."""
+    # Only now: every start would wait a second for matplotlib.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lines = list(read_metrics(metrics))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
