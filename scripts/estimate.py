@@ -1,13 +1,16 @@
-"""Predicts time and memory of a training step on a GPU under each remat policy; needs no GPU and no weights.
+"""Predicts time and memory of a training step on a GPU under remat policies; needs no GPU and no weights.
 
 python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 4090"
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +19,8 @@ from jaxglue.flops import mean_visible_keys
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.lora import LoraConfig
 from jaxglue.memory.gpus import GIB, find_gpu
-from jaxglue.memory.planner import Plan, Planner, Workload
+from jaxglue.memory.planner import MARGIN, Plan, Planner, Workload
+from jaxglue.memory.policy import PRESETS
 from jaxglue.models import config_from_hf
 from jaxglue.quant.formats import Quantise
 from jaxglue.sharding.mesh import MeshShape
@@ -75,27 +79,37 @@ def make_planner(config: EstimateConfig) -> Planner:
 
 
 def print_plans(planner: Planner, host_memory: float) -> None:
-    """Prints every plan, the fastest first, and what `auto` would pick."""
+    """Prints presets and what nothing beats in time and memory, the fastest first, and what `auto` would pick."""
     gpu, work = planner.gpu, planner.workload
     tokens = work.tokens * work.accumulation * work.mesh.rows
-    table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s")
-    for name in ("remat", "weights", "ms/step", "tokens/s", "GPU GiB", "host GiB", "fits"):
-        table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right")
-    for plan in planner.plans():
-        table.add_row(*_cells(plan, tokens), "yes" if planner.fits(plan, host_memory) else "no")
+    table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s", box=SIMPLE_HEAD)
+    for name in ("ms/step", "tokens/s", "GPU GiB", "host GiB", "fits", "weights", "remat"):
+        table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right", overflow="fold")
+    for plan in _worth_showing(planner.plans()):
+        table.add_row(*_cells(plan, tokens, "yes" if planner.fits(plan, host_memory) else "no"))
     console = Console()
     console.print(table)
     console.print(f"auto: {planner.choose(host_memory=host_memory, stream_weights=None)}", highlight=False)
 
 
-def _cells(plan: Plan, tokens: int) -> tuple[str, ...]:
+def _worth_showing(plans: list[Plan]) -> Iterator[Plan]:
+    """Of plans that come fastest first, presets and those that clearly need less of the GPU than all before them."""
+    least = math.inf
+    for plan in plans:
+        if plan.device_bytes < (1 - MARGIN) * least or plan.remat in PRESETS:
+            yield plan
+            least = min(least, plan.device_bytes)
+
+
+def _cells(plan: Plan, tokens: int, fits: str) -> tuple[str, ...]:
     return (
-        plan.remat,
-        "host" if plan.stream_weights else "GPU",
         f"{plan.seconds * 1e3:,.0f}",
         f"{tokens / plan.seconds:,.0f}",
         f"{plan.device_bytes / GIB:.1f}",
         f"{plan.host_bytes / GIB:.1f}",
+        fits,
+        "host" if plan.stream_weights else "GPU",
+        plan.remat.replace(",", ", "),  # lines break at spaces, and the flag takes them
     )
 
 
