@@ -112,6 +112,11 @@ LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
 @pytest.mark.parametrize(
     ("kind", "mesh", "changes"),
     [
+        ("lora", "data=2", LARGER),
+        ("full", "fsdp=2", LARGER),
+        ("lora", "tensor=2", LARGER),
+        ("lora", "expert=2", LARGER_MOE),
+        ("full", "expert=2", LARGER_MOE),
         ("lora", "data=4", LARGER),
         ("full", "fsdp=4", LARGER),
         ("lora", "fsdp=4", LARGER),
