@@ -1,5 +1,6 @@
 """Loss and gradients on a mesh are those of one device, whatever is split."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import chex
@@ -28,11 +29,17 @@ CONFIG = {
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+"""What blocks of quantised weights divide."""
 
 
 @cache
-def parts(kind: str, dtype, **changes):
+def parts(kind: str, dtype, quantise=None, **changes):
     config = config_from_hf(CONFIG | changes)
+    if quantise == "mxfp4":
+        config = replace(config, moe=replace(config.moe, mxfp4=True))
+    elif quantise:
+        config = config.quantised(quantise)
     model = build_model(config, dtype=dtype if kind == "lora" else jnp.float32, rngs=nnx.Rngs(0))
     if kind == "lora":
         add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
@@ -45,7 +52,7 @@ def parts(kind: str, dtype, **changes):
 def on_one_device(kind: str, batches, dtype=jnp.float32, stored=None, **changes):
     """(loss, gradients) in a dtype, of frozen weights rounded to another one."""
     config, structure, trainable, frozen = parts(kind, stored or dtype, **changes)
-    frozen = jax.tree.map(lambda weight: weight.astype(dtype), frozen)
+    frozen = jax.tree.map(lambda w: w.astype(dtype) if w.dtype == (stored or dtype) else w, frozen)
     executor = Executor(structure, config, policy=parse_policy("dots"), dtype=dtype, router_losses=LOSSES)
     return jax.device_get(executor.loss_and_gradients(trainable, frozen, batches, _weight(batches)))
 
@@ -93,6 +100,9 @@ CASES = [
     ("full", "fsdp=4,tensor=2", "dots", TIED),
     ("lora", "data=2,expert=4", "dots", MOE),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS),
+    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | {"quantise": "mxfp4"}),
+    ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantise": "nf4"}),
+    ("lora", "fsdp=8", "full", WIDE | {"quantise": "int8"}),
 ]
 
 
