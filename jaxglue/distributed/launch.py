@@ -74,12 +74,7 @@ def find_launch(config: DistributedConfig, environ: Mapping[str, str]) -> Launch
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
     """(name of the launcher that started several processes, what it says)."""
-    # Those of a job step: in the script of a job itself there is one process, whatever the job's size.
-    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        port = _port(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
-        coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
-        count, index = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"]
-        return "SLURM", {"coordinator": coordinator, "num_processes": int(count), "process_id": int(index)}
+    # First, because its daemons on the nodes of a SLURM job are themselves a job step.
     if int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         size = environ["OMPI_COMM_WORLD_SIZE"]
         told: dict[str, Any] = {"num_processes": int(size), "process_id": int(environ["OMPI_COMM_WORLD_RANK"])}
@@ -88,6 +83,12 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
             job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
             told |= {"coordinator": f"127.0.0.1:{_port(job)}"}
         return "Open MPI", told
+    # Those of a job step: in the script of a job itself there is one process, whatever the job's size.
+    if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        port = _port(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
+        coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
+        count, index = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"]
+        return "SLURM", {"coordinator": coordinator, "num_processes": int(count), "process_id": int(index)}
     return None, {}
 
 

@@ -45,7 +45,7 @@ def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several
     assert (launch.address[0], launch.num_processes, launch.process_id) == ("127.0.0.1", 8, 3)
     with pytest.raises(ValueError, match="--coordinator: not given and Open MPI does not say"):
         find_launch(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    launch = find_launch(DistributedConfig(coordinator="node1:12355"), MPI)
+    launch = find_launch(DistributedConfig(coordinator="node1:12355"), {**SLURM, **MPI})
     assert (launch.coordinator, launch.process_id) == ("node1:12355", 3)
 
 
