@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-ROW_TILES = (16, 128)
+ROW_TILES = (16, 192)
 """Fewest and most rows in a tile of the kernels."""
 
 
@@ -34,7 +34,7 @@ class Groups:
         Args:
             sizes: rows of each group.
             rows: their sum.
-            row_tile: a power of two; by default what a group of mean size fills, within `ROW_TILES`.
+            row_tile: a power of two or 192; by default what a group of mean size fills, within `ROW_TILES`.
 
         Raises:
             ValueError: sizes known on the host (a numpy array or a sequence) that do not sum to `rows`. Sizes on the
@@ -54,7 +54,7 @@ class Groups:
 
 def _row_tile(mean: int) -> int:
     smallest, largest = ROW_TILES
-    return min(max(smallest, 1 << mean.bit_length() >> 1), largest)
+    return largest if mean >= largest else max(smallest, 1 << mean.bit_length() >> 1)
 
 
 def _tiles(sizes, offsets, rows: int, row_tile: int) -> Int[Array, "3 tiles"]:

@@ -65,16 +65,31 @@ def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def _finish(acc, bias, out, group, row, end, column, N: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr):  # fmt: skip
+    """Adds the bias to a sum and stores its rows [row, end)."""
+    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _matmul_tile(
-    lhs, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+    lhs, more_lhs, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr,
     GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first, end) of a group, at most BLOCK_M, and BLOCK_N columns of out."""
-    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    """Rows [first, end) of a group, at most BLOCK_M + BLOCK_MORE, and BLOCK_N columns of out."""
     TMA: tl.constexpr = DESCRIPTORS and not GATHER
+    second = first + BLOCK_M
+    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     sources, inside = _rows(tokens, first, end, BLOCK_M, GATHER)
+    if BLOCK_MORE > 0:
+        more = tl.full((BLOCK_MORE, BLOCK_N), 0.0, tl.float32)
+        more_sources, more_inside = _rows(tokens, second, end, BLOCK_MORE, GATHER)
     for k in range(0, K, BLOCK_K):
         a = lhs.load([first, k]) if TMA else _load_rows(lhs, sources, inside, k, K, BLOCK_K)
         if TRANSPOSE_RHS:
@@ -82,6 +97,9 @@ def _matmul_tile(
         else:
             b = _load_matrix(rhs, group, k, column, K, N, BLOCK_K, BLOCK_N, DESCRIPTORS)
         acc = tl.dot(a, b, acc)
+        if BLOCK_MORE > 0:
+            a = more_lhs.load([second, k]) if TMA else _load_rows(more_lhs, more_sources, more_inside, k, K, BLOCK_K)
+            more = tl.dot(a, b, more)
     for r in tl.static_range(0, R, BLOCK_R):
         a = _load(hidden, hidden, first, end, r, R, BLOCK_M, BLOCK_R, False, False)
         if TRANSPOSE_EXPAND:
@@ -89,11 +107,11 @@ def _matmul_tile(
         else:
             b = _load_matrix(expand, group, r, column, R, N, BLOCK_R, BLOCK_N, False)
         acc = tl.dot(a, b, acc)
-    rows, columns = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    mask = (rows < end)[:, None] & (columns < N)[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        if BLOCK_MORE > 0:
+            more = tl.dot(_load(hidden, hidden, second, end, r, R, BLOCK_MORE, BLOCK_R, False, False), b, more)
+    _finish(acc, bias, out, group, first, end, column, N, HAS_BIAS, BLOCK_M, BLOCK_N)
+    if BLOCK_MORE > 0:
+        _finish(more, bias, out, group, second, end, column, N, HAS_BIAS, BLOCK_MORE, BLOCK_N)
 
 
 @triton.jit
@@ -103,13 +121,15 @@ def matmul_kernel(
     TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_MORE: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [S, N]; grid (TILES · column tiles).
 
     To GATHER, lhs is [M, K] and tokens [S] names the row of it that a row of the sum is.
     With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
-    With BLOCK_TAIL > 0, the last column tile is that narrow; with BLOCK_HALF > 0, a tile with so few rows computes no
-    more. `tail` and `half` are rhs and lhs again, for a descriptor knows its tile.
+    With BLOCK_TAIL > 0, the last column tile is that narrow. With BLOCK_MORE > 0, a tile has these rows as a second sum,
+    which shares what is loaded of the matrix; with BLOCK_HALF > 0, a tile with so few rows computes no more. `tail` and
+    `half` are rhs and lhs again, for a descriptor knows its tile; BLOCK_MORE is BLOCK_HALF.
     """
     tile, column_tile = _banded(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), BAND)
     group, first, end = tl.load(table + tile), tl.load(table + TILES + tile), tl.load(table + 2 * TILES + tile)
@@ -117,17 +137,21 @@ def matmul_kernel(
         return
     column = column_tile * BLOCK_N
     if (BLOCK_TAIL > 0) & (column + BLOCK_N > N):
-        _matmul_tile(lhs, tail, tokens, bias, hidden, expand, out, group, first, end, column,
+        _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
-                     BLOCK_M, BLOCK_TAIL if BLOCK_TAIL > 0 else BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+                     BLOCK_M, BLOCK_MORE, BLOCK_TAIL if BLOCK_TAIL > 0 else BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     elif (BLOCK_HALF > 0) & (end - first <= BLOCK_HALF):
-        _matmul_tile(half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+        _matmul_tile(half, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
-                     BLOCK_HALF if BLOCK_HALF > 0 else BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+                     BLOCK_HALF if BLOCK_HALF > 0 else BLOCK_M, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+    elif (BLOCK_MORE > 0) & (end - first <= BLOCK_M):
+        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
+                     BLOCK_M, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     else:
-        _matmul_tile(lhs, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
-                     BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+                     BLOCK_M, BLOCK_MORE, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def _tiles(*sizes: tuple[int, int, int, int, int]) -> KernelTiles:
     return KernelTiles(matmul=matmul, outer=outer)
 
 
-# (block_m, block_n, block_k, warps, stages) of matmul, outer; matmul's block_m must be the `Groups`' row_tile.
+# (block_m, block_n, block_k, warps, stages) of matmul, outer; matmul's block_m follows the `Groups`' row_tile.
 _HOPPER = _tiles((128, 256, 64, 8, 4), (128, 256, 64, 8, 3))
 _AMPERE = _tiles((128, 128, 32, 8, 4), (128, 128, 32, 8, 4))  # 164 KiB of shared memory in a block
 _SMALL = _tiles((128, 128, 32, 8, 3), (128, 128, 32, 8, 3))  # 99 KiB: 8.6, 8.9, 12.x
@@ -78,6 +78,12 @@ def kernel_tiles(compute_capability: tuple[int, int]) -> KernelTiles:
     if compute_capability in ((8, 6), (8, 7), (8, 9)) or compute_capability >= (12, 0):
         return _SMALL
     return _AMPERE if compute_capability < (9, 0) else _HOPPER
+
+
+def row_blocks(row_tile: int) -> tuple[int, int]:
+    """The rows of a tile as two powers of two, the second perhaps 0."""
+    first = 1 << row_tile.bit_length() - 1
+    return first, row_tile - first
 
 
 def row_block(columns: int) -> int:

@@ -12,7 +12,7 @@ from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank, Rows
 from jaxglue.moe.groups import Groups
-from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles, row_block
+from jaxglue.moe.tiles import KernelTiles, fit, kernel_tiles, row_block, row_blocks
 from jaxglue.quant.kernels import mxfp4_kernel
 from jaxglue.quant.mxfp4 import MXFP4
 
@@ -36,8 +36,10 @@ class TritonBackend(Launcher):
         E, S, K = rhs.shape[0], lhs.number, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
         out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), groups.tile_group
-        tiles = replace(self.tiles.matmul, block_m=groups.row_tile).fitted(m=groups.row_tile, n=N, k=K)
+        block_m, block_more = row_blocks(groups.row_tile)
+        tiles = replace(self.tiles.matmul, block_m=block_m).fitted(m=block_m, n=N, k=K)
         block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
+        assert block_more in (0, block_half)
         whole, half = (_rows(lhs, m or tiles.block_m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
         tail = rhs
         if descriptors:
@@ -54,7 +56,8 @@ class TritonBackend(Launcher):
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles.constants
             | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1]}
-            | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail, "BLOCK_HALF": block_half}
+            | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail}
+            | {"BLOCK_HALF": block_half, "BLOCK_MORE": block_more}
             | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
             | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
             tiles.num_warps,

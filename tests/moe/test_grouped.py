@@ -102,11 +102,12 @@ def test_kernels_on_a_gpu_match_numpy(name, dtype):
     assert_close(got, group_by_group(lhs, rhs, bias, dout, sizes, transposed), 1e-2)
 
 
-def test_few_last_rows_of_a_group_take_half_a_tile(interpreted_backend):
+@pytest.mark.parametrize("row_tile", [128, 192])
+def test_few_last_rows_of_a_group_take_part_of_a_tile(row_tile, interpreted_backend):
     backend = interpreted_backend(tiles=kernel_tiles((9, 0)), compute_capability=80)
-    rng, sizes = np.random.default_rng(0), np.array([140, 64, 0, 200])
-    groups = Groups.of(sizes, 404, row_tile=128)
-    lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((404, 20), (4, 20, 40)))
+    rng, sizes = np.random.default_rng(0), np.array([140, 64, 0, 200, 300])
+    groups = Groups.of(sizes, 704, row_tile=row_tile)
+    lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((704, 20), (5, 20, 40)))
     spec = GroupedSpec(backend=backend, transpose_rhs=False)
     out, pull = jax.vjp(lambda lhs: fused_grouped_matmul(spec, lhs, rhs, None, None, groups, None, None), lhs)
     expected = group_by_group(lhs, rhs, None, out, sizes, False)

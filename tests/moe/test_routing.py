@@ -58,7 +58,7 @@ def test_tiles_cover_every_row_once_and_hold_one_group(load):
     assert covered == list(range(offsets[-1]))
 
 
-@pytest.mark.parametrize(("rows", "tile"), [(8, 16), (4 * 63, 32), (4 * 64, 64), (4 * 1000, 128)])
+@pytest.mark.parametrize(("rows", "tile"), [(8, 16), (4 * 63, 32), (4 * 64, 64), (4 * 191, 128), (4 * 1000, 192)])
 def test_a_group_of_mean_size_fills_a_tile(rows, tile):
     assert Groups.of(np.array([rows, 0, 0, 0]), rows).row_tile == tile
 
