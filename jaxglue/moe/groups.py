@@ -21,9 +21,9 @@ class Groups:
     """Rows of each group; zero is fine."""
     offsets: Int[Array, " E+1"]
     """First row of each group, then the number of rows."""
-    tile_group: Int[Array, "3 tiles"]
-    """Group of each tile of `row_tile` rows, the tile's first row, and the first row after the group; the group is E
-    for the tiles that are not needed."""
+    tile_group: Int[Array, "4 tiles"]
+    """Group of each tile of `row_tile` rows, the group's first row, the first row after it, and its first tile; the
+    group is E for the tiles that are not needed."""
     row_tile: int
     """A tile holds rows of one group, so a group's last tile is partly empty."""
 
@@ -57,14 +57,13 @@ def _row_tile(mean: int) -> int:
     return largest if mean >= largest else max(smallest, 1 << mean.bit_length() >> 1)
 
 
-def _tiles(sizes, offsets, rows: int, row_tile: int) -> Int[Array, "3 tiles"]:
+def _tiles(sizes, offsets, rows: int, row_tile: int) -> Int[Array, "4 tiles"]:
     """A group of n rows takes ⌈n / row_tile⌉ tiles: at most rows // row_tile + E in all, whatever the sizes are."""
     E = sizes.shape[0]
     tile = jnp.arange(rows // row_tile + min(E, rows), dtype=jnp.int32)
     ends = jnp.cumsum((sizes + row_tile - 1) // row_tile)
     group = (tile[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
-    begin = jnp.pad(ends, (1, 0))[group]
-    return jnp.stack([group, offsets[group] + (tile - begin) * row_tile, offsets[group + 1]]).astype(jnp.int32)
+    return jnp.stack([group, offsets[group], offsets[group + 1], jnp.pad(ends, (1, 0))[group]]).astype(jnp.int32)
 
 
 def _check_sizes(sizes: np.ndarray, rows: int) -> None:

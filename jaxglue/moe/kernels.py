@@ -4,7 +4,7 @@ Rows of a group are consecutive. A program of `matmul_kernel` makes one tile of 
 one group: a table, made once on the device, says which. The grid has a program for as many tiles as any sizes could
 need; those beyond the needed ones end at once.
 
-Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [3, TILES], see `Groups`. Offsets of
+Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [4, TILES], see `Groups`. Offsets of
 matrices are 64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles are loaded through TMA, which fills with zeros
 past the end of an array; rows of another group are loaded too and never stored.
 """
@@ -14,10 +14,10 @@ import triton.language as tl
 
 
 @triton.jit
-def _banded(program, TILES_M: tl.constexpr, TILES_N: tl.constexpr, BAND: tl.constexpr):
+def _banded(program, tiles_m, TILES_N: tl.constexpr, BAND: tl.constexpr):
     """(row tile, column tile) of a program: bands of BAND row tiles, so that what runs at one time shares its loads."""
     band = program // (BAND * TILES_N)
-    height = tl.minimum(TILES_M - band * BAND, BAND)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
     within = program % (BAND * TILES_N)
     return band * BAND + within % height, within // height
 
@@ -131,11 +131,14 @@ def matmul_kernel(
     which shares what is loaded of the matrix; with BLOCK_HALF > 0, a tile with so few rows computes no more. `tail` and
     `half` are rhs and lhs again, for a descriptor knows its tile; BLOCK_MORE is BLOCK_HALF.
     """
-    tile, column_tile = _banded(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), BAND)
-    group, first, end = tl.load(table + tile), tl.load(table + TILES + tile), tl.load(table + 2 * TILES + tile)
+    COLUMNS: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    table += tl.program_id(0) // COLUMNS
+    group, start, end, before = tl.load(table), tl.load(table + TILES), tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
     if group == E:
         return
-    column = column_tile * BLOCK_N
+    tiles = tl.cdiv(end - start, BLOCK_M + BLOCK_MORE)
+    tile, column_tile = _banded(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, BAND)
+    first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
     if (BLOCK_TAIL > 0) & (column + BLOCK_N > N):
         _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
