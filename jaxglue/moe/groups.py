@@ -10,9 +10,32 @@ from jaxtyping import Array, Int
 
 ROW_TILES = (16, 192)
 """Fewest and most rows in a tile of the kernels."""
+_GATHERED = 128
+"""Most of them where rows are gathered."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["sizes", "offsets", "tile_group"], meta_fields=["row_tile"])
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["rows"])
+@dataclass(frozen=True, kw_only=True)
+class RowTiles:
+    """The rows in tiles, each of rows of one group: a group's last tile is partly empty."""
+
+    table: Int[Array, "4 tiles"]
+    """Group of each tile, the group's first row, the first row after it, and its first tile; the group is E for the
+    tiles that are not needed."""
+    rows: int
+    """In a tile."""
+
+    @classmethod
+    def of(cls, sizes: Int[Array, " E"], offsets: Int[Array, " E+1"], total: int, rows: int) -> "RowTiles":
+        """A group of n rows takes ⌈n / rows⌉ tiles: at most total // rows + E in all, whatever the sizes are."""
+        tile = jnp.arange(total // rows + min(sizes.shape[0], total), dtype=jnp.int32)
+        ends = jnp.cumsum((sizes + rows - 1) // rows)
+        group = (tile[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
+        table = jnp.stack([group, offsets[group], offsets[group + 1], jnp.pad(ends, (1, 0))[group]])
+        return cls(table=table.astype(jnp.int32), rows=rows)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["sizes", "offsets", "tiles", "gathered_tiles"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """Consecutive rows in E groups; a pytree that lives on the device, made once and shared by every matmul."""
@@ -21,11 +44,9 @@ class Groups:
     """Rows of each group; zero is fine."""
     offsets: Int[Array, " E+1"]
     """First row of each group, then the number of rows."""
-    tile_group: Int[Array, "4 tiles"]
-    """Group of each tile of `row_tile` rows, the group's first row, the first row after it, and its first tile; the
-    group is E for the tiles that are not needed."""
-    row_tile: int
-    """A tile holds rows of one group, so a group's last tile is partly empty."""
+    tiles: RowTiles
+    gathered_tiles: RowTiles
+    """Those for rows that are gathered as they are loaded."""
 
     @classmethod
     def of(cls, sizes: Int[Array, " E"], rows: int, *, row_tile: int | None = None) -> "Groups":
@@ -45,7 +66,8 @@ class Groups:
         sizes = jnp.asarray(sizes, jnp.int32)
         row_tile = row_tile or _row_tile(rows // sizes.shape[0])
         offsets = jnp.pad(jnp.cumsum(sizes), (1, 0)).astype(jnp.int32)
-        return cls(sizes=sizes, offsets=offsets, tile_group=_tiles(sizes, offsets, rows, row_tile), row_tile=row_tile)
+        tiles, gathered = (RowTiles.of(sizes, offsets, rows, r) for r in (row_tile, min(row_tile, _GATHERED)))
+        return cls(sizes=sizes, offsets=offsets, tiles=tiles, gathered_tiles=gathered)
 
     def row_group(self, rows: int) -> Int[Array, " rows"]:
         """The group of each row."""
@@ -55,15 +77,6 @@ class Groups:
 def _row_tile(mean: int) -> int:
     smallest, largest = ROW_TILES
     return largest if mean >= largest else max(smallest, 1 << mean.bit_length() >> 1)
-
-
-def _tiles(sizes, offsets, rows: int, row_tile: int) -> Int[Array, "4 tiles"]:
-    """A group of n rows takes ⌈n / row_tile⌉ tiles: at most rows // row_tile + E in all, whatever the sizes are."""
-    E = sizes.shape[0]
-    tile = jnp.arange(rows // row_tile + min(E, rows), dtype=jnp.int32)
-    ends = jnp.cumsum((sizes + row_tile - 1) // row_tile)
-    group = (tile[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
-    return jnp.stack([group, offsets[group], offsets[group + 1], jnp.pad(ends, (1, 0))[group]]).astype(jnp.int32)
 
 
 def _check_sizes(sizes: np.ndarray, rows: int) -> None:

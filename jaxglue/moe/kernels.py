@@ -4,7 +4,7 @@ Rows of a group are consecutive. A program of `matmul_kernel` makes one tile of 
 one group: a table, made once on the device, says which. The grid has a program for as many tiles as any sizes could
 need; those beyond the needed ones end at once.
 
-Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [4, TILES], see `Groups`. Offsets of
+Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [4, TILES], see `RowTiles`. Offsets of
 matrices are 64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles are loaded through TMA, which fills with zeros
 past the end of an array; rows of another group are loaded too and never stored.
 """
@@ -127,13 +127,14 @@ def matmul_kernel(
 
     To GATHER, lhs is [M, K] and tokens [S] names the row of it that a row of the sum is.
     With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
-    With BLOCK_TAIL > 0, the last column tile is that narrow. With BLOCK_MORE > 0, a tile has these rows as a second sum,
-    which shares what is loaded of the matrix; with BLOCK_HALF > 0, a tile with so few rows computes no more. `tail` and
-    `half` are rhs and lhs again, for a descriptor knows its tile; BLOCK_MORE is BLOCK_HALF.
+    With BLOCK_TAIL > 0, the last column tile is that narrow; with BLOCK_HALF > 0, a tile with so few rows computes no
+    more. With BLOCK_MORE = BLOCK_HALF, a tile has as many rows more, in a second sum that shares what is loaded of the
+    matrix. `tail` and `half` are rhs and lhs again, for a descriptor knows its tile.
     """
     COLUMNS: tl.constexpr = tl.cdiv(N, BLOCK_N)
     table += tl.program_id(0) // COLUMNS
-    group, start, end, before = tl.load(table), tl.load(table + TILES), tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
+    group, start = tl.load(table), tl.load(table + TILES)
+    end, before = tl.load(table + 2 * TILES), tl.load(table + 3 * TILES)
     if group == E:
         return
     tiles = tl.cdiv(end - start, BLOCK_M + BLOCK_MORE)

@@ -40,6 +40,6 @@ def _to_own(routing: Routing, expert_ids, weights, experts: int, devices: int) -
     """The routing of all devices' tokens to this one's experts; rows of other experts come last, in no group."""
     ids = expert_ids - jax.lax.axis_index("expert") * experts
     here = (ids >= 0) & (ids < experts)
-    row_tile = min(routing.groups.row_tile * devices, ROW_TILES[1])
+    row_tile = min(routing.groups.tiles.rows * devices, ROW_TILES[1])
     own = routing_of(jnp.where(here, ids, experts), jnp.where(here, weights, 0), experts, row_tile=row_tile)
     return replace(own, inverse=jnp.where(here, own.inverse, own.permutation.size))

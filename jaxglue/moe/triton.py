@@ -35,8 +35,9 @@ class TritonBackend(Launcher):
         """See `GroupedBackend`."""
         E, S, K = rhs.shape[0], lhs.number, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), groups.tile_group
-        block_m, block_more = row_blocks(groups.row_tile)
+        row_tiles = groups.tiles if lhs.tokens is None else groups.gathered_tiles
+        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), row_tiles.table
+        block_m, block_more = row_blocks(row_tiles.rows)
         tiles = replace(self.tiles.matmul, block_m=block_m).fitted(m=block_m, n=N, k=K)
         block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
         assert block_more in (0, block_half)

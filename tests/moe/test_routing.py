@@ -51,7 +51,7 @@ def test_rows_are_grouped_by_expert_in_the_order_of_tokens(load):
 def test_tiles_cover_every_row_once_and_hold_one_group(load):
     groups = route(LOADS[load], 2, row_tile=8).groups
     offsets, covered = np.asarray(groups.offsets), []
-    for tile, (group, start, end, first_tile) in enumerate(np.asarray(groups.tile_group).T):
+    for tile, (group, start, end, first_tile) in enumerate(np.asarray(groups.tiles.table).T):
         if group < 7:
             assert (start, end) == (offsets[group], offsets[group + 1])
             first = start + 8 * (tile - first_tile)
@@ -61,7 +61,8 @@ def test_tiles_cover_every_row_once_and_hold_one_group(load):
 
 @pytest.mark.parametrize(("rows", "tile"), [(8, 16), (4 * 63, 32), (4 * 64, 64), (4 * 191, 128), (4 * 1000, 192)])
 def test_a_group_of_mean_size_fills_a_tile(rows, tile):
-    assert Groups.of(np.array([rows, 0, 0, 0]), rows).row_tile == tile
+    groups = Groups.of(np.array([rows, 0, 0, 0]), rows)
+    assert (groups.tiles.rows, groups.gathered_tiles.rows) == (tile, min(tile, 128))
 
 
 def test_the_auxiliary_loss_is_hugging_faces_and_even_load_gives_k():
