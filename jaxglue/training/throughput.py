@@ -47,11 +47,11 @@ class Meter:
     def restart(self) -> None:
         """Forgets everything counted, as after the first step, whose time is compilation."""
         self._window = self._total = _Count()
-        self._mark = self._clock()
+        self._mark = self._last = self._clock()
 
-    def add(self, tokens: int) -> None:
-        """Counts the tokens of a step, padding left out."""
-        self._window = self._window.plus(tokens=tokens)
+    def add(self, tokens: int, done: float) -> None:
+        """Counts the tokens of a step, padding left out, that was done at a time of the clock."""
+        self._window, self._last = self._window.plus(tokens=tokens), done
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -65,14 +65,14 @@ class Meter:
         """Time inside does not count."""
         begun = self._clock()
         yield
-        self._mark += self._clock() - begun
+        pause = self._clock() - begun
+        self._mark, self._last = self._mark + pause, self._last + pause
 
     def read(self) -> Reading:
-        """Speed since the last reading."""
-        now = self._clock()
-        window = self._window.plus(seconds=now - self._mark)
+        """Speed of the steps since the last reading, up to when the last one was done."""
+        window = self._window.plus(seconds=self._last - self._mark)
         self._total = self._total.plus(*window)
-        self._window, self._mark = _Count(), now
+        self._window, self._mark = _Count(), self._last
         return self._reading(window)
 
     def total(self) -> Reading:

@@ -3,9 +3,8 @@
 import dataclasses
 import logging
 import time
-from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -22,6 +21,7 @@ from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
+from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.metrics import MetricsWriter, NoMetrics, check_finite
 from jaxglue.training.optimizer import Optimizer
@@ -78,15 +78,6 @@ def train(
         if processes.first:
             (folder / "config.toml").write_text(to_toml(config.shared), encoding="utf-8")
         return Trainer(setup, folder, console, timer, processes).run()
-
-
-class _StepResult(NamedTuple):
-    """A step that has been dispatched; the arrays may still be computed."""
-
-    step: int
-    values: dict[str, jax.Array]
-    """loss, learning_rate and, unless layers are updated in the backward pass, grad_norm."""
-    tokens: int
 
 
 class Trainer:
@@ -152,21 +143,20 @@ class Trainer:
 
     def _train(self, checkpoints: Checkpoints, metrics: MetricsWriter, interrupt: Interrupt) -> None:
         """Dispatches step after step, reading a step's loss while later ones run."""
-        in_flight: deque[_StepResult] = deque()
-        total, stop = self._setup.total_steps, False
+        total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
         save_every = self._run.save_every or self._eval_every
         profiled = self._run.profile if self._processes.first else 0
         profiler = StepProfiler(self._folder / "profile", first=self._step + 4, count=profiled)
         with TrainingProgress(total, first_step=self._step, console=self._console) as progress, profiler:
             while self._step < total and not stop:
                 profiler.before(self._step + 1)
-                in_flight.append(self._dispatch_step())
+                in_flight.add(self._dispatch_step())
                 stop = self._must_stop(interrupt)
                 evaluate = self._evaluation.is_needed and self._is_due(self._eval_every)
                 save = stop or self._is_due(save_every)
                 drain = evaluate or save or not self._warm
-                while len(in_flight) > (0 if drain else _STEPS_IN_FLIGHT):
-                    self._record(in_flight.popleft(), metrics, progress)
+                for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
+                    self._record(result, done, metrics, progress)
                 with self._meter.paused():
                     eval_loss = self._evaluate(metrics, progress) if evaluate else None
                     if save:
@@ -181,7 +171,7 @@ class Trainer:
             return False
         return any(self._processes.exchange(interrupt.requested))
 
-    def _dispatch_step(self) -> _StepResult:
+    def _dispatch_step(self) -> StepResult:
         with self._meter.waiting():
             step = next(self._setup.batches)
         key = self._dropout_key()
@@ -198,7 +188,7 @@ class Trainer:
         if self._warm and self._executor.compilations() > compiled:
             _log.warning("step %d compiled programs again: its batch has other shapes", self._step + 1)
         self._step, self._last_batch = self._step + 1, step.micro_batches[-1]
-        return _StepResult(self._step, {"loss": loss, **values}, step.tokens)
+        return StepResult(self._step, {"loss": loss, **values}, step.tokens)
 
     def _update_part(self, place: Place, gradient: Tree) -> None:
         if jax.tree.leaves(gradient):
@@ -211,7 +201,7 @@ class Trainer:
             return None
         return jax.random.fold_in(jax.random.key(self._config.data.seed), self._step)
 
-    def _record(self, result: _StepResult, metrics: MetricsWriter, progress: TrainingProgress) -> None:
+    def _record(self, result: StepResult, done: float, metrics: MetricsWriter, progress: TrainingProgress) -> None:
         """Waits for a step's values, writes them down, and shows them when a line is due.
 
         A checkpoint is written after its step's values are here: none holds what a refused step has left.
@@ -224,7 +214,7 @@ class Trainer:
         if first:
             self._start_measuring(result.step, progress)
         else:
-            self._meter.add(result.tokens)
+            self._meter.add(result.tokens, done)
         if self._is_log_due(result.step) and not first:
             memory_gb = memory_use(jax.local_devices()).used / 1e9
             report = StepReport(**{"grad_norm": None, **values}, **self._meter.read()._asdict(), memory_gb=memory_gb)

@@ -53,8 +53,8 @@ def test_speed_of_a_stretch_and_of_the_whole():
     for tokens, seconds in ((1000, 1.0), (1000, 3.0)):
         with meter.waiting():
             clock.now += seconds / 4
-        meter.add(tokens)
         clock.now += seconds * 3 / 4
+        meter.add(tokens, done=clock.now)
         with meter.paused():
             clock.now += 100
         reading = meter.read()
@@ -64,9 +64,18 @@ def test_speed_of_a_stretch_and_of_the_whole():
     assert meter.total().mfu == pytest.approx(500 * 1e9 / (2 * 989e12))
 
 
+def test_a_step_counts_until_it_is_done_whenever_it_is_looked_at():
+    meter, clock = make_meter("NVIDIA H200")
+    meter.add(1000, done=2.0)
+    clock.now = 5.0
+    assert meter.read().tokens_per_second == pytest.approx(500)
+    meter.add(1000, done=6.0)
+    assert meter.read().tokens_per_second == pytest.approx(250)
+
+
 def test_mfu_is_unknown_on_an_unknown_device():
-    meter, clock = make_meter("cpu")
-    clock.now = 1.0
+    meter, _ = make_meter("cpu")
+    meter.add(1000, done=1.0)
     assert meter.read().mfu is None
 
 
