@@ -16,7 +16,6 @@ from measure import table, write_results
 from step import run_case
 
 SERIAL = {"depth": 0, "run_ahead": 0}
-HOST = {"weights": "host", "embeddings": "host"}
 NONE, FULL, OFFLOAD, DOTS, AUTO = ({"remat": name} for name in ("none", "full", "offload", "dots", "auto"))
 CASES: dict[str, list[tuple[str, dict]]] = {
     "8b": [
@@ -25,8 +24,8 @@ CASES: dict[str, list[tuple[str, dict]]] = {
         ("offload, one buffer", {**OFFLOAD, **SERIAL}),
         ("dots, on the device", DOTS),
         ("auto", AUTO),
-        ("auto, 18.8 GiB", {**AUTO, "memory_limit": 18.8, "embeddings": "host"}),
-        ("auto, NF4, 9.4 GiB", {**AUTO, "memory_limit": 9.4, "embeddings": "host", "quantise": "nf4"}),
+        ("auto, 18.8 GiB", {**AUTO, "embeddings": "host", "memory_limit": 18.8}),
+        ("auto, NF4, 9.4 GiB", {**AUTO, "embeddings": "host", "memory_limit": 9.4, "quantise": "nf4"}),
     ],
     "0.6b": [("full, on the device", FULL), ("offload, two buffers", OFFLOAD), ("dots, on the device", DOTS)],
     "xla": [
@@ -44,8 +43,7 @@ CASES: dict[str, list[tuple[str, dict]]] = {
     ],
     "32b": [
         ("full, weights on the device", FULL),
-        ("offload, weights on the host", {**OFFLOAD, **HOST}),
-        ("auto, 16 GiB", {**AUTO, "memory_limit": 16, "embeddings": "host"}),
+        ("auto, 16 GiB", {**AUTO, "embeddings": "host", "memory_limit": 16}),
     ],
     "planner": [
         ("a mix", {"shape": "qwen3-14b", "remat": "25 x full + 15 x dots"}),
