@@ -127,9 +127,9 @@ def matmul_kernel(
 
     To GATHER, lhs is [M, K] and tokens [S] names the row of it that a row of the sum is.
     With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
-    With BLOCK_TAIL > 0, the last column tile is that narrow; with BLOCK_HALF > 0, a tile with so few rows computes no
-    more. With BLOCK_MORE = BLOCK_HALF, a tile has as many rows more, in a second sum that shares what is loaded of the
-    matrix. `tail` and `half` are rhs and lhs again, for a descriptor knows its tile.
+    The last column tile has BLOCK_TAIL columns; a tile with no more than BLOCK_HALF rows computes no more. With
+    BLOCK_MORE = BLOCK_HALF, a tile has as many rows more, in a second sum that shares what is loaded of the matrix.
+    `tail` and `half` are rhs and lhs again, for a descriptor knows its tile.
     """
     COLUMNS: tl.constexpr = tl.cdiv(N, BLOCK_N)
     table += tl.program_id(0) // COLUMNS
@@ -140,14 +140,14 @@ def matmul_kernel(
     tiles = tl.cdiv(end - start, BLOCK_M + BLOCK_MORE)
     tile, column_tile = _banded(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, BAND)
     first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
-    if (BLOCK_TAIL > 0) & (column + BLOCK_N > N):
+    if (BLOCK_TAIL < BLOCK_N) & (column + BLOCK_N > N):
         _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
-                     BLOCK_M, BLOCK_MORE, BLOCK_TAIL if BLOCK_TAIL > 0 else BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
-    elif (BLOCK_HALF > 0) & (end - first <= BLOCK_HALF):
+                     BLOCK_M, BLOCK_MORE, BLOCK_TAIL, BLOCK_K, BLOCK_R)  # fmt: skip
+    elif (BLOCK_HALF < BLOCK_M) & (end - first <= BLOCK_HALF):
         _matmul_tile(half, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
-                     BLOCK_HALF if BLOCK_HALF > 0 else BLOCK_M, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
+                     BLOCK_HALF, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     elif (BLOCK_MORE > 0) & (end - first <= BLOCK_M):
         _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
                      K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,

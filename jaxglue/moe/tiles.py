@@ -33,14 +33,14 @@ class Tiles:
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "BAND": self.band}
 
     def tail(self, n: int) -> int:
-        """Columns of the last tile where it would be half empty or more, as for GPT-OSS's 2880; else 0."""
+        """Columns of the last tile: fewer where it would be half empty or more, as for GPT-OSS's 2880."""
         rest = n % self.block_n
-        return fit(self.block_n, rest) if 0 < rest <= self.block_n // 2 else 0
+        return fit(self.block_n, rest) if rest else self.block_n
 
     @property
     def half(self) -> int:
-        """Rows of the tile that computes a group's last rows where they are few; 0 where tiles are small anyway."""
-        return self.block_m // 2 if self.block_m >= 2 * _HALVED else 0
+        """Rows of the tile that computes a group's last rows where they are few."""
+        return self.block_m // 2 if self.block_m >= 2 * _HALVED else self.block_m
 
     def fitted(self, *, m: int, n: int, k: int) -> "Tiles":
         """No larger than a problem needs, as for the rank of an adapter."""

@@ -41,12 +41,10 @@ class TritonBackend(Launcher):
         tiles = replace(self.tiles.matmul, block_m=block_m).fitted(m=block_m, n=N, k=K)
         block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
         assert block_more in (0, block_half)
-        whole, half = (_rows(lhs, m or tiles.block_m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
+        whole, half = (_rows(lhs, m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
         tail = rhs
         if descriptors:
-            rhs, tail = (
-                _matrices(rhs, tiles.block_k, n or tiles.block_n, transpose_rhs) for n in (tiles.block_n, block_tail)
-            )
+            rhs, tail = (_matrices(rhs, tiles.block_k, n, transpose_rhs) for n in (tiles.block_n, block_tail))
         hidden, expand, transpose_expand = low_rank or (table, table, False)
         rank = hidden.shape[1] if low_rank else 0
         tokens, bias_or_any = (table if x is None else x for x in (lhs.tokens, bias))
