@@ -13,6 +13,8 @@ from jaxglue.memory.traced import LayerCost, TracedModel
 from jaxglue.memory.transfer import default_depth, is_streamed, stays, weights_depth
 from jaxglue.memory.workload import Workload
 
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable with the GiB of host memory that JAX pins at most; 64 if it is not set."""
 MARGIN = 0.03
 """Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
 _LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.1, 1.12
@@ -148,7 +150,8 @@ class Planner:
         if plan.device_bytes > (1 - MARGIN) * self.gpu.memory:
             need = f"{_gib(plan.device_bytes)} on the GPU, of which {_gib((1 - MARGIN) * self.gpu.memory)} may be used"
         else:
-            need = f"{_gib(plan.host_bytes)} of pinned host memory, of which {_gib(host_memory)} may be used"
+            may = f"{_gib(host_memory)} may be used (the least of what is free and {HOST_LIMIT}, 64 if it is not set)"
+            need = f"{_gib(plan.host_bytes)} of pinned host memory, of which {may}"
         tokens = f"{self.workload.batch_size} × {self.workload.seq_len:,} tokens"
         mesh = f" on --mesh {self.workload.mesh}" if self.workload.mesh.devices > 1 else ""
         return f"{plan} with {tokens}{mesh} needs {need}: {self._remedy(host_memory)}"
@@ -261,7 +264,7 @@ def pinned_memory(available: float, limit_gib: str | None = None) -> float:
 
     Args:
         available: bytes of host memory that no process uses; a tenth is left.
-        limit_gib: what XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says, None where it is not set: JAX then stops at 64 GiB.
+        limit_gib: what `HOST_LIMIT` says, None where it is not set.
     """
     return min(0.9 * available, float(limit_gib or 64) * GIB)
 

@@ -7,7 +7,7 @@ import jax
 import psutil
 
 from jaxglue.memory.gpus import GIB
-from jaxglue.memory.planner import Plan, Planner, Workload, pinned_memory
+from jaxglue.memory.planner import HOST_LIMIT, Plan, Planner, Workload, pinned_memory
 from jaxglue.memory.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.memory.rates import device_gpu
 from jaxglue.models.config import DecoderConfig
@@ -68,8 +68,7 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
         mesh=mesh,
         dtype=config.model.compute_dtype,
     )
-    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    host_memory = pinned_memory(psutil.virtual_memory().available, limit)
+    host_memory = pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
     plan = planner.resolve(remat, stream_weights=_STREAM[config.model.weights], host_memory=host_memory)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
