@@ -1,6 +1,7 @@
 """The two halves of adapters: to their ranks, and from the ranks of those that share an input to their outputs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -10,15 +11,25 @@ from jaxtyping import Array, Float
 
 from jaxglue.backends import compute_capability, triton_capability, why_not_triton
 
-__all__ = ["LowRankBackend", "expand_ranks", "expansion_gradients", "project_adapter", "reference_gradients"]
+__all__ = [
+    "LowRankBackend",
+    "ReferenceLowRank",
+    "add_expanded",
+    "expand_ranks",
+    "expansion_gradients",
+    "project_adapter",
+]
 
 _WIDEST_RANK = 64
 
 
 class LowRankBackend(Protocol):
-    """Both gradients of one product. Hashable."""
+    """What is done with one product in one pass. Hashable."""
 
-    def __call__(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
+    def add_product(self, stream, hidden, matrix) -> Float[Array, "M N"]:
+        """stream + hidden·matrixᵀ in stream's dtype, rounded once."""
+
+    def gradients(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
         """(dy·matrix in dy's dtype, dyᵀ·hidden[:, first : first + R] in float32) for dy [M, N] and matrix [N, R]."""
 
 
@@ -36,6 +47,20 @@ def expand_ranks(
     rows = hidden.reshape(-1, hidden.shape[-1])
     products = _expand(_backend(hidden.dtype, max(ranks)), rows, tuple(matrices))
     return [product.reshape(*hidden.shape[:-1], -1) for product in products]
+
+
+def add_expanded(
+    stream: Float[Array, "*B out"], hidden: Float[Array, "*B R"], matrix: Float[Array, "out R"]
+) -> Float[Array, "*B out"]:
+    """stream + hidden·matrixᵀ for a float32 matrix, in stream's dtype: on NVIDIA GPUs one pass over the stream.
+
+    The gradients are those of `expand_ranks`, and the cotangent itself to the stream.
+    """
+    if matrix.shape != (stream.shape[-1], hidden.shape[-1]):
+        raise ValueError(f"matrix must be [{stream.shape[-1]}, {hidden.shape[-1]}], got shape {matrix.shape}")
+    backend = _backend(hidden.dtype, matrix.shape[1])
+    rows = (x.reshape(-1, x.shape[-1]) for x in (stream, hidden))
+    return _add_expanded(backend, *rows, matrix).reshape(stream.shape)
 
 
 @jax.custom_vjp
@@ -77,17 +102,28 @@ def _backend(dtype, rank: int) -> LowRankBackend:
     """Imported here, for only GPU installations have what the kernel needs."""
     capability = compute_capability()
     if capability is None or rank > _WIDEST_RANK or why_not_triton(dtype, capability):
-        return reference_gradients
-    from jaxglue.low_rank.triton import TritonGradients
+        return ReferenceLowRank()
+    from jaxglue.low_rank.triton import TritonLowRank
 
-    return TritonGradients(compute_capability=triton_capability(capability))
+    return TritonLowRank(compute_capability=triton_capability(capability))
 
 
-def reference_gradients(dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
-    """`LowRankBackend` by two matmuls."""
-    own = hidden[:, first : first + matrix.shape[1]]
-    dmatrix = jax.lax.dot_general(dy, own, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return dy @ matrix.astype(dy.dtype), dmatrix
+@dataclass(frozen=True)
+class ReferenceLowRank:
+    """`LowRankBackend` by matmuls."""
+
+    def add_product(self, stream, hidden, matrix):
+        """See `LowRankBackend`."""
+        contract_ranks = (((1,), (1,)), ((), ()))
+        matrix = matrix.astype(hidden.dtype)
+        product = jax.lax.dot_general(hidden, matrix, contract_ranks, preferred_element_type=jnp.float32)
+        return (stream + product).astype(stream.dtype)
+
+    def gradients(self, dy, matrix, hidden, first: int):
+        """See `LowRankBackend`."""
+        own = hidden[:, first : first + matrix.shape[1]]
+        dmatrix = jax.lax.dot_general(dy, own, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return dy @ matrix.astype(dy.dtype), dmatrix
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,7 +149,7 @@ def _backward(backend, residuals, cotangents):
 def _gradients(backend, hidden, matrices, cotangents):
     dhidden, dmatrices, first = [], [], 0
     for dy, matrix in zip(cotangents, matrices, strict=True):
-        part, dmatrix = backend(dy, matrix, hidden, first)
+        part, dmatrix = backend.gradients(dy, matrix, hidden, first)
         dhidden.append(part)
         dmatrices.append(dmatrix)
         first += matrix.shape[1]
@@ -121,3 +157,19 @@ def _gradients(backend, hidden, matrices, cotangents):
 
 
 _expand.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_expanded(backend: LowRankBackend, stream, hidden, matrix):
+    return backend.add_product(stream, hidden, matrix)
+
+
+def _add_forward(backend, stream, hidden, matrix):
+    return _add_expanded(backend, stream, hidden, matrix), (hidden, matrix)
+
+
+def _add_backward(backend, residuals, dy):
+    return dy, *backend.gradients(dy, residuals[1], residuals[0], 0)
+
+
+_add_expanded.defvjp(_add_forward, _add_backward)

@@ -1,4 +1,4 @@
-"""Triton kernel of the gradients of a low-rank product, which reads the wide cotangent once."""
+"""Triton kernels of low-rank products: their gradients, which read the wide cotangent once, and a sum with one."""
 
 import triton
 import triton.language as tl
@@ -31,3 +31,22 @@ def gradients_kernel(
         to = dmatrix + tl.program_id(0).to(tl.int64) * N * R + at
         tl.store(to, tl.dot(tl.trans(tile), own, input_precision=PRECISION), mask=mask)
     tl.store(dhidden + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :], product, mask=inside)
+
+
+@triton.jit
+def add_product_kernel(
+    stream, hidden, matrix, out,
+    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of out = stream + hidden·matrixᵀ, all [M, N]; grid (N / BLOCK_N, M / BLOCK_M)."""
+    rows, ranks = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at, mask = rows[:, None].to(tl.int64) * N + columns[None, :], (rows < M)[:, None] & (columns < N)[None, :]
+    tile = tl.load(stream + at, mask=mask, other=0.0)
+    inside = (rows < M)[:, None] & (ranks < R)[None, :]
+    low = tl.load(hidden + rows[:, None] * R + ranks[None, :], mask=inside, other=0.0)
+    inside = (columns < N)[:, None] & (ranks < R)[None, :]
+    factor = tl.load(matrix + columns[:, None] * R + ranks[None, :], mask=inside, other=0.0).to(tile.dtype)
+    total = tl.dot(low, tl.trans(factor), tile.to(tl.float32), input_precision=PRECISION)
+    tl.store(out + at, total.to(tile.dtype), mask=mask)

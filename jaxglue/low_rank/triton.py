@@ -1,4 +1,4 @@
-"""Launches of the kernel in `kernels.py`."""
+"""Launches of the kernels in `kernels.py`."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ class Tiles(Blocks):
 
 _SIZES = tuple(Tiles(block_m=rows, columns=columns) for rows, columns in ((512, 1024), (512, 512), (256, 512)))
 _SMALLEST = Tiles(block_m=256, columns=256)
+_SUM_TILES = Blocks(block_m=128, block_n=128, num_warps=8, num_stages=1)
 _PROGRAMS = 128
 """As many as an H200 has multiprocessors, nearly."""
 
@@ -34,13 +35,24 @@ def fitting_tiles(M: int, N: int) -> Tiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonGradients(Launcher):
-    """`LowRankBackend` by our own kernel."""
+class TritonLowRank(Launcher):
+    """`LowRankBackend` by our own kernels."""
 
     tiles: Tiles | None = None
-    """None for those that fit."""
+    """Of the gradients; None for those that fit."""
+    sum_tiles: Blocks = _SUM_TILES
 
-    def __call__(self, dy, matrix, hidden, first: int):
+    def add_product(self, stream, hidden, matrix):
+        """See `LowRankBackend`."""
+        (M, N), R, tiles = stream.shape, matrix.shape[1], self.sum_tiles
+        grid = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m)
+        constants = {"M": M, "N": N, "R": R} | block_constants(tiles, R, stream.dtype)
+        out_type = (jax.ShapeDtypeStruct(stream.shape, stream.dtype),)
+        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
+        arrays = (stream, hidden, matrix)
+        return self._launch(kernels.add_product_kernel, arrays, out_type, grid, constants, **compiled)[0]
+
+    def gradients(self, dy, matrix, hidden, first: int):
         """See `LowRankBackend`."""
         (M, N), R = dy.shape, matrix.shape[1]
         tiles = self.tiles or fitting_tiles(M, N)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue import low_rank as module
-from jaxglue.low_rank import expand_ranks, reference_gradients
+from jaxglue.low_rank import ReferenceLowRank, add_expanded, expand_ranks
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
@@ -41,11 +41,12 @@ def assert_close(got, expected, tolerance):
 def backend(request):
     """Computes the gradients; the kernel on the CPU, with small tiles."""
     if request.param == "reference":
-        return reference_gradients
+        return ReferenceLowRank()
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.low_rank.triton import Tiles, TritonGradients
+    from jaxglue.low_rank.triton import Tiles, TritonLowRank
 
-    return interpreted(TritonGradients)(compute_capability=90, tiles=Tiles(block_m=16, block_n=16, columns=32))
+    tiles = Tiles(block_m=16, block_n=16, columns=32)
+    return interpreted(TritonLowRank)(compute_capability=90, tiles=tiles, sum_tiles=tiles)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,6 +54,38 @@ def test_products_and_gradients_are_those_of_the_definition(backend, case, monke
     monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
     arguments = random_case(*case)
     assert_close(results(expand_ranks, *arguments), results(by_definition, *arguments), 1e-5)
+
+
+def stream_case(M, N, R, dtype=jnp.float32):
+    """(stream, hidden, matrix) and a cotangent."""
+    hidden, (matrix,), (dy,) = random_case(M, (N,), (R,), dtype)
+    return (jnp.cos(dy), hidden, matrix), dy
+
+
+def add_by_definition(stream, hidden, matrix):
+    return stream + hidden @ matrix.T
+
+
+def sum_results(function, arguments, dy):
+    out, pull = jax.vjp(function, *arguments)
+    return [np.asarray(x, np.float32) for x in (out, *pull(dy))]
+
+
+@pytest.mark.parametrize("shape", [(37, 72, 16), (5, 20, 3)])
+def test_product_is_added_to_the_stream(backend, shape, monkeypatch):
+    monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
+    case = stream_case(*shape)
+    assert_close(sum_results(add_expanded, *case), sum_results(add_by_definition, *case), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(37, 72, 16), (1000, 1000, 16), (300, 1536, 64)])
+def test_bf16_sum_on_the_gpu_matches_the_definition_in_float32(shape):
+    arguments, dy = stream_case(*shape, jnp.bfloat16)
+    wide = [x.astype(jnp.float32) for x in arguments]
+    with jax.default_matmul_precision("highest"):
+        expected = sum_results(add_by_definition, wide, dy.astype(jnp.float32))
+    assert_close(sum_results(add_expanded, arguments, dy), expected, 1e-2)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Projections of one input and their adapters, computed together."""
 
 import re
+from functools import partial
 
 import chex
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxglue.attention import tracing_for
 from jaxglue.compiler import LIBRARY_MATMULS
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Linear, project_together
@@ -90,3 +92,27 @@ def test_matmuls_add_to_each_other_on_a_gpu(h200):
     text = lowered.compile().as_text()
     assert not re.search(r"bf16\[(1,)?1024,(512|256)\]\S* (fusion|add)\(", text[text.index("ENTRY") :])
     assert text.count("__cublas$lt$matmul") == 3 + 3 + 1 + 3 + 1 + 3 + 1 + 3  # three, or one, of each kind
+
+
+def test_stream_is_passed_over_once_on_a_gpu(h200):
+    """The adapter's kernel reads it and writes what the large matmul adds to."""
+    M, D = 1024, 512
+
+    def build():
+        linear = Linear(256, D, bias=False, std=1.0, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        linear.add_lora(rank=16, scale=1.0, dropout=0.0, name="", rngs=nnx.Rngs(0))
+        return nnx.split(linear)
+
+    graph, state = nnx.eval_shape(build)
+    shaped = partial(jax.ShapeDtypeStruct, sharding=h200)
+    state = jax.tree.map(lambda leaf: shaped(leaf.shape, leaf.dtype), state)
+    x, stream = shaped((1, M, 256), jnp.bfloat16), shaped((1, M, D), jnp.bfloat16)
+
+    def step(state, x, stream):
+        return nnx.merge(graph, state)(x, context(), stream)
+
+    with tracing_for((9, 0)):
+        text = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(state, x, stream).compile().as_text()
+    program = text[text.index("ENTRY") :]
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 1
+    assert not re.search(rf"bf16\[(1,)?{M},{D}\]\S* (fusion|add|copy)\(", program)
