@@ -9,8 +9,10 @@ FlashAttention-2 (Dao 2023, arXiv:2307.08691) over packed rows. Two things are p
   the result is deterministic.
 
 Layout: q, out, dout, dq [B, T, N, H]; k, v, dk, dv [B, T, K, H]; lse, delta [B, N // P, T, P] float32, lse in natural
-units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (compute capability ≥ 9.0), what a loop
-loads comes through TMA, which takes the address arithmetic out of the registers.
+units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles of what
+is multiplied come through TMA, which takes the address arithmetic out of the registers.
+
+Heads of a tile run one after the other, and tiles in an order in which the last ones have least to do.
 """
 
 import triton
@@ -20,6 +22,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Finite, so that what a row gathers before its first visible key is wiped without NaNs when that key comes. A power of
 # two, so that its scaling is exact: a fused multiply-add could otherwise leave the rounding error, 1e22, as exponent.
 MASKED = tl.constexpr(-(2.0**100))
+
+
+@triton.jit
+def _query_tile(PACKS: tl.constexpr):
+    """(tile of queries, pack of heads) of this program; late tiles of a segment have most to do and come first."""
+    index = tl.program_id(0)
+    return tl.num_programs(0) // PACKS - 1 - index // PACKS, index % PACKS
 
 
 @triton.jit
@@ -69,10 +78,10 @@ def forward_kernel(
     SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one tile of queries; grid (query tiles, N // P, B)."""
-    pack, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles of a long segment have most to do: first
+    """Output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
+    tile, pack = _query_tile(N // P)
+    row = tl.program_id(1).to(tl.int64)
     TOKENS: tl.constexpr = BLOCK_M // P
     head, kv_head = pack * P, pack * P // G
     first = tile * TOKENS
@@ -82,7 +91,7 @@ def forward_kernel(
     starts += row * T
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
-    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
 
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
@@ -120,10 +129,10 @@ def dq_kernel(
     SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles, N // P, B)."""
-    pack, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Gradient of one tile of queries, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
+    tile, pack = _query_tile(N // P)
+    row = tl.program_id(1).to(tl.int64)
     TOKENS: tl.constexpr = BLOCK_M // P
     head, kv_head = pack * P, pack * P // G
     first = tile * TOKENS
@@ -133,8 +142,8 @@ def dq_kernel(
     starts += row * T
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
-    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
-    dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
+    dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
     out_tile = _load(out, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     stats = ((row * (N // P) + pack) * T + first) * P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
@@ -159,27 +168,28 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, starts, ends, lse, delta, dout, dk, dv,
+    q, k, v, ends, lse, delta, dout, dk, dv,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile of keys and values, summed over the group of query heads; grid (key tiles, K, B).
+    """Gradients of one tile of keys and values, summed over the group of query heads; grid (key tiles · K, B).
 
     Scores are held transposed, [keys, queries], so that no accumulator has to be.
     """
-    tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, kv_head, row = tl.program_id(0) // K, tl.program_id(0) % K, tl.program_id(1).to(tl.int64)
     N: tl.constexpr = K * G
     TOKENS: tl.constexpr = BLOCK_M // P
     first = tile * BLOCK_N
     last = tl.minimum(first + BLOCK_N, T) - 1
     lane = tl.arange(0, BLOCK_M)
     keys = first + tl.arange(0, BLOCK_N)
-    starts += row * T
     ends += row * T
     stop, all_stop = tl.load(ends + last), tl.load(ends + first)
+    stops = tl.load(ends + keys, mask=keys < T, other=0)
     if WINDOW > 0:
         stop, all_stop = tl.minimum(stop, last + WINDOW), tl.minimum(all_stop, first + WINDOW)
+        stops = tl.minimum(stops, keys + WINDOW)
     k_tile = _load(k, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
     v_tile = _load(v, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
 
@@ -197,8 +207,7 @@ def dkdv_kernel(
             scores = tl.dot(k_tile, tl.trans(q_tile))
             dweights = tl.dot(v_tile, tl.trans(dout_tile))
             if (i < last) | (i + TOKENS > all_stop):
-                lows = _first_visible(starts, tokens, T, WINDOW)
-                visible = (keys[:, None] <= tokens[None, :]) & (keys[:, None] >= lows[None, :])
+                visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
                 scores = tl.where(visible, scores, MASKED)
             weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[None, :])
             dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)

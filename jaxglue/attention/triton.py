@@ -23,17 +23,19 @@ class TritonBackend(Launcher):
 
     @property
     def descriptors(self) -> bool:
-        """Whether loops load through the tensor memory accelerator."""
+        """Whether tiles are loaded through the tensor memory accelerator."""
         return self.compute_capability >= 90
 
     def forward(self, q, k, v, sinks, segments, *, window, scale):
         """Returns (out, lse)."""
         sizes, tiles = _Sizes.of(q, k), self.tiles.forward
+        tokens = tiles.block_m // sizes.P
+        q_tiles = self._tiled((q,), tokens, sizes.P)
         return self._launch_tiles(
             kernels.forward_kernel,
-            (q, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
+            (*q_tiles, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
             (_like(q), sizes.statistics()),
-            (triton.cdiv(sizes.T, tiles.block_m // sizes.P), sizes.packs, sizes.B),
+            (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None},
         )
@@ -47,11 +49,13 @@ class TritonBackend(Launcher):
 
     def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
         sizes, tiles = _Sizes.of(q, k), self.tiles.dq
+        tokens, out_type = tiles.block_m // sizes.P, (_like(q), sizes.statistics())
+        q, dout = self._tiled((q, dout), tokens, sizes.P)
         return self._launch_tiles(
             kernels.dq_kernel,
             (q, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
-            (_like(q), sizes.statistics()),
-            (triton.cdiv(sizes.T, tiles.block_m // sizes.P), sizes.packs, sizes.B),
+            out_type,
+            (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             constants,
         )
@@ -61,9 +65,9 @@ class TritonBackend(Launcher):
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
         return self._launch_tiles(
             kernels.dkdv_kernel,
-            (q, k, v, segments.starts, segments.ends, lse, delta, dout),
+            (q, k, v, segments.ends, lse, delta, dout),
             (_like(k), _like(v)),
-            (triton.cdiv(sizes.T, tiles.block_n), sizes.K, sizes.B),
+            (triton.cdiv(sizes.T, tiles.block_n) * sizes.K, sizes.B),
             tiles,
             constants,
         )
