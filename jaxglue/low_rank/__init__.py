@@ -1,5 +1,6 @@
 """The two halves of adapters: to their ranks, and from the ranks of those that share an input to their outputs."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,8 @@ _WIDEST_RANK = 64
 class LowRankBackend(Protocol):
     """What is done with one product in one pass. Hashable."""
 
-    def add_product(self, stream, hidden, matrix) -> Float[Array, "M N"]:
-        """stream + hidden·matrixᵀ in stream's dtype, rounded once."""
+    def product(self, hidden, matrix, first: int, stream=None) -> Float[Array, "M N"]:
+        """hidden[:, first : first + R]·matrixᵀ, plus stream [M, N] if there is one, rounded once to hidden's dtype."""
 
     def gradients(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
         """(dy·matrix in dy's dtype, dyᵀ·hidden[:, first : first + R] in float32) for dy [M, N] and matrix [N, R]."""
@@ -58,6 +59,7 @@ def add_expanded(
     """
     if matrix.shape != (stream.shape[-1], hidden.shape[-1]):
         raise ValueError(f"matrix must be [{stream.shape[-1]}, {hidden.shape[-1]}], got shape {matrix.shape}")
+    assert stream.dtype == hidden.dtype
     backend = _backend(hidden.dtype, matrix.shape[1])
     rows = (x.reshape(-1, x.shape[-1]) for x in (stream, hidden))
     return _add_expanded(backend, *rows, matrix).reshape(stream.shape)
@@ -112,12 +114,14 @@ def _backend(dtype, rank: int) -> LowRankBackend:
 class ReferenceLowRank:
     """`LowRankBackend` by matmuls."""
 
-    def add_product(self, stream, hidden, matrix):
-        """See `LowRankBackend`."""
-        contract_ranks = (((1,), (1,)), ((), ()))
-        matrix = matrix.astype(hidden.dtype)
-        product = jax.lax.dot_general(hidden, matrix, contract_ranks, preferred_element_type=jnp.float32)
-        return (stream + product).astype(stream.dtype)
+    def product(self, hidden, matrix, first: int, stream=None):
+        """See `LowRankBackend`. The matrix is padded to all ranks, which costs less than taking `hidden` apart."""
+        ranks = ((0, 0), (first, hidden.shape[1] - first - matrix.shape[1]))
+        padded, contract = jnp.pad(matrix.astype(hidden.dtype), ranks), (((1,), (1,)), ((), ()))
+        if stream is None:
+            return jax.lax.dot_general(hidden, padded, contract)
+        product = jax.lax.dot_general(hidden, padded, contract, preferred_element_type=jnp.float32)
+        return (stream + product).astype(hidden.dtype)
 
     def gradients(self, dy, matrix, hidden, first: int):
         """See `LowRankBackend`."""
@@ -128,13 +132,8 @@ class ReferenceLowRank:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expand(backend: LowRankBackend, hidden, matrices: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Each matrix is padded with zeros to all ranks, which costs less than taking `hidden` apart."""
-    ranks, products = [matrix.shape[1] for matrix in matrices], []
-    for index, matrix in enumerate(matrices):
-        columns = ((0, 0), (sum(ranks[:index]), sum(ranks[index + 1 :])))
-        padded = jnp.pad(matrix.astype(hidden.dtype), columns)
-        products.append(jax.lax.dot_general(hidden, padded, (((1,), (1,)), ((), ()))))
-    return tuple(products)
+    firsts = itertools.accumulate((matrix.shape[1] for matrix in matrices), initial=0)
+    return tuple(backend.product(hidden, matrix, first) for matrix, first in zip(matrices, firsts, strict=False))
 
 
 def _forward(backend, hidden, matrices):
@@ -161,7 +160,7 @@ _expand.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _add_expanded(backend: LowRankBackend, stream, hidden, matrix):
-    return backend.add_product(stream, hidden, matrix)
+    return backend.product(hidden, matrix, 0, stream)
 
 
 def _add_forward(backend, stream, hidden, matrix):

@@ -23,7 +23,7 @@ class Tiles(Blocks):
 
 _SIZES = tuple(Tiles(block_m=rows, columns=columns) for rows, columns in ((512, 1024), (512, 512), (256, 512)))
 _SMALLEST = Tiles(block_m=256, columns=256)
-_SUM_TILES = Blocks(block_m=128, block_n=128, num_warps=8, num_stages=1)
+_PRODUCT_TILES = Blocks(block_m=128, block_n=128, num_warps=8, num_stages=1)
 _PROGRAMS = 128
 """As many as an H200 has multiprocessors, nearly."""
 
@@ -40,17 +40,18 @@ class TritonLowRank(Launcher):
 
     tiles: Tiles | None = None
     """Of the gradients; None for those that fit."""
-    sum_tiles: Blocks = _SUM_TILES
+    product_tiles: Blocks = _PRODUCT_TILES
 
-    def add_product(self, stream, hidden, matrix):
+    def product(self, hidden, matrix, first: int, stream=None):
         """See `LowRankBackend`."""
-        (M, N), R, tiles = stream.shape, matrix.shape[1], self.sum_tiles
+        (M, stride), (N, R), tiles = hidden.shape, matrix.shape, self.product_tiles
         grid = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m)
-        constants = {"M": M, "N": N, "R": R} | block_constants(tiles, R, stream.dtype)
-        out_type = (jax.ShapeDtypeStruct(stream.shape, stream.dtype),)
+        sizes = {"M": M, "N": N, "R": R, "STRIDE": stride, "FIRST": first, "HAS_STREAM": stream is not None}
+        constants = sizes | block_constants(tiles, R, hidden.dtype)
+        arrays = (hidden if stream is None else stream, hidden, matrix)
+        out_type = (jax.ShapeDtypeStruct((M, N), hidden.dtype),)
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
-        arrays = (stream, hidden, matrix)
-        return self._launch(kernels.add_product_kernel, arrays, out_type, grid, constants, **compiled)[0]
+        return self._launch(kernels.product_kernel, arrays, out_type, grid, constants, **compiled)[0]
 
     def gradients(self, dy, matrix, hidden, first: int):
         """See `LowRankBackend`."""

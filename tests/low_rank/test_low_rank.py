@@ -46,7 +46,7 @@ def backend(request):
     from jaxglue.low_rank.triton import Tiles, TritonLowRank
 
     tiles = Tiles(block_m=16, block_n=16, columns=32)
-    return interpreted(TritonLowRank)(compute_capability=90, tiles=tiles, sum_tiles=tiles)
+    return interpreted(TritonLowRank)(compute_capability=90, tiles=tiles, product_tiles=tiles)
 
 
 @pytest.mark.parametrize("case", CASES)

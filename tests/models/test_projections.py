@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxglue.attention import tracing_for
+from jaxglue.backends import tracing_for
 from jaxglue.compiler import LIBRARY_MATMULS
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Linear, project_together
