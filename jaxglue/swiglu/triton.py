@@ -26,8 +26,8 @@ class Tiles(Blocks):
 class TritonSwiglu(Launcher):
     """`SwigluBackend` by our own kernels."""
 
-    forward_tiles: Tiles = Tiles(length=512)
-    backward_tiles: Tiles = Tiles(length=1024, num_stages=2)
+    forward_tiles: Tiles = Tiles(length=1024)
+    backward_tiles: Tiles = Tiles(block_m=32, length=1024)
 
     def forward(self, gate, up, hidden, matrices):
         """See `SwigluBackend`."""
