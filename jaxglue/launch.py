@@ -17,8 +17,18 @@ class Launcher:
     """As Triton counts it: 90 for 9.0."""
 
     def _launch(
-        self, kernel, arrays, out_type, grid, constants, num_warps: int = 4, num_stages: int = 1, flops: int = 0
+        self,
+        kernel,
+        arrays,
+        out_type,
+        grid,
+        constants,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        flops: int = 0,
+        registers: int | None = None,
     ):
+        """`registers` is the most that a thread may take; None for as many as the compiler likes."""
         return triton_call(
             *arrays,
             kernel=kernel,
@@ -28,5 +38,6 @@ class Launcher:
             num_stages=num_stages,
             compute_capability=self.compute_capability,
             cost_estimate={"flops": flops},
+            backend_options={} if registers is None else {"maxnreg": registers},
             **constants,
         )

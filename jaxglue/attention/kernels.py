@@ -142,9 +142,10 @@ def dq_kernel(
     starts += row * T
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
-    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
-    dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
+    dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     out_tile = _load(out, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
+    # By descriptor it is waited for at once, so last; it lands in registers, which dout would take too many of.
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
     stats = ((row * (N // P) + pack) * T + first) * P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + stats, row_delta, mask=tokens < T)

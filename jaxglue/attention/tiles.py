@@ -17,6 +17,8 @@ class Tiles:
     num_warps: int
     num_stages: int
     """Depth of the software pipeline."""
+    registers: int | None = None
+    """The most that a thread may take, where one program more then fits on a multiprocessor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +30,25 @@ class KernelTiles:
     dkdv: Tiles
 
 
-def _tiles(*sizes: tuple[int, int, int, int]) -> KernelTiles:
-    forward, dq, dkdv = (Tiles(block_m=m, block_n=n, num_warps=w, num_stages=s) for m, n, w, s in sizes)
+def _tiles(*sizes: tuple[int, ...]) -> KernelTiles:
+    names = "block_m", "block_n", "num_warps", "num_stages", "registers"
+    forward, dq, dkdv = (Tiles(**dict(zip(names, size, strict=False))) for size in sizes)
     return KernelTiles(forward=forward, dq=dq, dkdv=dkdv)
 
 
-Table = dict[int, KernelTiles]  # by the largest head dim; (block_m, block_n, warps, stages) of forward, dq, dkdv
+Table = dict[
+    int, KernelTiles
+]  # by the largest head dim; (block_m, block_n, warps, stages, registers) of forward, dq, dkdv
 
 # Several small programs on a multiprocessor hide each other's start, which is most of the time of a short loop.
 _HOPPER: Table = {
     64: _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
-    128: _tiles((64, 64, 4, 3), (64, 32, 4, 4), (64, 64, 4, 2)),
+    128: _tiles((64, 32, 4, 4), (64, 32, 4, 3, 168), (64, 64, 4, 2)),
     256: _tiles((64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
 }
 _HOPPER_WINDOW: Table = {
     64: _tiles((64, 32, 4, 3), (64, 32, 4, 3), (64, 64, 4, 3)),
-    128: _tiles((64, 32, 4, 3), (64, 32, 4, 2), (32, 64, 4, 3)),
+    128: _tiles((64, 32, 4, 3), (64, 32, 4, 3, 168), (32, 64, 4, 3)),
     256: _HOPPER[256],
 }
 _HOPPER_LONG: Table = {

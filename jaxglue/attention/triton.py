@@ -49,12 +49,12 @@ class TritonBackend(Launcher):
 
     def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
         sizes, tiles = _Sizes.of(q, k), self.tiles.dq
-        tokens, out_type = tiles.block_m // sizes.P, (_like(q), sizes.statistics())
-        q, dout = self._tiled((q, dout), tokens, sizes.P)
+        tokens = tiles.block_m // sizes.P
+        q_tiles = self._tiled((q,), tokens, sizes.P)
         return self._launch_tiles(
             kernels.dq_kernel,
-            (q, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
-            out_type,
+            (*q_tiles, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
+            (_like(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             constants,
@@ -78,7 +78,8 @@ class TritonBackend(Launcher):
 
     def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
         blocks = {"DESCRIPTORS": self.descriptors, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-        return self._launch(kernel, arrays, out_type, grid, constants | blocks, tiles.num_warps, tiles.num_stages)
+        compiled = tiles.num_warps, tiles.num_stages
+        return self._launch(kernel, arrays, out_type, grid, constants | blocks, *compiled, registers=tiles.registers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,22 @@ class Tiles(Blocks):
     num_stages: int = 3
 
 
-_SIZES = tuple(Tiles(block_m=rows, columns=columns) for rows, columns in ((512, 1024), (512, 512), (256, 512)))
-_SMALLEST = Tiles(block_m=256, columns=256)
-_PRODUCT_TILES = Blocks(block_m=128, block_n=128, num_warps=8, num_stages=1)
-_PROGRAMS = 128
-"""As many as an H200 has multiprocessors, nearly."""
+_SMALL = {"block_m": 128, "num_warps": 4}
+_SIZES = (
+    (Tiles(block_m=512, columns=1024), 128),
+    (Tiles(block_m=512, columns=512), 128),
+    (Tiles(**_SMALL, columns=512), 256),
+    (Tiles(**_SMALL, columns=256), 0),
+)
+"""Tiles from large to small, and the programs that they want: an H200 has 132 multiprocessors."""
+_PRODUCT_TILES = Blocks(block_m=64, block_n=128, num_warps=4, num_stages=1)
 
 
 def fitting_tiles(M: int, N: int) -> Tiles:
-    """The largest tiles of [M, N], which leave least to add up, of which every multiprocessor gets one."""
-    fitting = (t for t in _SIZES if triton.cdiv(M, t.block_m) * triton.cdiv(N, t.columns) >= _PROGRAMS)
-    return next(fitting, _SMALLEST)
+    """The largest tiles of [M, N], which leave least to add up, of which there are enough for every multiprocessor."""
+    return next(
+        tiles for tiles, programs in _SIZES if triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.columns) >= programs
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,16 @@
 """Products of adapters side by side: the kernel of their gradients against two matmuls and the definition."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxglue import low_rank as module
-from jaxglue.low_rank import ReferenceLowRank, add_expanded, expand_ranks
+from jaxglue.backends import tracing_for
+from jaxglue.compiler import LIBRARY_MATMULS
+from jaxglue.low_rank import ReferenceLowRank, add_expanded, expand_ranks, project_adapter
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
@@ -96,6 +100,30 @@ def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
     with jax.default_matmul_precision("highest"):
         expected = results(by_definition, *wide)
     assert_close(results(expand_ranks, hidden, matrices, cotangents), expected, 1e-2)
+
+
+def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
+    """Two adapters of one input, and the second one's product once more on a stream."""
+    M, D, N, R = 2048, 512, 1024, 16
+
+    def step(x, down, up, stream, cotangents):
+        def adapters(x, down, up, stream):
+            hidden = project_adapter(x, down)
+            return *expand_ranks(hidden, up), add_expanded(stream, hidden[:, R:], up[1])
+
+        products, pull = jax.vjp(adapters, x, down, up, stream)
+        return products, pull(cotangents)
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+
+    wide, narrow = shaped(M, N), [shaped(N, R, dtype=jnp.float32)] * 2
+    arguments = shaped(M, D), shaped(2 * R, D, dtype=jnp.float32), narrow, wide, (wide,) * 3
+    with tracing_for((9, 0)):
+        text = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*arguments).compile().as_text()
+    program = text[text.index("ENTRY") :]
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 3 + 3
+    assert not re.search(rf"bf16\[{M},{N}\]\S* (fusion|add|pad|dot)\(", program)
 
 
 def test_ranks_that_do_not_add_up_are_refused():
