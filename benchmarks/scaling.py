@@ -23,6 +23,7 @@ CASES = (
     "8b-lora:data=1",
     "32b-nf4:data=1",
     "30b-a3b-lora:expert=2",
+    "8b-full:fsdp=2",
     "8b-lora:data=2",
     "8b-lora:data=4",
     "8b-full:fsdp=4",
@@ -33,7 +34,7 @@ CASES = (
     "8b-full:fsdp=8",
     "30b-a3b-lora:data=4,expert=2",
 )
-"""Model and mesh, those first that run side by side on four GPUs; those for more GPUs than there are are left out."""
+"""Model and mesh, those first that run side by side; those for more GPUs than there are are left out."""
 
 
 @dataclass

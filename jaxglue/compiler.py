@@ -14,3 +14,8 @@ LIBRARY_MATMULS = {
 
 jit_step = partial(jax.jit, compiler_options=LIBRARY_MATMULS)
 """`jax.jit` for the parts of a training step."""
+
+jit_exchanging = partial(
+    jax.jit, compiler_options=LIBRARY_MATMULS | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+)
+"""The same for programs in which devices exchange: the next collective may start before the last one is done."""

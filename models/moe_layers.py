@@ -105,17 +105,21 @@ class Experts(nnx.Module):
         """Every token through its experts, weighted and summed."""
         gate_up, down = self.gate_up_proj, self.down_proj
         adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=gate_up.lora_scale or down.lora_scale)
-        return moe_mlp(
-            x,
-            routing,
-            gate_up.matrix,
-            down.matrix,
-            activation=self.activation,
-            gate_up_bias=None if gate_up.bias is None else gate_up.bias[...],
-            down_bias=None if down.bias is None else down.bias[...],
-            transpose_rhs=gate_up.transposed,
-            lora=adapters,
-        )
+
+        def mlp(x, routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
+            return moe_mlp(
+                x,
+                routing,
+                gate_up.matrix,
+                down.matrix,
+                activation=self.activation,
+                gate_up_bias=None if gate_up.bias is None else gate_up.bias[...],
+                down_bias=None if down.bias is None else down.bias[...],
+                transpose_rhs=gate_up.transposed,
+                lora=adapters,
+            )
+
+        return on_own_experts(mlp, x, routing, adapters)
 
 
 class Router(nnx.Module):
@@ -141,7 +145,7 @@ def mix_experts(
     logits = router(tokens)
     routing = route(logits, k, **options)
     context.observe_routing(routing)
-    y = _add_router_losses(on_own_experts(experts, tokens, routing), logits, routing, context)
+    y = _add_router_losses(experts(tokens, routing), logits, routing, context)
     return y.reshape(x.shape)
 
 

@@ -1,6 +1,7 @@
 """What comes before and after the layers: embedding and rotary tables, final norm, output projection and loss."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -104,7 +105,9 @@ class EndFunctions:
             def embed(trainable):
                 return merge_module(self._structure.embed_tokens, trainable)(batch.tokens, self._dtype)
 
-            (gradients,) = jax.vjp(embed, layout.gather(trainable, stored))[1](dx)
+            # Only the shape of what is gathered matters, and the dtype: rows of frequent tokens are long sums.
+            whole = Layout(layout.mesh, jnp.float32).gather(trainable, stored)
+            (gradients,) = jax.vjp(embed, whole)[1](dx)
             return add_trees(accumulated, layout.own_part(gradients, stored, prefix))
 
         specs = (stored, layout.rows, layout.rows, None if accumulated is None else summands)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jaxtyping import Array
 
-from jaxglue.compiler import jit_step
+from jaxglue.compiler import jit_exchanging, jit_step
 from jaxglue.memory.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import Tree, merge_module
@@ -46,15 +46,16 @@ class LayerFunctions:
     def __init__(self, graph, policy: RematPolicy, layout: Layout = WHOLE):
         self._graph, self._layout = graph, layout
         self.policy = policy
-        self.forward = jit_step(self._forward)
+        jit = jit_exchanging if layout.gathers else jit_step
+        self.forward = jit(self._forward)
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
-        self.backward = jit_step(self._backward, donate_argnames="accumulated")
-        self.apply = jit_step(self._apply)
+        self.backward = jit(self._backward, donate_argnames="accumulated")
+        self.apply = jit(self._apply)
 
     def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
         """(y, the next layer's parameters)."""
 
-        def apply(*arguments):
+        def apply(_, *arguments):
             return (self._layer(*arguments),)
 
         arguments = (trainable, frozen, x, context)
@@ -64,7 +65,7 @@ class LayerFunctions:
         """(y, residuals, the next layer's parameters)."""
         layout, arguments = self._layout, (trainable, frozen, x, context)
 
-        def forward(*arguments):
+        def forward(_, *arguments):
             y, residuals = self._vjp(*arguments)
             return y, layout.stack(residuals)
 
@@ -75,12 +76,12 @@ class LayerFunctions:
         layout, forward_arguments = self._layout, (trainable, frozen, x, context)
         stored, summands = layout.stored(trainable), layout.gradients(trainable)
 
-        def backward(residuals, forward_arguments, dy, accumulated):
+        def backward(gathered, residuals, forward_arguments, dy, accumulated):
             residuals = layout.unstack(residuals)
             places = (jax.tree.leaves(forward_arguments), residuals.saved, residuals.offloaded)
             leaves = [places[place][index].reshape(shape) for place, index, shape in residuals.sources]
             dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
-            gradients = add_trees(accumulated, layout.own_part(dtrainable, stored))
+            gradients = add_trees(accumulated, layout.own_part(after(gathered, dtrainable), stored))
             return dx, gradients, layout.stack(dx[(0,) * dx.ndim])
 
         specs = (layout.every, self._specs(*forward_arguments), layout.rows, None if accumulated is None else summands)
@@ -88,11 +89,12 @@ class LayerFunctions:
         return self._run(backward, (residuals, forward_arguments, dy, accumulated), specs, results, ahead)
 
     def _run(self, function: Callable, arguments: tuple, specs: tuple, results: tuple, ahead: Tree | None) -> tuple:
-        """The function's results, on each device, and the gathered parameters."""
+        """The function's results, on each device, and the gathered parameters, which are its first argument too."""
         layout, stored = self._layout, self._layout.stored(ahead)
 
         def program(ahead, *arguments):
-            return *function(*arguments), layout.gather(ahead, stored)
+            gathered = layout.gather(ahead, stored)
+            return *function(gathered, *arguments), gathered
 
         return layout.run(program, (stored, *specs), (*results, layout.used(ahead)))(ahead, *arguments)
 
@@ -170,6 +172,16 @@ def _passed_on(eqn) -> Iterator[tuple[Any, Any]]:
         for outer, value in zip(eqn.outvars, inner.outvars, strict=True):
             if not isinstance(value, Literal) and value in operands:
                 yield outer, operands[value]
+
+
+def after(first: Any, tree: Tree) -> Tree:
+    """The tree, each of whose arrays exists when `first` does.
+
+    XLA would leave gathering, for which it has the whole program, for the end, where gradients have to be sent.
+    """
+    if not jax.tree.leaves(first):
+        return tree
+    return jax.tree.map(lambda leaf: jax.lax.optimization_barrier((leaf, first))[0], tree)
 
 
 def add_trees(accumulated: Tree | None, gradients: Tree) -> Tree:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
@@ -38,6 +39,17 @@ def total(x: Array, *axes: str) -> Array:
 def all_rows(x: Array) -> Array:
     """The sum over all devices' rows, inside `per_device`, differentiable to this device's term alone; x elsewhere."""
     return x + jax.lax.stop_gradient(total(x, *ROWS) - x) if axis_size(*ROWS) > 1 else x
+
+
+def scatter_sum(x: Array, axis: str, dimension: int) -> Array:
+    """This device's part, along a dimension, of the sum over the devices along an axis, in float32.
+
+    To be asked inside `per_device`. Parts travel in x's dtype and are added up where they arrive: a reduce-scatter in
+    bfloat16 would round at every device on the way, and one in float32 send twice as much.
+    """
+    parts = jax.lax.all_to_all(x, axis, dimension, dimension, tiled=True)
+    before, after = parts.shape[:dimension], parts.shape[dimension + 1 :]
+    return parts.reshape(*before, axis_size(axis), -1, *after).sum(dimension, dtype=jnp.float32)
 
 
 def share(x: Array, *axes: str) -> Array:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxglue.models.context import PackedContext
 from jaxglue.parameters import hf_name
-from jaxglue.sharding.device import ROWS, per_device, share
+from jaxglue.sharding.device import ROWS, per_device, scatter_sum, share
 from jaxglue.sharding.mesh import put_whole
 
 RULES: tuple[tuple[str, P], ...] = (
@@ -175,11 +175,10 @@ class Layout:
         """On a device: gradients to used parameters → this device's term [1, …] of those of the stored ones."""
 
         def term(path, gradient, spec):
-            gradient = gradient.astype(jnp.float32)
             if "fsdp" in _axes(spec):
-                gradient = jax.lax.psum_scatter(
-                    gradient, "fsdp", scatter_dimension=_dimension(spec, "fsdp"), tiled=True
-                )
+                gradient = gradient.astype(self.gathered_dtype(gradient.dtype))
+                gradient = scatter_sum(gradient, "fsdp", _dimension(spec, "fsdp"))
+            gradient = gradient.astype(jnp.float32)
             parallel = _IN_PARALLEL.search(_name(prefix, path))
             return (gradient if parallel else share(gradient, "tensor"))[None]
 

@@ -71,13 +71,11 @@ def plan_split(
             split.parts[key] = split.parts.get(key, 0) + part.size * part.dtype.itemsize
             if layout.gathers and "fsdp" not in axes and "fsdp" in layout.axes(layout.rule(name)):
                 split.undivided.append(name)
-            missing = used.size - part.size
-            if missing:
-                passes = accumulation * (2 if ".layers." in name else 1)
-                split.gathered += passes * missing * layout.gathered_dtype(part.dtype).itemsize
+            missing = accumulation * (used.size - part.size) * layout.gathered_dtype(part.dtype).itemsize
+            split.gathered += missing * (2 if ".layers." in name else 1)
             if trains:
                 copies = layout.copies(spec)
-                split.reduced += _GRADIENT * (accumulation * missing + 2 * part.size * (copies - 1) / copies)
+                split.reduced += missing + _GRADIENT * 2 * part.size * (copies - 1) / copies
     return split
 
 

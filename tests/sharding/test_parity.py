@@ -112,6 +112,14 @@ def test_loss_and_gradients_are_those_of_one_device(mesh_of, batches, expected, 
     chex.assert_trees_all_close(got, expected(kind, **changes), rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32(mesh_of, random_batch):
+    batches = [random_batch([[256]] * 8, 256, vocab_size=2)]
+    alone = on_one_device("full", batches, jnp.bfloat16)
+    together = on_mesh(mesh_of("fsdp=8"), "full", "full", batches, jnp.bfloat16)
+    rows = [gradients["embed_tokens"]["weight"][:2] for _, gradients in (together, alone)]
+    assert error(*rows) < 1e-2
+
+
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000, "initializer_range": 0.05}
 """What the kernels serve."""
 LARGER_MOE = LARGER | MOE | {"moe_intermediate_size": 128}
