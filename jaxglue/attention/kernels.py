@@ -75,7 +75,7 @@ def _store(target, value, row, token, head, T: tl.constexpr, HEADS: tl.constexpr
 def forward_kernel(
     q, k, v, sinks, starts, out, lse,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
@@ -91,7 +91,7 @@ def forward_kernel(
     starts += row * T
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
-    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, Q_DESCRIPTOR)
 
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
@@ -126,7 +126,7 @@ def forward_kernel(
 def dq_kernel(
     q, k, v, starts, out, lse, dout, dq, delta,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
@@ -145,7 +145,7 @@ def dq_kernel(
     dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     out_tile = _load(out, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     # By descriptor it is waited for at once, so last; it lands in registers, which dout would take too many of.
-    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, DESCRIPTORS)
+    q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, Q_DESCRIPTOR)
     stats = ((row * (N // P) + pack) * T + first) * P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + stats, row_delta, mask=tokens < T)

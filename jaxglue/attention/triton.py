@@ -30,14 +30,14 @@ class TritonBackend(Launcher):
         """Returns (out, lse)."""
         sizes, tiles = _Sizes.of(q, k), self.tiles.forward
         tokens = tiles.block_m // sizes.P
-        q_tiles = self._tiled((q,), tokens, sizes.P)
+        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
             kernels.forward_kernel,
-            (*q_tiles, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
             (_like(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None},
+            sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None} | by_descriptor,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
@@ -50,14 +50,14 @@ class TritonBackend(Launcher):
     def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
         sizes, tiles = _Sizes.of(q, k), self.tiles.dq
         tokens = tiles.block_m // sizes.P
-        q_tiles = self._tiled((q,), tokens, sizes.P)
+        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
             kernels.dq_kernel,
-            (*q_tiles, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
             (_like(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            constants,
+            constants | by_descriptor,
         )
 
     def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):
@@ -71,6 +71,16 @@ class TritonBackend(Launcher):
             tiles,
             constants,
         )
+
+    def _query_tile(self, q, tiles: Tiles, sizes: "_Sizes"):
+        """(q, by descriptor if it may be; the constant that says so).
+
+        Triton 3.7.1 multiplies wrongly what came by descriptor where tiles of queries and of keys are the same square.
+        """
+        alike = tiles.block_m == tiles.block_n == triton.next_power_of_2(sizes.H)
+        by_descriptor = self.descriptors and not alike
+        tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
+        return tile, {"Q_DESCRIPTOR": by_descriptor}
 
     def _tiled(self, arrays, tokens: int, heads: int):
         """The arrays as descriptors of [tokens, heads] tiles, where the GPU has them."""
