@@ -75,10 +75,10 @@ class TritonBackend(Launcher):
     def _query_tile(self, q, tiles: Tiles, sizes: "_Sizes"):
         """(q, by descriptor if it may be; the constant that says so).
 
-        Triton 3.7.1 multiplies wrongly what came by descriptor where tiles of queries and of keys are the same square.
+        With Triton 3.7.1 products of what came by descriptor were seen to be wrong where the tile is as high as the
+        keys': 64 at a head dim of 64, 128 at 128.
         """
-        alike = tiles.block_m == tiles.block_n == triton.next_power_of_2(sizes.H)
-        by_descriptor = self.descriptors and not alike
+        by_descriptor = self.descriptors and tiles.block_m != tiles.block_n
         tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
         return tile, {"Q_DESCRIPTOR": by_descriptor}
 
