@@ -73,12 +73,13 @@ class TritonBackend(Launcher):
         )
 
     def _query_tile(self, q, tiles: Tiles, sizes: "_Sizes"):
-        """(q, by descriptor if it may be; the constant that says so).
+        """(q, by descriptor where that is faster; the constant that says so).
 
-        With Triton 3.7.1 products of what came by descriptor were seen to be wrong where the tile is as high as the
-        keys': 64 at a head dim of 64, 128 at 128.
+        By descriptor it lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies it wrongly
+        where a tile has as many keys as a head has columns, so it never does with so many.
         """
-        by_descriptor = self.descriptors and tiles.block_m != tiles.block_n
+        width = triton.next_power_of_2(sizes.H)
+        by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
         tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
         return tile, {"Q_DESCRIPTOR": by_descriptor}
 
