@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, layer_windows, require_fields
 from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
-from jaxglue.models.layers import DecoderLayer, Hidden
+from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.moe_layers import ExpertLayout, Experts, Router, mix_experts
 from jaxglue.moe.activation import GPT_OSS_LIMIT
 
@@ -52,10 +53,9 @@ class GptOssMLP(nnx.Module):
         self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
         self.chosen = config.moe.num_experts_per_tok
 
-    def __call__(self, x: Hidden, context: LayerContext, stream: Hidden | None = None) -> Hidden:
-        """Applies the feed-forward, and adds the result to the residual stream if that is given."""
-        y = mix_experts(x, self.router, self.experts, context, self.chosen, order="topk_softmax")
-        return y if stream is None else stream + y
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Applies the feed-forward."""
+        return mix_experts(x, self.router, self.experts, context, self.chosen, order="topk_softmax")
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:

@@ -11,17 +11,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxglue.low_rank import add_expanded, expand_ranks, project_adapter
+from jaxglue.low_rank import expand_ranks, project_adapter
 from jaxglue.memory import names
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.quant.expand import project_quantised
 from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
 from jaxglue.rowwise import HeadNorms, branch_norm, rms_norm
-from jaxglue.sharding.device import add_terms, axis_size, share_out
+from jaxglue.sharding.device import add_terms, share_out
 from jaxglue.swiglu import Matrices, adapted_swiglu
-
-Hidden = Float[Array, "B T D"]
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -81,29 +79,21 @@ class Linear(nnx.Module):
         self.lora_scale, self.lora_dropout = scale, dropout
         self.dropout_salt = zlib.crc32(name.encode())
 
-    def __call__(self, x: Float[Array, "B T in"], context: LayerContext, stream: Hidden | None = None) -> Hidden:
-        """Applies the projection and its adapter, and adds the result to the residual stream if that is given."""
-        (y,), hidden = _project_apart((self,), x, context)
-        return self._joined(y, hidden, stream)
+    def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
+        """Applies the projection and its adapter."""
+        return project_together((self,), x, context)[0]
 
     def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """x·Wᵀ alone."""
         weight: Any = self.weight.get_value()
         return project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
 
-    def with_ranks(self, x: Float[Array, "B T in"], hidden: Float[Array, "B T R"], stream: Hidden | None) -> Hidden:
-        """As a call, for an adapter whose low-rank values are `hidden`."""
-        return self._joined(self.base(x), hidden, stream)
-
-    def _joined(self, y, hidden, stream) -> Float[Array, "B T out"]:
-        """y with its adapter's product, bias and stream. The product is added to the stream, the matmul y to that."""
+    def with_adapter(self, x: Float[Array, "B T in"], hidden: Float[Array, "B T R"]) -> Float[Array, "B T out"]:
+        """Applies the projection and its adapter, whose low-rank values are `hidden`."""
         matrix = self.scaled_b
-        if matrix is not None and stream is not None:
-            y, stream = y + add_expanded(stream, hidden, matrix), None
-        elif matrix is not None:
-            y += expand_ranks(hidden, [matrix])[0]
-        y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
-        return y if stream is None else stream + y
+        assert matrix is not None
+        y = self.base(x) + expand_ranks(hidden, [matrix])[0]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
@@ -205,8 +195,8 @@ class Attention(nnx.Module):
         )
         self.head_dim, self.window = H, window
 
-    def __call__(self, x: Hidden, context: LayerContext, stream: Hidden | None = None) -> Hidden:
-        """Projects, rotates, attends and projects back, onto the residual stream if that is given."""
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Projects, rotates, attends and projects back."""
         projected = project_together((self.q_proj, self.k_proj, self.v_proj), x, context)
         q, k, v = (
             self._heads(checkpoint_name(y, name))
@@ -215,7 +205,7 @@ class Attention(nnx.Module):
         q, k = context.rotate(q, k, self._head_norms())
         sinks = None if self.sinks is None else self.sinks[...]
         out = context.attend(q, k, v, window=self.window, sinks=sinks)
-        return self.o_proj(out.reshape(*x.shape[:2], -1), context, stream)
+        return self.o_proj(out.reshape(*x.shape[:2], -1), context)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -236,13 +226,13 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(D, F, **options)
         self.down_proj = Linear(F, D, **options)
 
-    def __call__(self, x: Hidden, context: LayerContext, stream: Hidden | None = None) -> Hidden:
-        """Applies the feed-forward, and adds the result to the residual stream if that is given."""
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Applies the feed-forward."""
         if (matrices := self._matrices_around(context)) is not None:
-            return self._with_adapters_around(x, matrices, context, stream)
+            return self._with_adapters_around(x, matrices, context)
         gate, up = project_together((self.gate_proj, self.up_proj), x, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-        return self.down_proj(jax.nn.silu(gate) * up, context, stream)
+        return self.down_proj(jax.nn.silu(gate) * up, context)
 
     def _matrices_around(self, context: LayerContext) -> Matrices | None:
         """Of the adapters around SwiGLU, where all three exist with nothing in between: no biases and no dropout."""
@@ -253,12 +243,12 @@ class GatedMLP(nnx.Module):
             return None
         return gate_b, up_b, down_a[...]
 
-    def _with_adapters_around(self, x, matrices: Matrices, context: LayerContext, stream) -> Float[Array, "B T D"]:
+    def _with_adapters_around(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
         """The feed-forward with its adapters' products formed by SwiGLU."""
         (gate, up), hidden = _project_apart((self.gate_proj, self.up_proj), x, context)
         assert hidden is not None
         y, hidden = adapted_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
-        return self.down_proj.with_ranks(y, checkpoint_name(hidden, names.LORA_HIDDEN), stream)
+        return self.down_proj.with_adapter(y, checkpoint_name(hidden, names.LORA_HIDDEN))
 
 
 class DecoderLayer(nnx.Module):
@@ -285,13 +275,6 @@ class DecoderLayer(nnx.Module):
         """One decoder layer."""
         x = checkpoint_name(x, names.LAYER_INPUT)
         x, normed = self.input_layernorm.branch(x)
-        x = checkpoint_name(_add_block(self.self_attn, x, normed, context), names.ATTENTION_RESIDUAL)
+        x = checkpoint_name(x + add_terms(self.self_attn(share_out(normed), context)), names.ATTENTION_RESIDUAL)
         x, normed = self.post_attention_layernorm.branch(x)
-        return _add_block(self.mlp, x, normed, context)
-
-
-def _add_block(block, stream, normed, context: LayerContext) -> Float[Array, "B T D"]:
-    """The residual stream plus what a block makes of its norm; alone, a block adds where that costs least."""
-    if axis_size("tensor") > 1:
-        return stream + add_terms(block(share_out(normed), context))
-    return block(normed, context, stream)
+        return x + add_terms(self.mlp(share_out(normed), context))

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, require_fields
 from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
-from jaxglue.models.layers import DecoderLayer, GatedMLP, Hidden
+from jaxglue.models.layers import DecoderLayer, GatedMLP
 from jaxglue.models.moe_layers import ExpertLayout, Experts, Router, mix_experts
 
 _EXPERTS = ExpertLayout(activation="swiglu", transposed=True, bias=False)
@@ -44,10 +45,9 @@ class Qwen3MoeMLP(nnx.Module):
         self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
         self.chosen, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
 
-    def __call__(self, x: Hidden, context: LayerContext, stream: Hidden | None = None) -> Hidden:
-        """Applies the feed-forward, and adds the result to the residual stream if that is given."""
-        y = mix_experts(x, self.gate, self.experts, context, self.chosen, normalise=self.normalise)
-        return y if stream is None else stream + y
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Applies the feed-forward."""
+        return mix_experts(x, self.gate, self.experts, context, self.chosen, normalise=self.normalise)
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:

@@ -15,7 +15,6 @@ from jaxglue.backends import compute_capability, triton_capability, why_not_trit
 __all__ = [
     "LowRankBackend",
     "ReferenceLowRank",
-    "add_expanded",
     "expand_ranks",
     "expansion_gradients",
     "project_adapter",
@@ -27,8 +26,8 @@ _WIDEST_RANK = 64
 class LowRankBackend(Protocol):
     """What is done with one product in one pass. Hashable."""
 
-    def product(self, hidden, matrix, first: int, stream=None) -> Float[Array, "M N"]:
-        """hidden[:, first : first + R]·matrixᵀ, plus stream [M, N] if there is one, rounded once to hidden's dtype."""
+    def product(self, hidden, matrix, first: int) -> Float[Array, "M N"]:
+        """hidden[:, first : first + R]·matrixᵀ in hidden's dtype."""
 
     def gradients(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
         """(dy·matrix in dy's dtype, dyᵀ·hidden[:, first : first + R] in float32) for dy [M, N] and matrix [N, R]."""
@@ -48,21 +47,6 @@ def expand_ranks(
     rows = hidden.reshape(-1, hidden.shape[-1])
     products = _expand(_backend(hidden.dtype, max(ranks)), rows, tuple(matrices))
     return [product.reshape(*hidden.shape[:-1], -1) for product in products]
-
-
-def add_expanded(
-    stream: Float[Array, "*B out"], hidden: Float[Array, "*B R"], matrix: Float[Array, "out R"]
-) -> Float[Array, "*B out"]:
-    """stream + hidden·matrixᵀ for a float32 matrix, in stream's dtype: on NVIDIA GPUs one pass over the stream.
-
-    The gradients are those of `expand_ranks`, and the cotangent itself to the stream.
-    """
-    if matrix.shape != (stream.shape[-1], hidden.shape[-1]):
-        raise ValueError(f"matrix must be [{stream.shape[-1]}, {hidden.shape[-1]}], got shape {matrix.shape}")
-    assert stream.dtype == hidden.dtype
-    backend = _backend(hidden.dtype, matrix.shape[1])
-    rows = (x.reshape(-1, x.shape[-1]) for x in (stream, hidden))
-    return _add_expanded(backend, *rows, matrix).reshape(stream.shape)
 
 
 @jax.custom_vjp
@@ -114,14 +98,10 @@ def _backend(dtype, rank: int) -> LowRankBackend:
 class ReferenceLowRank:
     """`LowRankBackend` by matmuls."""
 
-    def product(self, hidden, matrix, first: int, stream=None):
+    def product(self, hidden, matrix, first: int):
         """See `LowRankBackend`. The matrix is padded to all ranks, which costs less than taking `hidden` apart."""
         ranks = ((0, 0), (first, hidden.shape[1] - first - matrix.shape[1]))
-        padded, contract = jnp.pad(matrix.astype(hidden.dtype), ranks), (((1,), (1,)), ((), ()))
-        if stream is None:
-            return jax.lax.dot_general(hidden, padded, contract)
-        product = jax.lax.dot_general(hidden, padded, contract, preferred_element_type=jnp.float32)
-        return (stream + product).astype(hidden.dtype)
+        return jax.lax.dot_general(hidden, jnp.pad(matrix.astype(hidden.dtype), ranks), (((1,), (1,)), ((), ())))
 
     def gradients(self, dy, matrix, hidden, first: int):
         """See `LowRankBackend`."""
@@ -156,19 +136,3 @@ def _gradients(backend, hidden, matrices, cotangents):
 
 
 _expand.defvjp(_forward, _backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _add_expanded(backend: LowRankBackend, stream, hidden, matrix):
-    return backend.product(hidden, matrix, 0, stream)
-
-
-def _add_forward(backend, stream, hidden, matrix):
-    return _add_expanded(backend, stream, hidden, matrix), (hidden, matrix)
-
-
-def _add_backward(backend, residuals, dy):
-    return dy, *backend.gradients(dy, residuals[1], residuals[0], 0)
-
-
-_add_expanded.defvjp(_add_forward, _add_backward)

@@ -35,24 +35,21 @@ def gradients_kernel(
 
 @triton.jit
 def product_kernel(
-    stream, hidden, matrix, out,
+    hidden, matrix, out,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
-    HAS_STREAM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out [M, N] = hidden·matrixᵀ (+ stream); grid (N / BLOCK_N, M / BLOCK_M).
+    """A tile of out [M, N] = hidden·matrixᵀ; grid (N / BLOCK_N, M / BLOCK_M).
 
     hidden [M, STRIDE] has this product's ranks from FIRST on.
     """
     rows, ranks = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, mask = rows[:, None].to(tl.int64) * N + columns[None, :], (rows < M)[:, None] & (columns < N)[None, :]
-    total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    if HAS_STREAM:
-        total = tl.load(stream + at, mask=mask, other=0.0).to(tl.float32)
     inside = (rows < M)[:, None] & (ranks < R)[None, :]
     own = tl.load(hidden + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
     inside = (columns < N)[:, None] & (ranks < R)[None, :]
     factor = tl.load(matrix + columns[:, None] * R + ranks[None, :], mask=inside, other=0.0).to(own.dtype)
-    total = tl.dot(own, tl.trans(factor), total, input_precision=PRECISION)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+    product = tl.dot(own, tl.trans(factor), input_precision=PRECISION)
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)

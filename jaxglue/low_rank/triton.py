@@ -47,16 +47,15 @@ class TritonLowRank(Launcher):
     """Of the gradients; None for those that fit."""
     product_tiles: Blocks = _PRODUCT_TILES
 
-    def product(self, hidden, matrix, first: int, stream=None):
+    def product(self, hidden, matrix, first: int):
         """See `LowRankBackend`."""
         (M, stride), (N, R), tiles = hidden.shape, matrix.shape, self.product_tiles
         grid = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m)
-        sizes = {"M": M, "N": N, "R": R, "STRIDE": stride, "FIRST": first, "HAS_STREAM": stream is not None}
+        sizes = {"M": M, "N": N, "R": R, "STRIDE": stride, "FIRST": first}
         constants = sizes | block_constants(tiles, R, hidden.dtype)
-        arrays = (hidden if stream is None else stream, hidden, matrix)
         out_type = (jax.ShapeDtypeStruct((M, N), hidden.dtype),)
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
-        return self._launch(kernels.product_kernel, arrays, out_type, grid, constants, **compiled)[0]
+        return self._launch(kernels.product_kernel, (hidden, matrix), out_type, grid, constants, **compiled)[0]
 
     def gradients(self, dy, matrix, hidden, first: int):
         """See `LowRankBackend`."""
