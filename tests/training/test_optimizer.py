@@ -182,7 +182,8 @@ def test_kernels_on_a_gpu_are_the_reference(monkeypatch, moments):
         for step in range(3):
             trainable, state, values = optimizer.update(trainable, state, tree(step + 1), step)
         results.append((trainable, values["grad_norm"]))
-    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5)
+    # A stored moment between two values may go to either, which moves an update by a part of the learning rate.
+    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5 if moments == "float32" else 0.1 * config.learning_rate)
 
 
 @pytest.mark.parametrize(
