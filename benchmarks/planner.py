@@ -1,6 +1,6 @@
 """The planner's predictions against the steps that benchmarks/offload.py measured. Needs no GPU.
 
-python benchmarks/planner.py benchmarks/results/offload*.json --json benchmarks/results/planner.json
+python benchmarks/planner.py benchmarks/results/offload.json --json benchmarks/results/planner.json
 """
 
 import argparse
