@@ -36,9 +36,8 @@ def _tiles(*sizes: tuple[int, ...]) -> KernelTiles:
     return KernelTiles(forward=forward, dq=dq, dkdv=dkdv)
 
 
-Table = dict[
-    int, KernelTiles
-]  # by the largest head dim; (block_m, block_n, warps, stages, registers) of forward, dq, dkdv
+Table = dict[int, KernelTiles]
+"""By the largest head dim; (block_m, block_n, warps, stages, registers) of forward, dq, dkdv."""
 
 # Several small programs on a multiprocessor hide each other's start, which is most of the time of a short loop.
 _HOPPER: Table = {

@@ -108,7 +108,6 @@ class _Neighbour:
 
 def test_small_products_of_adapters_reach_the_residual_stream(tiny_model):
     """In bfloat16 it has no bits for them: added to it by themselves, before the large matmul is, they were lost."""
-
     model = tiny_model("llama", dtype=jnp.bfloat16, initializer_range=0.03)
     add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
     graph, state = nnx.split(model.layers[0])
