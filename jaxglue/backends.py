@@ -86,4 +86,9 @@ def why_not_triton(dtype, capability: tuple[int, int] | None) -> str | None:
         return f"the kernels need compute capability 8.0 (Ampere) or newer, got {capability[0]}.{capability[1]}"
     if find_spec("jax_triton") is None:
         return "jax-triton is not installed: pip install 'jaxglue[cuda13]'"
+    return why_not_half(dtype)
+
+
+def why_not_half(dtype) -> str | None:
+    """The reason why what serves 16-bit floats alone cannot serve, or None."""
     return None if jnp.dtype(dtype) in _HALF else f"dtype must be bfloat16 or float16, got {dtype}"

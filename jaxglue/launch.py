@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta
 
@@ -41,3 +42,8 @@ class Launcher:
             backend_options={} if registers is None else {"maxnreg": registers},
             **constants,
         )
+
+
+def like(x) -> jax.ShapeDtypeStruct:
+    """The type of an output with the shape and dtype of x."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

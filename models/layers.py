@@ -88,13 +88,6 @@ class Linear(nnx.Module):
         weight: Any = self.weight.get_value()
         return project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
 
-    def with_adapter(self, x: Float[Array, "B T in"], hidden: Float[Array, "B T R"]) -> Float[Array, "B T out"]:
-        """Applies the projection and its adapter, whose low-rank values are `hidden`."""
-        matrix = self.scaled_b
-        assert matrix is not None
-        y = self.base(x) + expand_ranks(hidden, [matrix])[0]
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
-
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
         """The adapter's second matrix times its scale, None without an adapter."""
@@ -116,13 +109,17 @@ def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], conte
 
     An adapter's product is what the large matmul adds to.
     """
-    outputs, hidden = _project_apart(linears, x, context)
+    return _join(linears, *_project_apart(linears, x, context))
+
+
+def _join(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None) -> list[Array]:
+    """What `_project_apart` gives, with the adapters' products and the biases."""
     adapters = {index: linear.scaled_b for index, linear in enumerate(linears) if linear.scaled_b is not None}
     if hidden is not None:
         for index, product in zip(adapters, expand_ranks(hidden, list(adapters.values())), strict=True):
             outputs[index] += product
     biases = [linear.bias for linear in linears]
-    return [y if bias is None else y + bias[...].astype(x.dtype) for y, bias in zip(outputs, biases, strict=True)]
+    return [y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
 
 def _project_apart(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
@@ -248,7 +245,8 @@ class GatedMLP(nnx.Module):
         (gate, up), hidden = _project_apart((self.gate_proj, self.up_proj), x, context)
         assert hidden is not None
         y, hidden = adapted_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
-        return self.down_proj.with_adapter(y, checkpoint_name(hidden, names.LORA_HIDDEN))
+        hidden = checkpoint_name(hidden, names.LORA_HIDDEN)
+        return _join((self.down_proj,), [self.down_proj.base(y)], hidden)[0]
 
 
 class DecoderLayer(nnx.Module):

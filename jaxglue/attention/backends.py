@@ -6,11 +6,10 @@ from importlib.util import find_spec
 
 import jax.numpy as jnp
 
-from jaxglue.backends import BackendChoice
+from jaxglue.backends import BackendChoice, why_not_half
 
 BACKENDS = ("auto", "reference", "cudnn", "triton")
 HEAD_DIMS = (64, 96, 128, 256)
-_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ def why_not_cudnn(shape: AttentionShape, capability: tuple[int, int] | None) -> 
         return f"packed rows need compute capability 9.0 (Hopper) or newer, got {_gpu(capability)}"
     if shape.head_dim > 256 or shape.head_dim % 8:
         return f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}"
-    return _why_not_half(shape)
+    return why_not_half(shape.dtype)
 
 
 def why_not_triton(shape: AttentionShape, capability: tuple[int, int] | None) -> str | None:
@@ -49,7 +48,7 @@ def why_not_triton(shape: AttentionShape, capability: tuple[int, int] | None) ->
         return "jax-triton is not installed: pip install 'jaxglue[cuda13]'"
     if shape.head_dim not in HEAD_DIMS:
         return f"head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {shape.head_dim}"
-    return _why_not_half(shape)
+    return why_not_half(shape.dtype)
 
 
 _OBSTACLES: dict[str, Callable[[AttentionShape, tuple[int, int] | None], str | None]] = {
@@ -87,10 +86,6 @@ def _choose(shape: AttentionShape, capability: tuple[int, int] | None) -> Backen
     if no_cudnn is None:
         return BackendChoice(name="cudnn", reason=f"not triton: {no_triton}")
     return BackendChoice(name="reference", reason=f"not triton: {no_triton}; not cudnn: {no_cudnn}")
-
-
-def _why_not_half(shape: AttentionShape) -> str | None:
-    return None if jnp.dtype(shape.dtype) in _HALF else f"dtype must be bfloat16 or float16, got {shape.dtype}"
 
 
 def _gpu(capability: tuple[int, int] | None) -> str:

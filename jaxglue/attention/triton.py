@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxglue.attention import kernels
 from jaxglue.attention.flash import Gradients
 from jaxglue.attention.tiles import KernelTiles, Tiles
-from jaxglue.launch import Launcher
+from jaxglue.launch import Launcher, like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class TritonBackend(Launcher):
         return self._launch_tiles(
             kernels.forward_kernel,
             (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
-            (_like(q), sizes.statistics()),
+            (like(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None} | by_descriptor,
@@ -54,7 +54,7 @@ class TritonBackend(Launcher):
         return self._launch_tiles(
             kernels.dq_kernel,
             (q_tile, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
-            (_like(q), sizes.statistics()),
+            (like(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             constants | by_descriptor,
@@ -66,7 +66,7 @@ class TritonBackend(Launcher):
         return self._launch_tiles(
             kernels.dkdv_kernel,
             (q, k, v, segments.ends, lse, delta, dout),
-            (_like(k), _like(v)),
+            (like(k), like(v)),
             (triton.cdiv(sizes.T, tiles.block_n) * sizes.K, sizes.B),
             tiles,
             constants,
@@ -121,10 +121,6 @@ class _Sizes:
         """What all kernels are specialised for."""
         sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
         return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": scale}
-
-
-def _like(x) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:

@@ -66,7 +66,8 @@ class Groups:
         sizes = jnp.asarray(sizes, jnp.int32)
         row_tile = row_tile or _row_tile(rows // sizes.shape[0])
         offsets = jnp.pad(jnp.cumsum(sizes), (1, 0)).astype(jnp.int32)
-        tiles, gathered = (RowTiles.of(sizes, offsets, rows, r) for r in (row_tile, min(row_tile, _GATHERED)))
+        tiles = RowTiles.of(sizes, offsets, rows, row_tile)
+        gathered = tiles if row_tile <= _GATHERED else RowTiles.of(sizes, offsets, rows, _GATHERED)
         return cls(sizes=sizes, offsets=offsets, tiles=tiles, gathered_tiles=gathered)
 
     def row_group(self, rows: int) -> Int[Array, " rows"]:

@@ -7,7 +7,7 @@ import triton
 from jax_triton.triton_lib import TensorDescriptor
 
 from jaxglue.backends import triton_capability
-from jaxglue.launch import Launcher
+from jaxglue.launch import Launcher, like
 from jaxglue.moe import kernels, row_kernels
 from jaxglue.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.moe.fused import LowRank, Rows
@@ -103,7 +103,7 @@ class TritonBackend(Launcher):
     def activate_gradient(self, projected, weights, groups: Groups, dout, activation: Activation):
         """See `ActivationBackend`."""
         (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
-        out_types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (projected, weights))
+        out_types = tuple(map(like, (projected, weights)))
         constants = _activation_constants(F, groups, activation)
         return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
 

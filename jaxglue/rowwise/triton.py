@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-import jax
 import triton
 
 from jaxglue.backends import triton_capability
-from jaxglue.launch import Launcher
+from jaxglue.launch import Launcher, like
 from jaxglue.rowwise import kernels
 
 _ROW_VALUES = 512
@@ -36,7 +35,7 @@ class TritonBackend(Launcher):
         """A program for each row of the last axis; the result is like the first array."""
         shape, D = arrays[0].shape, arrays[0].shape[-1]
         rows = [x.reshape(-1, D) if x.ndim > 1 else x for x in arrays]
-        out_type = (jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype),)
+        out_type = (like(rows[0]),)
         block = triton.next_power_of_2(D)
         constants = {"D": D, "EPS": eps, "BLOCK": block}
         warps = min(max(block // _ROW_VALUES, 1), 16)
@@ -58,7 +57,7 @@ class TritonBackend(Launcher):
         sizes = {"N": N, "K": K, "H": H, "EPS": eps, "BLOCK_H": triton.next_power_of_2(H // 2)}
         blocks = {"BLOCK_N": min(_HEADS, triton.next_power_of_2(N)), "BLOCK_K": min(_HEADS, triton.next_power_of_2(K))}
         rows = [x.reshape(B * T, -1) for x in (q, k, *arrays)]
-        out_type = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows[:2])
+        out_type = tuple(map(like, rows[:2]))
         inputs = (*rows[:2], *weights, *rows[2:])
         out = self._launch(kernel, inputs, out_type, (B * T,), sizes | blocks | constants)
         return tuple(x.reshape(like.shape) for x, like in zip(out, (q, k), strict=True))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from jaxglue.launch import Launcher
+from jaxglue.launch import Launcher, like
 from jaxglue.low_rank.blocks import Blocks, block_constants
 from jaxglue.swiglu import kernels
 
@@ -33,7 +33,7 @@ class TritonSwiglu(Launcher):
         """See `SwigluBackend`."""
         (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.forward_tiles
         parts = triton.cdiv(F, tiles.length)
-        out_type = _like(gate), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
+        out_type = like(gate), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
         grid, length = (triton.cdiv(M, tiles.block_m), parts), {"COLUMNS": tiles.length}
         arrays = gate, up, hidden, *matrices
         out, ranks = self._call(kernels.forward_kernel, arrays, out_type, grid, tiles, length, 6 * M * F * R)
@@ -43,7 +43,7 @@ class TritonSwiglu(Launcher):
         """See `SwigluBackend`."""
         (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.backward_tiles
         parts = triton.cdiv(M, tiles.length)
-        out_type = _like(gate), _like(up), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
+        out_type = like(gate), like(up), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
         grid, length = (triton.cdiv(F, tiles.block_n), parts), {"ROWS": tiles.length}
         arrays = gate, up, hidden, *matrices, dout, dranks
         dgate, dup, ddown = self._call(kernels.backward_kernel, arrays, out_type, grid, tiles, length, 8 * M * F * R)
@@ -54,7 +54,3 @@ class TritonSwiglu(Launcher):
         blocks = block_constants(tiles, R, arrays[0].dtype)
         constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages} | blocks | length
         return self._launch(kernel, arrays, out_type, grid, constants, tiles.num_warps, tiles.num_stages, flops)
-
-
-def _like(x) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
