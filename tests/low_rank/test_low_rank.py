@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closeness import assert_close, outputs_and_gradients
 
 from jaxglue import low_rank as module
 from jaxglue.backends import tracing_for
@@ -17,28 +18,17 @@ CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 
 
 
 def random_case(M, outputs, ranks, dtype=jnp.float32):
-    """(hidden, matrices, cotangents)."""
+    """((hidden, matrices), cotangents)."""
     keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(ranks)))
     hidden = jax.random.normal(next(keys), (1, M, sum(ranks)), dtype)
     matrices = [jax.random.normal(next(keys), shape) for shape in zip(outputs, ranks, strict=True)]
-    return hidden, matrices, [jax.random.normal(next(keys), (1, M, N), dtype) for N in outputs]
+    return (hidden, matrices), [jax.random.normal(next(keys), (1, M, N), dtype) for N in outputs]
 
 
 def by_definition(hidden, matrices):
     ends = np.cumsum([matrix.shape[1] for matrix in matrices])
     parts = jnp.split(hidden, ends[:-1], axis=-1)
     return [part @ matrix.T for part, matrix in zip(parts, matrices, strict=True)]
-
-
-def results(function, hidden, matrices, cotangents):
-    """Products and gradients in float32."""
-    products, pull = jax.vjp(function, hidden, matrices)
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves((products, pull(cotangents)))]
-
-
-def assert_close(got, expected, tolerance):
-    for a, b in zip(got, expected, strict=True):
-        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -57,17 +47,19 @@ def backend(request):
 def test_products_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
     arguments = random_case(*case)
-    assert_close(results(expand_ranks, *arguments), results(by_definition, *arguments), 1e-5)
+    assert_close(
+        outputs_and_gradients(expand_ranks, *arguments), outputs_and_gradients(by_definition, *arguments), 1e-5
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, (1000, (3072, 1000), (16, 16)), (300, (1536,), (64,))])
 def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
-    hidden, matrices, cotangents = random_case(*case, jnp.bfloat16)
-    wide = hidden.astype(jnp.float32), matrices, [dy.astype(jnp.float32) for dy in cotangents]
+    arguments, cotangents = random_case(*case, jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, cotangents))
     with jax.default_matmul_precision("highest"):
-        expected = results(by_definition, *wide)
-    assert_close(results(expand_ranks, hidden, matrices, cotangents), expected, 1e-2)
+        expected = outputs_and_gradients(by_definition, *wide)
+    assert_close(outputs_and_gradients(expand_ranks, arguments, cotangents), expected, 1e-2)
 
 
 def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
@@ -91,6 +83,6 @@ def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
 
 
 def test_ranks_that_do_not_add_up_are_refused():
-    hidden, matrices, _ = random_case(4, (8, 8), (2, 3))
+    (hidden, matrices), _ = random_case(4, (8, 8), (2, 3))
     with pytest.raises(ValueError, match=r"ranks \[2, 3\] must add up to the 4 columns"):
         expand_ranks(hidden[..., :4], matrices)

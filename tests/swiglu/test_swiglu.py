@@ -4,8 +4,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from closeness import assert_close, outputs_and_gradients
 
 from jaxglue import swiglu as module
 from jaxglue.backends import tracing_for
@@ -33,17 +33,6 @@ def by_definition(gate, up, hidden, matrices):
     return y, y @ matrices[2].T
 
 
-def results(function, arguments, cotangents):
-    """Outputs and gradients in float32."""
-    outputs, pull = jax.vjp(function, *arguments)
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves((outputs, pull(cotangents)))]
-
-
-def assert_close(got, expected, tolerance):
-    for a, b in zip(got, expected, strict=True):
-        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
-
-
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request):
     """What `adapted_swiglu` uses: XLA, or the kernels on the CPU with small tiles."""
@@ -60,7 +49,7 @@ def backend(request):
 def test_outputs_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
     case = random_case(*case)
-    assert_close(results(adapted_swiglu, *case), results(by_definition, *case), 1e-5)
+    assert_close(outputs_and_gradients(adapted_swiglu, *case), outputs_and_gradients(by_definition, *case), 1e-5)
 
 
 @pytest.mark.gpu
@@ -68,8 +57,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(backend, case, monkey
 def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
     case = random_case(*case, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
-        expected = results(by_definition, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
-    assert_close(results(adapted_swiglu, *case), expected, 1e-2)
+        expected = outputs_and_gradients(by_definition, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
+    assert_close(outputs_and_gradients(adapted_swiglu, *case), expected, 1e-2)
 
 
 def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
