@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from measure import log_normal_lengths, milliseconds, table, uniform_lengths, write_results
 
-from jaxglue.attention import packed_attention
-from jaxglue.segments import pack_segments
+from jaxglue.ops.attention import packed_attention
+from jaxglue.ops.segments import pack_segments
 
 LIMIT = 790e12  # FLOP/s of a large bfloat16 matmul on an H200
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from measure import device_milliseconds, table, write_results
 
-from jaxglue.quant.expand import expand
-from jaxglue.quant.formats import Quantised, dequantise_matrix, quantise_matrix
+from jaxglue.ops.quant.expand import expand
+from jaxglue.ops.quant.formats import Quantised, dequantise_matrix, quantise_matrix
 
 SHAPES = {
     "Qwen3-8B up": [(12288, 4096)],

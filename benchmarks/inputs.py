@@ -20,10 +20,10 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.experts import part_shape, stored_places
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import write_shards
-from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.moe_layers import mxfp4_scale
-from jaxglue.parameters import abstract_parameters, hf_name
+from jaxglue.models.parameters import abstract_parameters, hf_name
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

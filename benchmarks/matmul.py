@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from measure import table, write_results
 
-from jaxglue.compiler import jit_step
+from jaxglue.engine.compiler import jit_step
 
 SHAPES = {
     "Qwen3-8B, up": (16384, 4096, 12288),

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from measure import milliseconds, table, write_results
 
-from jaxglue.moe import moe_mlp, route
-from jaxglue.moe.activation import activate
+from jaxglue.ops.moe import moe_mlp, route
+from jaxglue.ops.moe.activation import activate
 
 LIMIT = 790e12  # FLOP/s of a large bfloat16 matmul on an H200
 CAPACITY = 2  # of the padded way, in even loads; what is beyond is dropped

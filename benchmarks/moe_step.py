@@ -21,16 +21,16 @@ from inputs import SHAPES
 from measure import table, uniform_lengths, write_results
 
 from jaxglue.data.batch import Batch
-from jaxglue.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.engine.transfer import commit
 from jaxglue.hf.loading import random_model
-from jaxglue.lora import LoraConfig, add_lora
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.policy import parse_policy
-from jaxglue.memory.transfer import commit
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.parameters import split_model
-from jaxglue.segments import pack_segments
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from measure import device_events, table, write_results
 from step import workload
 
-from jaxglue.memory.transfer import commit
-from jaxglue.memory.workload import abstract_parts
+from jaxglue.engine.transfer import commit
+from jaxglue.planner.workload import abstract_parts
 from jaxglue.training import optimizer as optimizer_module
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig
 

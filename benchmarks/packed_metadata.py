@@ -28,17 +28,17 @@ from inputs import SHAPES
 from jaxtyping import Array, Bool
 from measure import device_milliseconds, milliseconds, table, uniform_lengths, write_results
 
-from jaxglue.attention import packed_attention
-from jaxglue.lora import LoraConfig, add_lora
-from jaxglue.memory.layer import LayerFunctions
-from jaxglue.memory.policy import PRESETS
+from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.policy import PRESETS
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.parameters import split_model
-from jaxglue.rope import rope_tables
-from jaxglue.rowwise import rotate_heads
-from jaxglue.segments import PackedSegments, pack_segments
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.attention import packed_attention
+from jaxglue.ops.norm_rope import rotate_heads
+from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.segments import PackedSegments, pack_segments
 
 PUBLISHED = {
     "qwen3-14b": "forward +43.3%, backward +5.8%, batch +14.3% once cached (QLoRA)",

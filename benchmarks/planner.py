@@ -12,9 +12,9 @@ import jax
 from measure import table, write_results
 from step import workload
 
-from jaxglue.memory.gpus import GIB, find_gpu
-from jaxglue.memory.planner import Planner
-from jaxglue.memory.policy import parse_policies
+from jaxglue.engine.policy import parse_policies
+from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner.planner import Planner
 
 
 def predict(case: dict, gpu: str) -> dict:

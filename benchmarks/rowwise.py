@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
 
-from jaxglue.rowwise import HeadNorms, branch_norm, rotate_heads
-from jaxglue.swiglu import adapted_swiglu, reference_swiglu
+from jaxglue.ops.lora_swiglu import adapted_swiglu, reference_swiglu
+from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rotate_heads
 
 COPY = 4.3e12  # bytes/s of a device copy on an H200, read and written
 RANK = 16

@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections import deque
+from trace import collective_overlap
 
 import jax
 import numpy as np
@@ -17,14 +18,13 @@ from measure import uniform_lengths
 from step import LENGTHS_SEED, memory, parameters, workload
 
 from jaxglue.data.batch import Batch
-from jaxglue.flops import training_flops_per_token
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.policy import parse_policies
-from jaxglue.memory.trace import collective_overlap
-from jaxglue.memory.workload import Workload, abstract_parts
-from jaxglue.parameters import Tree
-from jaxglue.peaks import peak_flops
-from jaxglue.segments import pack_segments
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policies
+from jaxglue.models.parameters import Tree
+from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.flops import training_flops_per_token
+from jaxglue.planner.peaks import peak_flops
+from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig

@@ -23,22 +23,22 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
 
 from jaxglue.data.batch import Batch
-from jaxglue.flops import mean_visible_keys
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.host_table import embeddings_to_host
+from jaxglue.engine.policy import AUTO, parse_policies
+from jaxglue.engine.transfer import commit
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import add_adapter, load_model
-from jaxglue.lora import LoraConfig
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.gpus import GIB
-from jaxglue.memory.host_table import embeddings_to_host
-from jaxglue.memory.planner import Plan, Planner
-from jaxglue.memory.policy import AUTO, parse_policies
-from jaxglue.memory.rates import device_gpu
-from jaxglue.memory.transfer import commit
-from jaxglue.memory.workload import Workload
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.parameters import split_model
-from jaxglue.segments import pack_segments, segment_bucket
+from jaxglue.models.lora import LoraConfig
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.planner.flops import mean_visible_keys
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.planner import Plan, Planner
+from jaxglue.planner.rates import device_gpu
+from jaxglue.planner.workload import Workload
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.weights import layers_on_host

@@ -32,9 +32,9 @@ from inputs import SHAPES, make_adapter, make_model
 from kernel_profile import MATMUL
 from measure import table, uniform_lengths
 
-from jaxglue.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.lora import LoraConfig
 from jaxglue.models import config_from_hf
+from jaxglue.models.lora import LoraConfig
+from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 
 HERE = Path(__file__).resolve().parent
 ENGINES = ("ours", "unsloth", "peft")

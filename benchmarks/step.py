@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from trace import copy_overlap
 from typing import get_args
 
 import jax
@@ -24,24 +25,23 @@ from inputs import SHAPES
 from measure import uniform_lengths
 
 from jaxglue.data.batch import Batch
-from jaxglue.flops import mean_visible_keys
-from jaxglue.lora import LoraConfig
-from jaxglue.memory import transfer
-from jaxglue.memory.ends import EndFunctions
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.gpus import GIB
-from jaxglue.memory.host_table import embeddings_to_host
-from jaxglue.memory.planner import Planner
-from jaxglue.memory.policy import AUTO, parse_policies, parse_policy
-from jaxglue.memory.rates import device_gpu
-from jaxglue.memory.trace import copy_overlap
-from jaxglue.memory.workload import Workload, abstract_parts
+from jaxglue.engine import transfer
+from jaxglue.engine.embed_head import EndFunctions
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.host_table import embeddings_to_host
+from jaxglue.engine.policy import AUTO, parse_policies, parse_policy
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import merge_module
-from jaxglue.quant.formats import Quantise, is_quantised
-from jaxglue.quant.int8 import quantise_int8
-from jaxglue.quant.nf4 import NF4
-from jaxglue.segments import pack_segments
+from jaxglue.models.lora import LoraConfig
+from jaxglue.models.parameters import merge_module
+from jaxglue.ops.quant.formats import Quantise, is_quantised
+from jaxglue.ops.quant.int8 import quantise_int8
+from jaxglue.ops.quant.nf4 import NF4
+from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.flops import mean_visible_keys
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.rates import device_gpu
+from jaxglue.planner.workload import Workload, abstract_parts
 
 LENGTHS_SEED = 0
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxglue.quant.formats import Quantise, check_format
-from jaxglue.rope import RopeConfig
+from jaxglue.ops.quant.formats import Quantise, check_format
+from jaxglue.ops.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

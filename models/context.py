@@ -6,14 +6,14 @@ from typing import NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxglue.attention import packed_attention
-from jaxglue.moe import Routing
-from jaxglue.rowwise import HeadNorms, rotate_heads
-from jaxglue.segments import PackedSegments
+from jaxglue.ops.attention import packed_attention
+from jaxglue.ops.moe import Routing
+from jaxglue.ops.norm_rope import HeadNorms, rotate_heads
+from jaxglue.ops.segments import PackedSegments
 
 
 class RouterLosses(NamedTuple):
-    """What the auxiliary losses of routers count in the objective: load balancing and z-loss (see `jaxglue.moe`)."""
+    """What the auxiliary losses of routers count in the objective: load balancing and z-loss (see `jaxglue.ops.moe`)."""
 
     balance: Float[Array, ""] | float = 0.0
     z: Float[Array, ""] | float = 0.0

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Embedding, Linear, RMSNorm, project
-from jaxglue.rope import rope_tables
-from jaxglue.segments import PackedSegments
+from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.segments import PackedSegments
 
 
 class CausalLM(nnx.Module):

@@ -11,7 +11,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.moe_layers import ExpertLayout, Experts, Router, mix_experts
-from jaxglue.moe.activation import GPT_OSS_LIMIT
+from jaxglue.ops.moe.activation import GPT_OSS_LIMIT
 
 _DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 

@@ -11,15 +11,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxglue.low_rank import expand_ranks, project_adapter
-from jaxglue.memory import names
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
-from jaxglue.quant.expand import project_quantised
-from jaxglue.quant.formats import Quantise, Quantised, quantise_matrix
-from jaxglue.rowwise import HeadNorms, branch_norm, rms_norm
-from jaxglue.sharding.device import add_terms, share_out
-from jaxglue.swiglu import Matrices, adapted_swiglu
+from jaxglue.ops import names
+from jaxglue.ops.collectives import add_terms, share_out
+from jaxglue.ops.lora import expand_ranks, project_adapter
+from jaxglue.ops.lora_swiglu import Matrices, adapted_swiglu
+from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
+from jaxglue.ops.quant.expand import project_quantised
+from jaxglue.ops.quant.formats import Quantise, Quantised, quantise_matrix
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:

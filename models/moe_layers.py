@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.models.layers import project
-from jaxglue.moe import ExpertLora, Routing, auxiliary_loss, moe_mlp, route, z_loss
-from jaxglue.moe.activation import Activation
-from jaxglue.moe.parallel import on_own_experts
-from jaxglue.quant.mxfp4 import BLOCK, MXFP4
+from jaxglue.ops.moe import ExpertLora, Routing, auxiliary_loss, moe_mlp, route, z_loss
+from jaxglue.ops.moe.activation import Activation
+from jaxglue.ops.moe.parallel import on_own_experts
+from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4
 
 
 class ExpertLayout(NamedTuple):

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxglue.cli import parse_config, user_errors
-from jaxglue.flops import mean_visible_keys
+from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.lora import LoraConfig
-from jaxglue.memory.gpus import GIB, find_gpu
-from jaxglue.memory.planner import MARGIN, Plan, Planner, Workload
-from jaxglue.memory.policy import PRESETS
 from jaxglue.models import config_from_hf
-from jaxglue.quant.formats import Quantise
+from jaxglue.models.lora import LoraConfig
+from jaxglue.ops.adam import MOMENT_BYTES, MomentFormat
+from jaxglue.ops.quant.formats import Quantise
+from jaxglue.planner.flops import mean_visible_keys
+from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner.planner import MARGIN, Plan, Planner, Workload
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training.adam import MOMENT_BYTES, MomentFormat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxglue.cli import parse_config, user_errors
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES
 from jaxglue.hf.export import export_adapter, quantise_folder
-from jaxglue.quant.formats import Quantise
+from jaxglue.ops.quant.formats import Quantise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 python scripts/generate.py --model models/Qwen3-0.6B --adapter runs/first/adapter --prompt "Why is the sky blue?"
 """
 
-from jaxglue.chat import GenerateConfig, generate
 from jaxglue.cli import parse_config, user_errors
+from jaxglue.generation.chat import GenerateConfig, generate
 
 
 def main() -> None:

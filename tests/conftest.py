@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxglue.data import Batch
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.segments import pack_segments
+from jaxglue.ops.segments import pack_segments
 
 TINY = {
     "vocab_size": 97,

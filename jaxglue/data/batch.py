@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
-from jaxglue.segments import PackedSegments, pack_segments
+from jaxglue.ops.segments import PackedSegments, pack_segments
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxglue.data.batch import Batch, TokenDataset, build_batch
 from jaxglue.data.packing import PackPlan, plan_epoch, plan_packing
-from jaxglue.segments import segment_bucket
+from jaxglue.ops.segments import segment_bucket
 
 _READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 

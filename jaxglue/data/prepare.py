@@ -10,7 +10,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.packing import plan_epoch
 from jaxglue.data.selection import Selection, hold_out, select_documents
 from jaxglue.data.store import TokenStore
-from jaxglue.data.tokenise import Progress, tokenise
+from jaxglue.data.tokenize import Progress, tokenise
 
 
 @dataclass(frozen=True, kw_only=True)

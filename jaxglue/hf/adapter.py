@@ -11,7 +11,7 @@ import numpy as np
 from jaxglue.hf.expert_adapter import from_peft, target_parameters, to_peft
 from jaxglue.hf.files import atomic_file, read_json, write_json
 from jaxglue.hf.tensor_files import TensorFiles, write_file
-from jaxglue.lora import LoraConfig
+from jaxglue.models.lora import LoraConfig
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.quant.blocks import dynamic_code
-from jaxglue.quant.formats import Quantised
-from jaxglue.quant.int8 import Int8Weight
-from jaxglue.quant.nf4 import BLOCK, GROUP, NF4, VALUES
+from jaxglue.ops.quant.blocks import dynamic_code
+from jaxglue.ops.quant.formats import Quantised
+from jaxglue.ops.quant.int8 import Int8Weight
+from jaxglue.ops.quant.nf4 import BLOCK, GROUP, NF4, VALUES
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxglue.hf.experts import find_source
 from jaxglue.hf.files import atomic_folder, read_json
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
-from jaxglue.quant.formats import Quantised
+from jaxglue.ops.quant.formats import Quantised
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default size of a shard; transformers' and the hub's convention."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxglue.hf.bitsandbytes import find_quantised
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.quant.formats import Quantised
-from jaxglue.quant.mxfp4 import BLOCK, MXFP4, dequantise
+from jaxglue.ops.quant.formats import Quantised
+from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantise
 
 Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]

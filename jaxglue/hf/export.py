@@ -20,9 +20,9 @@ from jaxglue.hf.files import atomic_folder, write_json
 from jaxglue.hf.merge import load_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.parameters import quantised_names
-from jaxglue.quant.formats import Quantise, quantise_matrix
-from jaxglue.quant.mxfp4 import BLOCK
+from jaxglue.models.parameters import quantised_names
+from jaxglue.ops.quant.formats import Quantise, quantise_matrix
+from jaxglue.ops.quant.mxfp4 import BLOCK
 
 _COPIED = (  # what belongs to a model beside its weights; other files of the base's folder stay behind
     "config.json",

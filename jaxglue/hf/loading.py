@@ -11,13 +11,13 @@ from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import load_tensors, read_config
-from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.moe_layers import mxfp4_scale
-from jaxglue.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
-from jaxglue.quant.formats import Quantise, Quantised, is_quantised, quantise_matrix
+from jaxglue.models.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
+from jaxglue.ops.quant.formats import Quantise, Quantised, is_quantised, quantise_matrix
 from jaxglue.sharding.mesh import put_whole
 
 Place = Callable[[str, Any], Any]

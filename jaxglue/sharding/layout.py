@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxglue.models.context import PackedContext
-from jaxglue.parameters import hf_name
-from jaxglue.sharding.device import ROWS, per_device, scatter_sum, share
+from jaxglue.models.parameters import hf_name
+from jaxglue.ops.collectives import ROWS, per_device, scatter_sum, share
 from jaxglue.sharding.mesh import put_whole
 
 RULES: tuple[tuple[str, P], ...] = (

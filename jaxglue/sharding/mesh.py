@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.sharding.device import ROWS
+from jaxglue.ops.collectives import ROWS
 
 AUTO = "auto"
 

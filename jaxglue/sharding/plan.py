@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.parameters import Tree, flatten_names
+from jaxglue.models.parameters import Tree, flatten_names
 from jaxglue.sharding.layout import Layout
 
 _GIB = 2**30

@@ -7,13 +7,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxglue.attention import BACKENDS
 from jaxglue.data import DataConfig
 from jaxglue.distributed import DistributedConfig
-from jaxglue.lora import LoraConfig
-from jaxglue.memory.policy import check_remat
+from jaxglue.engine.policy import check_remat
 from jaxglue.models.context import RouterLosses
-from jaxglue.quant.formats import Quantise
+from jaxglue.models.lora import LoraConfig
+from jaxglue.ops.attention import BACKENDS
+from jaxglue.ops.quant.formats import Quantise
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.optimizer import OptimizerConfig
 

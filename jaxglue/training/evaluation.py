@@ -5,8 +5,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
-from jaxglue.memory.executor import Executor
-from jaxglue.parameters import Tree
+from jaxglue.engine.executor import Executor
+from jaxglue.models.parameters import Tree
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import Setup

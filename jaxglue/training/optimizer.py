@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from jaxglue.backends import compute_capability, triton_capability
-from jaxglue.memory.transfer import commit
-from jaxglue.parameters import Place, Tree, get_part, set_part
+from jaxglue.engine.transfer import commit
+from jaxglue.models.parameters import Place, Tree, get_part, set_part
+from jaxglue.ops.adam import AdamW, Hyper, MomentFormat, is_moment
+from jaxglue.ops.backend import compute_capability, triton_capability
 from jaxglue.sharding.layout import WHOLE, Layout
-from jaxglue.training.adam import AdamW, Hyper, MomentFormat, is_moment
 
 if TYPE_CHECKING:
-    from jaxglue.training.adam_triton import TritonAdam
+    from jaxglue.ops.adam.triton import TritonAdam
 
 _PARTS_PER_PROGRAM = 8
 """Parts updated by one of XLA's programs: more are fewer dispatches, but longer to compile."""
@@ -189,7 +189,7 @@ def _kernels(adam: AdamW) -> "TritonAdam | None":
     capability = compute_capability()
     if capability is None or capability < (8, 0) or find_spec("jax_triton") is None:
         return None
-    from jaxglue.training.adam_triton import TritonAdam
+    from jaxglue.ops.adam.triton import TritonAdam
 
     return TritonAdam(adam=adam, compute_capability=triton_capability(capability))
 

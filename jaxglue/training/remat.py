@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import jax
 import psutil
 
-from jaxglue.memory.gpus import GIB
-from jaxglue.memory.planner import HOST_LIMIT, Plan, Planner, Workload, pinned_memory
-from jaxglue.memory.policy import AUTO, RematPolicy, parse_policies
-from jaxglue.memory.rates import device_gpu
+from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.adam import MOMENT_BYTES
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.planner import HOST_LIMIT, Plan, Planner, Workload, pinned_memory
+from jaxglue.planner.rates import device_gpu
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training.adam import MOMENT_BYTES
 from jaxglue.training.config import TrainConfig
 
 _ON_CPU = "dots"

@@ -8,12 +8,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
-from jaxglue.memory import transfer
-from jaxglue.memory.ends import EndFunctions
+from jaxglue.engine import transfer
+from jaxglue.engine.embed_head import EndFunctions
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.moe import Routing, routing_statistics
-from jaxglue.parameters import ModelStructure, Tree, merge_module
+from jaxglue.models.parameters import ModelStructure, Tree, merge_module
+from jaxglue.ops.moe import Routing, routing_statistics
 from jaxglue.sharding.layout import WHOLE, Layout
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxglue.chat import encode_prompt, stop_tokens, stream_text
-from jaxglue.generation import Generator
-from jaxglue.parameters import ModelStructure, Tree
-from jaxglue.sampling import SamplingConfig
+from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
+from jaxglue.generation.generate import Generator
+from jaxglue.generation.sampling import SamplingConfig
+from jaxglue.models.parameters import ModelStructure, Tree
 from jaxglue.training.setup import Setup
 
 

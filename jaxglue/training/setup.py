@@ -10,26 +10,26 @@ import numpy as np
 from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.attention import AttentionShape, choose_backend
-from jaxglue.backends import compute_capability
 from jaxglue.cli import as_dict
 from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenizer, prepare_data
 from jaxglue.distributed import ALONE, Processes
-from jaxglue.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
-from jaxglue.memory.gpus import GIB
-from jaxglue.memory.workload import abstract_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
-from jaxglue.moe import choose_backend as choose_grouped_backend
-from jaxglue.parameters import ModelStructure, Tree, split_model
-from jaxglue.quant.formats import FORMATS
-from jaxglue.rowwise import choose_backend as choose_rotation_backend
+from jaxglue.models.parameters import ModelStructure, Tree, split_model
+from jaxglue.ops.adam import MOMENT_BYTES
+from jaxglue.ops.attention import AttentionShape, choose_backend
+from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.moe import choose_backend as choose_grouped_backend
+from jaxglue.ops.norm_rope import choose_backend as choose_rotation_backend
+from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.workload import abstract_model
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, own_rows
 from jaxglue.sharding.plan import plan_split
-from jaxglue.training.adam import MOMENT_BYTES
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh
 from jaxglue.training.remat import RematChoice

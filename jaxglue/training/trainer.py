@@ -12,9 +12,9 @@ from rich.console import Console
 from jaxglue.cli import as_dict, to_toml
 from jaxglue.data.batch import Batch
 from jaxglue.distributed import ALONE, Processes
+from jaxglue.engine.executor import Executor
 from jaxglue.hf.files import write_json
-from jaxglue.memory.executor import Executor
-from jaxglue.parameters import Place, Tree
+from jaxglue.models.parameters import Place, Tree
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import make_mesh, place_batch
 from jaxglue.training.checkpoint import Checkpoints

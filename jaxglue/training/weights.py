@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxglue.engine.host_table import embeddings_to_host
+from jaxglue.engine.transfer import commit, is_streamed, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.loading import load_model, random_model
-from jaxglue.lora import add_lora
-from jaxglue.memory.host_table import embeddings_to_host
-from jaxglue.memory.transfer import commit, is_streamed, pinned_host
-from jaxglue.parameters import ModelStructure, Tree, flatten_names, split_model
+from jaxglue.models.lora import add_lora
+from jaxglue.models.parameters import ModelStructure, Tree, flatten_names, split_model
 from jaxglue.sharding.layout import WHOLE, Layout
 from jaxglue.training.setup import Setup, trainable_filter
 

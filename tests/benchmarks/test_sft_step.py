@@ -101,8 +101,8 @@ def test_what_a_gpu_would_run_is_planned(prepared, monkeypatch, limit):
     import sft_ours
 
     from jaxglue.hf.checkpoint import read_config
-    from jaxglue.memory.gpus import GIB, find_gpu
     from jaxglue.models import config_from_hf
+    from jaxglue.planner.gpus import GIB, find_gpu
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(sft_ours, "device_gpu", lambda device: find_gpu("H200"))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxglue.chat import encode_prompt, stop_tokens, stream_text
 from jaxglue.data.encode import Encoder
 from jaxglue.data.readers import Row
+from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
 
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TEMPLATE = """

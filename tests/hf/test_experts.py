@@ -14,10 +14,10 @@ from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import export_adapter, save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import flatten_names, split_model
-from jaxglue.segments import pack_segments
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ["qwen3_moe", "gpt_oss", "gpt_oss_mxfp4"]
@@ -143,7 +143,7 @@ def test_random_blocks_are_about_as_large_as_other_weights():
 
 
 def load_values(model):
-    from jaxglue.quant.mxfp4 import dequantise
+    from jaxglue.ops.quant.mxfp4 import dequantise
 
     return np.asarray(dequantise(model.layers[0].mlp.experts.gate_up_proj.matrix, jnp.float32))
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import export_adapter, save_model
-from jaxglue.lora import LoraConfig
+from jaxglue.models.lora import LoraConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIG = LoraConfig(rank=2, alpha=8.0, targets=("q_proj",))

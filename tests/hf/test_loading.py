@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.engine.transfer import PINNED, pinned_host
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.experts import find_source
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.memory.transfer import PINNED, pinned_host
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import abstract_parameters, flatten_names, split_model
+from jaxglue.models.parameters import abstract_parameters, flatten_names, split_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 RAW = {

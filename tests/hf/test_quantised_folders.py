@@ -16,11 +16,11 @@ from jaxglue.hf.bitsandbytes import stored_specs, stored_tensors
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import export_adapter, quantise_folder
 from jaxglue.hf.loading import load_model, random_model
-from jaxglue.lora import LoraConfig, add_lora
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import abstract_parameters, flatten_names, quantised_names, split_model
-from jaxglue.quant.formats import is_quantised, quantise_matrix
-from jaxglue.segments import pack_segments
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import abstract_parameters, flatten_names, quantised_names, split_model
+from jaxglue.ops.quant.formats import is_quantised, quantise_matrix
+from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MATRIX = "model.layers.1.mlp.down_proj.weight"

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.generation import Generator
-from jaxglue.lora import LoraConfig, add_lora
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.policy import parse_policy
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.generation.generate import Generator
+from jaxglue.generation.sampling import SamplingConfig
 from jaxglue.models import build_model
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.decoder import packed_context
-from jaxglue.moe import auxiliary_loss, route, z_loss
-from jaxglue.parameters import flatten_names, set_parameters, split_model
-from jaxglue.quant.mxfp4 import MXFP4, dequantise
-from jaxglue.sampling import SamplingConfig
-from jaxglue.segments import pack_segments
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import flatten_names, set_parameters, split_model
+from jaxglue.ops.moe import auxiliary_loss, route, z_loss
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.ops.segments import pack_segments
 
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 3}
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}

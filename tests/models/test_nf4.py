@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model, random_model
-from jaxglue.lora import LoraConfig, add_lora
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.policy import parse_policy
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import flatten_names, split_model
-from jaxglue.quant.nf4 import NF4, dequantise, quantise_nf4
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops.quant.nf4 import NF4, dequantise, quantise_nf4
 
 LENGTHS = [[5, 1, 7], [12]]
 

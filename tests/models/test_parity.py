@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from jaxglue.hf.expert_adapter import from_peft
 from jaxglue.hf.loading import add_adapter, load_model
-from jaxglue.parameters import hf_name
-from jaxglue.segments import pack_segments
+from jaxglue.models.parameters import hf_name
+from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DENSE = ["qwen3_tied", "qwen3_window_bias", "llama_tied_llama3", "llama_yarn", "llama_bias_no_groups"]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.compiler import LIBRARY_MATMULS
-from jaxglue.lora import LoraConfig, add_lora
+from jaxglue.engine.compiler import LIBRARY_MATMULS
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Linear, project_together
+from jaxglue.models.lora import LoraConfig, add_lora
 
 RANKS = (3, None, 5)
 OUT = (12, 4, 8)

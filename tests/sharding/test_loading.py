@@ -13,7 +13,7 @@ from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import flatten_names, split_model
+from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.sharding.layout import Layout
 
 

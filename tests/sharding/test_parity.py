@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.lora import LoraConfig, add_lora
-from jaxglue.memory.executor import Executor
-from jaxglue.memory.policy import parse_policy
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import RouterLosses
-from jaxglue.parameters import split_model
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape, batch_sharding, make_mesh
 

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.backends import tracing_for
-from jaxglue.lora import LoraConfig
-from jaxglue.memory.cost import received_bytes
-from jaxglue.memory.layer import LayerFunctions
-from jaxglue.memory.policy import parse_policy
-from jaxglue.memory.workload import Workload, abstract_input, abstract_parts
+from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.policy import parse_policy
 from jaxglue.models import config_from_hf
+from jaxglue.models.lora import LoraConfig
+from jaxglue.ops.backend import tracing_for
+from jaxglue.planner.cost import received_bytes
+from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.plan import plan_split

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxglue.data import DataConfig
-from jaxglue.lora import LoraConfig
+from jaxglue.models.lora import LoraConfig
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.optimizer import OptimizerConfig
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
-from jaxglue.parameters import split_model
+from jaxglue.models.parameters import split_model
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import prepare

@@ -11,8 +11,8 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
+from jaxglue.ops.adam import AdamW, EightBit
 from jaxglue.training import optimizer as optimizer_module
-from jaxglue.training.adam import AdamW, EightBit
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig, learning_rate_schedule
 
 
@@ -28,7 +28,7 @@ def random_tree(seed, layers=10):
 @pytest.fixture
 def on_kernels(interpreted, monkeypatch):
     """Makes the optimiser run our kernels on the CPU."""
-    from jaxglue.training import adam_triton
+    from jaxglue.ops.adam import triton as adam_triton
 
     adam_class = interpreted(adam_triton.TritonAdam)
     monkeypatch.setattr(adam_triton, "_TILE", 4)  # several tiles in a tensor, the last not full
@@ -101,7 +101,7 @@ def test_eight_bit_moments_are_those_of_bitsandbytes():
 @pytest.fixture
 def large_tiles(on_kernels, monkeypatch):
     """Of several blocks of 8-bit moments."""
-    from jaxglue.training import adam_triton
+    from jaxglue.ops.adam import triton as adam_triton
 
     monkeypatch.setattr(adam_triton, "_TILE", 1024)
 
@@ -150,7 +150,7 @@ def test_small_tensors_keep_float32():
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, monkeypatch, moments):
-    from jaxglue.training.adam_triton import TritonAdam
+    from jaxglue.ops.adam.triton import TritonAdam
 
     monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: TritonAdam(adam=adam, compute_capability=90))
     optimizer = Optimizer(OptimizerConfig(moments=moments), total_steps=30)

@@ -14,10 +14,10 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import quantise_folder
 from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import write_shards
-from jaxglue.lora import LoraConfig
-from jaxglue.memory.workload import Workload, abstract_parts
 from jaxglue.models import config_from_hf
-from jaxglue.parameters import flatten_names, split_model
+from jaxglue.models.lora import LoraConfig
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
 from jaxglue.training.weights import build_parameters

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model
-from jaxglue.parameters import flatten_names, split_model
-from jaxglue.training import adam
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops import adam
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.trainer import Trainer, train
 
@@ -106,7 +106,7 @@ def test_profiled_steps_leave_a_trace(make_config, tmp_path):
 
 def test_a_second_compilation_is_warned_of(make_config, monkeypatch, caplog):
     counts = itertools.count()
-    monkeypatch.setattr("jaxglue.memory.executor.Executor.compilations", lambda self: next(counts))
+    monkeypatch.setattr("jaxglue.engine.executor.Executor.compilations", lambda self: next(counts))
     train(make_config(steps=4))
     assert "compiled programs again" in caplog.text
 

@@ -1,0 +1,1 @@
+"""The executor, which runs a model layer by layer, and what its layers keep."""

@@ -1,0 +1,71 @@
+"""An embedding table in the host's memory, of which a step needs the rows of its tokens only."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxglue.engine import transfer
+from jaxglue.engine.compiler import jit_step
+from jaxglue.models.parameters import Tree
+from jaxglue.ops.backend import compute_capability, triton_capability, why_not_triton
+
+
+def embeddings_to_host(frozen: Tree) -> Tree:
+    """The tree with its embedding table in the host's memory, of which a step takes the rows that it needs.
+
+    GPUs with our kernels read them from pinned memory when the step gets there. Elsewhere the table is numpy's, and
+    the program that dispatches the step picks and sends the rows.
+
+    Raises:
+        ValueError: the output projection is tied to the table, or it trains: then it is needed on the device.
+    """
+    if not frozen["embed_tokens"] or not frozen.get("lm_head"):
+        raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
+    reads = _gpu_reads(frozen["embed_tokens"]["weight"].dtype)
+    table = transfer.to_host(frozen["embed_tokens"]) if reads else jax.tree.map(np.asarray, frozen["embed_tokens"])
+    return {**frozen, "embed_tokens": table}
+
+
+def needed_rows(table: Tree, tokens: Any) -> tuple[Tree, Any]:
+    """(table, tokens) as they are, or for a table on the host its rows of these tokens [B, T], and their numbers."""
+    weight = table.get("weight")
+    if isinstance(weight, np.ndarray):
+        return {"weight": _take(weight, np.asarray(tokens))}, np.arange(tokens.size, dtype=np.int32).reshape(
+            tokens.shape
+        )
+    if weight is None or weight.sharding.memory_kind != transfer.PINNED:
+        return table, tokens
+    rows, numbers = _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
+    return {"weight": rows}, numbers
+
+
+def _gpu_reads(dtype) -> bool:
+    return why_not_triton(dtype, compute_capability()) is None
+
+
+def _take(weight: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Rows as 16-bit integers, which numpy copies faster than a type that it does not know."""
+    bits = weight.view(np.uint16) if weight.itemsize == 2 else weight
+    return np.take(bits, tokens.ravel(), axis=0).view(weight.dtype)
+
+
+def _address(weight: Array) -> np.ndarray:
+    """Where a pinned array begins, low and high half: a GPU reads the host's memory at the host's addresses.
+
+    The caller keeps the array until the step is done.
+    """
+    pointer = weight.unsafe_buffer_pointer()
+    return np.array([pointer & 0xFFFFFFFF, pointer >> 32], np.uint32)
+
+
+@partial(jit_step, static_argnames=("width", "dtype"))
+def _read(address: Array, tokens: Int[Array, "B T"], *, width: int, dtype) -> tuple[Float[Array, "B*T D"], Array]:
+    from jaxglue.engine.host_table_triton import read_rows
+
+    capability = triton_capability(compute_capability() or (0, 0))
+    rows = read_rows(address, tokens.reshape(-1), width, dtype, compute_capability=capability)
+    return rows, jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)

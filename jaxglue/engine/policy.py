@@ -1,0 +1,197 @@
+"""Which values of a decoder layer are kept for the backward pass, where, and which are computed again."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import jax
+
+from jaxglue.ops.names import LAYER_INPUT, LAYER_VALUES
+
+_INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
+AUTO = "auto"
+"""Stands for the fastest policies that fit, which `Planner.choose` finds."""
+_COUNTED = re.compile(r"(\d+) ?x (.+)")
+
+
+def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
+    if unknown := sorted((saved | offloaded) - set(LAYER_VALUES)):
+        raise ValueError(f"remat names unknown values {', '.join(unknown)}: use {', '.join(LAYER_VALUES)}")
+    if both := sorted(saved & offloaded):
+        raise ValueError(f"remat both saves and offloads {', '.join(both)}: choose one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RematPolicy:
+    """What a layer leaves behind for its backward pass; the layer's input always, on the device or on the host."""
+
+    saved: frozenset[str] | None
+    """Values kept on the device beside the layer's input; None keeps whatever differentiation asks for."""
+    offloaded: frozenset[str] = frozenset()
+    """Values kept in pinned host memory."""
+
+    def __post_init__(self):
+        _check_values(self.saved or frozenset(), self.offloaded)
+        if self.saved is None and (inner := sorted(self.offloaded - {LAYER_INPUT})):
+            raise ValueError(
+                f"remat none keeps unnamed values, so {', '.join(inner)} cannot be offloaded: start from dots instead"
+            )
+
+    @property
+    def offloads_input(self) -> bool:
+        """Whether the layer's input waits for the backward pass on the host."""
+        return LAYER_INPUT in self.offloaded
+
+    @property
+    def offloads_residuals(self) -> bool:
+        """Whether anything from inside the layer goes to the host."""
+        return bool(self.offloaded - {LAYER_INPUT})
+
+    def wrap(self, layer: Callable) -> Callable:
+        """The layer under `jax.checkpoint`, everything kept staying on the device."""
+        return self._checkpoint(layer, jax.checkpoint_policies.save_only_these_names(*self._inner))
+
+    def wrap_with_offload(self, layer: Callable, *, inputs: bool = False) -> Callable:
+        """The layer under `jax.checkpoint`, with the copies to and from the host as part of the program.
+
+        Args:
+            layer: the function.
+            inputs: the policy holds for the layer's input too, as when the whole step is one program.
+        """
+        names = frozenset(LAYER_VALUES) if inputs else _INTERMEDIATES
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=sorted((self.saved or frozenset()) & names),
+            names_which_can_be_offloaded=sorted(self.offloaded & names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return self._checkpoint(layer, policy)
+
+    @property
+    def _inner(self) -> list[str]:
+        return sorted(((self.saved or frozenset()) | self.offloaded) & _INTERMEDIATES)
+
+    def _checkpoint(self, layer: Callable, policy: Callable) -> Callable:
+        if self.saved is None:
+            return layer
+        # A layer is differentiated inside one jit of its own: there is no forward pass to merge the recomputation with.
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+
+    def __str__(self) -> str:
+        """The text that `parse_policy` reads as this policy."""
+        for name, preset in PRESETS.items():
+            if self == preset:
+                return name
+        saved = self.saved or frozenset()
+        base = ["none"] if self.saved is None else []
+        if self.saved and self.saved | self.offloaded - {LAYER_INPUT} == _INTERMEDIATES:
+            base, saved = ["dots"], frozenset()
+        clauses = [("offload", self.offloaded), ("save", saved)]
+        return "; ".join(base + [f"{verb}:{','.join(_ordered(names))}" for verb, names in clauses if names])
+
+
+PRESETS = {
+    "none": RematPolicy(saved=None),
+    "dots": RematPolicy(saved=_INTERMEDIATES),
+    "full": RematPolicy(saved=frozenset()),
+    "offload": RematPolicy(saved=frozenset(), offloaded=frozenset({LAYER_INPUT})),
+}
+"""none keeps everything; dots the results of matmuls and attention; full the layer's input only; offload the same on
+the host."""
+
+
+def parse_policy(text: str) -> RematPolicy:
+    """The policy of a text like `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
+
+    A preset may come first (full unless given); `save:` keeps values on the device, `offload:` on the host.
+
+    Raises:
+        ValueError: an unknown preset, verb or value, or a value named twice.
+    """
+    clauses = [clause.strip() for clause in text.split(";") if clause.strip()]
+    policy = PRESETS["full"]
+    if clauses and ":" not in clauses[0]:
+        policy = _preset(clauses.pop(0), text)
+    names = {"save": set[str](), "offload": set[str]()}
+    for clause in clauses:
+        verb, _, values = clause.partition(":")
+        if verb.strip() not in names:
+            raise ValueError(f"remat {text!r}: {clause!r} must be save:NAME,… or offload:NAME,…")
+        names[verb.strip()] |= {value.strip() for value in values.split(",") if value.strip()}
+    saved, offloaded = frozenset(names["save"]), frozenset(names["offload"])
+    _check_values(saved, offloaded)
+    kept = None if policy.saved is None else (policy.saved | saved) - offloaded - {LAYER_INPUT}
+    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved)
+
+
+def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
+    """One policy for each layer: a single policy, or counts as in `10 x full + 26 x dots`, the first layers first.
+
+    `30 x full & 6 x dots` spreads the second policy's layers evenly among the others, the last layer being one.
+
+    Raises:
+        ValueError: what `parse_policy` raises for, or counts that do not add up to the number of layers.
+    """
+    spread, runs = _runs(text)
+    if runs[0][0] is None:
+        return (runs[0][1],) * layers
+    policies = tuple(policy for count, policy in runs for _ in range(count or 0))
+    if len(policies) != layers:
+        raise ValueError(f"remat {text!r} is for {len(policies)} layers, the model has {layers}")
+    return interleave(runs[0][1], runs[1][1], layers, runs[1][0] or 0) if spread else policies
+
+
+def interleave(first: RematPolicy, second: RematPolicy, layers: int, count: int) -> tuple[RematPolicy, ...]:
+    """`count` layers under the second policy, evenly among those under the first; the last layer is one of them."""
+    return tuple(second if (i + 1) * count // layers > i * count // layers else first for i in range(layers))
+
+
+def check_remat(text: str) -> None:
+    """Raises ValueError for a text that is neither `auto` nor what `parse_policies` reads for some model."""
+    if text != AUTO:
+        _runs(text)
+
+
+def _runs(text: str) -> tuple[bool, list[tuple[int | None, RematPolicy]]]:
+    """(spread, [(number of layers, policy)]); the number is None for a policy of all layers."""
+    separator = "&" if "&" in text else "+"
+    parts = [part.strip() for part in text.split(separator)]
+    if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
+        return False, [(None, parse_policy(text))]
+    if separator == "&" and len(parts) != 2:
+        raise ValueError(
+            f"remat {text!r} must spread one policy's layers among another's: COUNT x POLICY & COUNT x POLICY"
+        )
+    runs: list[tuple[int | None, RematPolicy]] = []
+    for part in parts:
+        if (match := _COUNTED.fullmatch(part)) is None:
+            raise ValueError(f"remat {text!r}: {part!r} must be COUNT x POLICY")
+        runs.append((int(match[1]), parse_policy(match[2])))
+    return separator == "&", runs
+
+
+def format_policies(policies: Sequence[RematPolicy]) -> str:
+    """The text that `parse_policies` reads as these policies."""
+    runs = [(str(policy), len(list(group))) for policy, group in groupby(policies)]
+    if len(runs) == 1:
+        return runs[0][0]
+    if len(runs) > 2 and len(kinds := set(policies)) == 2:
+        (first,), second = kinds - {policies[-1]}, policies[-1]
+        count = policies.count(second)
+        if interleave(first, second, len(policies), count) == tuple(policies):
+            return f"{len(policies) - count} x {first} & {count} x {second}"
+    return " + ".join(f"{count} x {policy}" for policy, count in runs)
+
+
+def _preset(name: str, text: str) -> RematPolicy:
+    if name not in PRESETS:
+        presets = ", ".join([*PRESETS, AUTO])
+        raise ValueError(
+            f"remat policy {text!r} is unknown: use one of {presets}, or name values with save:… and offload:…"
+        )
+    return PRESETS[name]
+
+
+def _ordered(names: frozenset[str]) -> list[str]:
+    return [name for name in LAYER_VALUES if name in names]

@@ -1,0 +1,1 @@
+"""Tokens out of a model: sampling, generation, chat."""

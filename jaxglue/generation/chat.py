@@ -1,0 +1,161 @@
+"""Prompts in, text out: chat templates, end-of-turn tokens and streamed decoding around the generator."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.template import ChatTemplate
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.generate import Generator
+from jaxglue.generation.sampling import SamplingConfig
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.files import read_json
+from jaxglue.hf.loading import add_adapter, load_model, random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.decoder import CausalLM
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.quant.formats import Quantise
+
+_CHANNEL = "<|channel|>"
+"""Token of the harmony format before a channel's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Answers prompts with a model, with or without an adapter."""
+
+    model: Path
+    """A Hugging Face model folder."""
+    adapter: Path | None = None
+    """A PEFT adapter folder; its tokenizer and chat template are used where it has them."""
+    random_weights: int | None = None
+    """Seed of a model that was trained with --random-weights: its folder has no weights, so they are drawn again."""
+    prompt: tuple[str, ...] = ()
+    """What to answer; may be given several times."""
+    prompt_file: Path | None = None
+    """A file with one more prompt on every line."""
+    system: str | None = None
+    """The system message before each prompt."""
+    raw: bool = False
+    """Continue the prompts as they are, without the chat template."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
+    quantise: Quantise = "none"
+    """Hold the linear layers of the decoder layers in NF4 or int8, as a model that was trained so had them."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self):
+        if not self.prompt and not self.prompt_file:
+            raise ValueError("nothing to answer: give --prompt or --prompt-file")
+        if self.raw and self.system is not None:
+            raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
+        if self.adapter and not self.adapter.is_dir():
+            raise ValueError(f"--adapter: no such folder: {self.adapter}")
+        if self.prompt_file and not self.prompt_file.is_file():
+            raise ValueError(f"--prompt-file: no such file: {self.prompt_file}")
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """All prompts, those of the file last."""
+        lines = self.prompt_file.read_text(encoding="utf-8").splitlines() if self.prompt_file else []
+        return (*self.prompt, *filter(str.strip, lines))
+
+
+def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yields each prompt with its answer, which comes piece by piece.
+
+    Raises:
+        ValueError: folders, tensors, tokenizer or prompts that do not fit.
+    """
+    tokenizer = load_tokenizer(_tokenizer_folder(config))
+    prompts = {
+        prompt: encode_prompt(tokenizer, prompt, system=config.system, raw=config.raw) for prompt in config.prompts
+    }
+    dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
+    model = _load(config, dtype)
+    structure, adapter, frozen = split_model(model, nnx.LoRAParam)
+    generator = Generator(structure, model.config, dtype=dtype)
+    stop = stop_tokens(tokenizer) | _generation_stops(config.model)
+    for prompt in config.prompts:
+        tokens = generator.stream(adapter, frozen, prompts[prompt], config.sampling, stop)
+        yield prompt, stream_text(tokenizer, tokens)
+
+
+def _in_float32(dtype: str) -> bool:
+    return dtype == "float32" or (dtype == "auto" and jax.default_backend() == "cpu")
+
+
+def _load(config: GenerateConfig, dtype) -> CausalLM:
+    if config.random_weights is None:
+        model = load_model(config.model, dtype=dtype, quantise=config.quantise)
+    else:
+        shape = config_from_hf(read_config(config.model)).quantised(config.quantise)
+        model = random_model(shape, dtype=dtype, seed=config.random_weights)
+    if config.adapter:
+        add_adapter(model, config.adapter)
+    return model
+
+
+def _tokenizer_folder(config: GenerateConfig) -> Path:
+    if config.adapter and (config.adapter / "tokenizer.json").is_file():
+        return config.adapter
+    return config.model
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | None = None, raw: bool = False
+) -> list[int]:
+    """The tokens that an answer follows, the same as in training.
+
+    Args:
+        tokenizer: of the model, with its chat template.
+        prompt: the user's message.
+        system: the message before it.
+        raw: no template: the text as it is, after what the tokenizer puts before a text.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or its template refuses the conversation.
+    """
+    if raw:
+        return tokenizer.encode(prompt)
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: use --raw to continue the text as it is")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    text = ChatTemplate(tokenizer).render_prompt([*messages, {"role": "user", "content": prompt}])
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The end-of-text token, and the token with which the chat template ends a turn of the assistant."""
+    stops = {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        text = ChatTemplate(tokenizer).render(messages).rstrip()
+        last = tokenizer.encode(text, add_special_tokens=False)[-1]
+        stops |= {last} & {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(stops - {None})
+
+
+def _generation_stops(folder: Path) -> frozenset[int]:
+    """The end tokens that the model's authors name."""
+    path = folder / "generation_config.json"
+    stops = read_json(path).get("eos_token_id") if path.is_file() else None
+    return frozenset([stops] if isinstance(stops, int) else stops or ())
+
+
+def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they come, held back while a character is incomplete; special tokens are left out.
+
+    Unless they divide channels, as GPT-OSS's do: reasoning and answer would run together.
+    """
+    stream = DecodeStream(skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
+    for token in tokens:
+        if piece := stream.step(tokenizer.backend_tokenizer, token):
+            yield piece

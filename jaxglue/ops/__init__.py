@@ -1,0 +1,1 @@
+"""Operations, each by itself: one public function, a reference and kernels."""

@@ -1,0 +1,92 @@
+"""AdamW of many tensors in a few launches, where XLA would launch kernels for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import batched
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton.language as tl
+from jaxtyping import Array, Float
+
+from jaxglue.ops.adam import BLOCK, AdamW, EightBit, Hyper
+from jaxglue.ops.adam.kernels import adam_8bit_kernel, adam_kernel, square_norm_kernel
+from jaxglue.ops.launch import Launcher
+from jaxglue.ops.quant.blocks import dynamic_code, midpoints
+
+_TILE = 4096
+"""Values that a program takes."""
+_ADDRESSES = 480
+"""Arrays in a launch at most: their addresses fit into the 4 KiB of arguments that every driver takes. All in one
+launch are no faster on the GPU, and the kernel takes longer to compile."""
+_PARTS = ("codes", "absmax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonAdam(Launcher):
+    """Updates in place."""
+
+    adam: AdamW
+
+    def square_norm(self, gradients: Sequence[Float[Array, "*S"]]) -> Float[Array, ""]:
+        """Σ g² over all tensors, the same on every run."""
+        parts = []
+        for some in batched(gradients, _per_launch(len(gradients), 1)):
+            tiles = _tiles(some, [True] * len(some))
+            out = jax.new_ref(jax.lax.empty((len(tiles),), jnp.float32))
+            self._launch(square_norm_kernel, (jnp.asarray(tiles), some, out), (), (len(tiles),), {"TILE": _TILE})
+            parts.append(jax.freeze(out))
+        return jnp.sum(jnp.concatenate(parts))
+
+    def update(
+        self, parameters: Sequence[Any], means, squares, gradients, decays: Sequence[bool], hyper: Hyper
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """(parameters, means, squares) after a step; the moments in any of their formats."""
+        values = jnp.stack(hyper)
+        refs = jax.tree.map(jax.new_ref, (list(parameters), list(means), list(squares)))
+        eight = [number for number, mean in enumerate(means) if isinstance(mean, EightBit)]
+        whole = [number for number, mean in enumerate(means) if not isinstance(mean, EightBit)]
+        for numbers, launch, each in ((whole, self._update_whole, 4), (eight, self._update_eight, 6)):
+            for some in batched(numbers, _per_launch(len(numbers), each)):
+                p, m, v = ([ref[i] for i in some] for ref in refs)
+                tiles = jnp.asarray(_tiles([parameters[i] for i in some], [decays[i] for i in some]))
+                launch(tiles, values, tuple(gradients[i] for i in some), tuple(p), m, v)
+        return jax.tree.map(jax.freeze, refs)
+
+    def _update_whole(self, tiles, hyper, gradients, parameters, means, squares) -> None:
+        kind = tl.bfloat16 if self.adam.moments == "bfloat16" else tl.float32
+        arrays = (tiles, hyper, gradients, parameters, tuple(means), tuple(squares))
+        self._launch(adam_kernel, arrays, (), (len(tiles),), {**self._constants, "MEAN": kind})
+
+    def _update_eight(self, tiles, hyper, gradients, parameters, means, squares) -> None:
+        codes = dynamic_code(), dynamic_code(signed=False)
+        tables = jnp.asarray(np.stack([row for code in codes for row in (code, np.append(midpoints(code), code[-1]))]))
+        moments = (tuple(getattr(moment, part) for moment in some) for some in (means, squares) for part in _PARTS)
+        arrays = (tiles, hyper, tables, gradients, parameters, *moments)
+        self._launch(adam_8bit_kernel, arrays, (), (len(tiles),), {**self._constants, "BLOCK": BLOCK})
+
+    @property
+    def _constants(self) -> dict[str, float]:
+        adam = self.adam
+        numbers = {"BETA1": adam.beta1, "BETA2": adam.beta2, "EPSILON": adam.epsilon, "DECAY": adam.weight_decay}
+        return {**numbers, "TILE": _TILE}
+
+
+def _per_launch(count: int, each: int) -> int:
+    """Tensors, of `each` arrays, in a launch: as many in all launches if it can be, so that one program serves them."""
+    most = _ADDRESSES // each
+    least = -(-count // most)
+    even = (count // launches for launches in range(least, 2 * least) if count % launches == 0)
+    return next(even, most)
+
+
+def _tiles(tensors: Sequence[Any], decays: Sequence[bool]) -> np.ndarray:
+    """See `adam_kernels`."""
+    rows = [
+        (number, tile, tensor.size, decay)
+        for number, (tensor, decay) in enumerate(zip(tensors, decays, strict=True))
+        for tile in range(-(-tensor.size // _TILE))
+    ]
+    return np.array(rows, np.int32)

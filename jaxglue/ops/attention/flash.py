@@ -1,0 +1,65 @@
+"""What the fused backends share: one differentiation rule, with residuals that a checkpoint policy can name."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.ops.segments import PackedSegments
+
+OUT_NAME = "attention_out"
+LSE_NAME = "attention_lse"
+
+Gradients = tuple[Array, Array, Array, Array | None]
+
+
+class FusedBackend(Protocol):
+    """A forward and backward pass; `lse` is float32 in a layout of the backend's own and includes the sinks."""
+
+    def forward(self, q, k, v, sinks, segments, *, window: int | None, scale: float) -> tuple[Array, Array]:
+        """Returns (out, lse)."""
+
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window: int | None, scale: float) -> Gradients:
+        """Returns (dq, dk, dv, dsinks); dsinks is None without sinks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashSpec:
+    """What is static in a call: it must be hashable."""
+
+    backend: FusedBackend
+    window: int | None
+    scale: float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def flash_attention(
+    spec: FlashSpec,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    sinks: Float[Array, " N"] | None,
+    segments: PackedSegments,
+) -> Float[Array, "B T N H"]:
+    """Packed attention by a fused backend.
+
+    A checkpoint policy that saves `OUT_NAME` and `LSE_NAME` does not run the forward kernel again.
+    """
+    return spec.backend.forward(q, k, v, sinks, segments, window=spec.window, scale=spec.scale)[0]
+
+
+def _flash_forward(spec, q, k, v, sinks, segments):
+    out, lse = spec.backend.forward(q, k, v, sinks, segments, window=spec.window, scale=spec.scale)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return out, (q, k, v, sinks, segments, out, lse)
+
+
+def _flash_backward(spec, residuals, dout):
+    gradients = spec.backend.backward(*residuals, dout, window=spec.window, scale=spec.scale)
+    return *gradients, None
+
+
+flash_attention.defvjp(_flash_forward, _flash_backward)

@@ -1,0 +1,38 @@
+"""The definition: attention over a dense mask in float32. Memory grows with T²: for tests and small models."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.ops.segments import PackedSegments
+
+
+def reference_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: PackedSegments,
+    *,
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Causal attention inside each segment, softmax in float32; padding gives zeros."""
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    q_index, k_index = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+    visible = (k_index <= q_index) & (k_index >= segments.starts[:, :, None])
+    if window is not None:
+        visible &= k_index > q_index - window
+    visible = visible[:, None, None]
+    grouped = q.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(visible, scores, -jnp.inf)
+    sink = jnp.full((N,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    sink = sink.reshape(1, K, N // K, 1, 1)
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    weights = jnp.where(visible, jnp.exp(scores - peak), 0.0)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak)
+    weights = jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), 0.0)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(B, T, N, H).astype(q.dtype)

@@ -1,0 +1,136 @@
+"""The Triton backend: launches of the kernels in `kernels.py`."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax_triton.triton_lib import TensorDescriptor
+from jaxtyping import Array, Float
+
+from jaxglue.ops.attention import kernels
+from jaxglue.ops.attention.flash import Gradients
+from jaxglue.ops.attention.tiles import KernelTiles, Tiles
+from jaxglue.ops.launch import Launcher, like
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonBackend(Launcher):
+    """`FusedBackend` by our own kernels. lse is [B, N/P, T, P]: tiles hold P query heads of one key/value head."""
+
+    tiles: KernelTiles
+
+    @property
+    def descriptors(self) -> bool:
+        """Whether tiles are loaded through the tensor memory accelerator."""
+        return self.compute_capability >= 90
+
+    def forward(self, q, k, v, sinks, segments, *, window, scale):
+        """Returns (out, lse)."""
+        sizes, tiles = _Sizes.of(q, k), self.tiles.forward
+        tokens = tiles.block_m // sizes.P
+        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
+        return self._launch_tiles(
+            kernels.forward_kernel,
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
+            (like(q), sizes.statistics()),
+            (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
+            tiles,
+            sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None} | by_descriptor,
+        )
+
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
+        """Returns (dq, dk, dv, dsinks)."""
+        constants = _Sizes.of(q, k).constants(window, scale)
+        dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
+        dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
+        return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
+
+    def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
+        sizes, tiles = _Sizes.of(q, k), self.tiles.dq
+        tokens = tiles.block_m // sizes.P
+        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
+        return self._launch_tiles(
+            kernels.dq_kernel,
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
+            (like(q), sizes.statistics()),
+            (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
+            tiles,
+            constants | by_descriptor,
+        )
+
+    def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):
+        sizes, tiles = _Sizes.of(q, k), self.tiles.dkdv
+        q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
+        return self._launch_tiles(
+            kernels.dkdv_kernel,
+            (q, k, v, segments.ends, lse, delta, dout),
+            (like(k), like(v)),
+            (triton.cdiv(sizes.T, tiles.block_n) * sizes.K, sizes.B),
+            tiles,
+            constants,
+        )
+
+    def _query_tile(self, q, tiles: Tiles, sizes: "_Sizes"):
+        """(q, by descriptor where that is faster; the constant that says so).
+
+        By descriptor it lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies it wrongly
+        where a tile has as many keys as a head has columns, so it never does with so many.
+        """
+        width = triton.next_power_of_2(sizes.H)
+        by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
+        tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
+        return tile, {"Q_DESCRIPTOR": by_descriptor}
+
+    def _tiled(self, arrays, tokens: int, heads: int):
+        """The arrays as descriptors of [tokens, heads] tiles, where the GPU has them."""
+        return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
+
+    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
+        blocks = {"DESCRIPTORS": self.descriptors, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        compiled = tiles.num_warps, tiles.num_stages
+        return self._launch(kernel, arrays, out_type, grid, constants | blocks, *compiled, registers=tiles.registers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    B: int
+    T: int
+    K: int
+    G: int
+    P: int
+    """Query heads in a tile: the largest power of two that divides G, at most 16."""
+    H: int
+
+    @classmethod
+    def of(cls, q, k) -> "_Sizes":
+        B, T, N, H = q.shape
+        G = N // k.shape[2]
+        return cls(B=B, T=T, K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
+
+    @property
+    def packs(self) -> int:
+        return self.K * self.G // self.P
+
+    def statistics(self) -> jax.ShapeDtypeStruct:
+        """Type of lse and delta."""
+        return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
+
+    def constants(self, window: int | None, scale: float) -> dict:
+        """What all kernels are specialised for."""
+        sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
+        return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": scale}
+
+
+def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:
+    B, T, N, H = x.shape
+    return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, triton.next_power_of_2(H)))
+
+
+def _sink_gradient(
+    sinks: Float[Array, " N"], lse: Float[Array, "B N/P T P"], delta: Float[Array, "B N/P T P"]
+) -> Float[Array, " N"]:
+    """−Σ exp(sink − lse)·delta: the sink is a key whose value is zero. Padding has delta 0."""
+    sink = sinks.astype(jnp.float32).reshape(lse.shape[1], 1, lse.shape[3])
+    return -(jnp.exp(sink - lse) * delta).sum((0, 2)).reshape(sinks.shape).astype(sinks.dtype)

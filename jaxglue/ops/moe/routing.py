@@ -1,0 +1,124 @@
+"""Routing: each token's experts and weights, and one permutation that groups the assignments by expert."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxglue.ops import names
+from jaxglue.ops.moe.groups import Groups
+
+Order = Literal["softmax_topk", "topk_softmax"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["expert_ids", "weights", "permutation", "inverse", "groups"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Which experts serve M tokens, k each. Assignment a is choice a % k of token a // k; rows are assignments in
+    the order of their experts. A pytree of static shapes: every token keeps all its experts, whatever the load."""
+
+    expert_ids: Int[Array, "M k"]
+    """Experts of each token, the best first."""
+    weights: Float[Array, "M k"]
+    """Weight of each expert's output, float32, differentiable to the router's logits."""
+    permutation: Int[Array, " M*k"]
+    """Assignment of each row."""
+    inverse: Int[Array, "M k"]
+    """Row of each assignment."""
+    groups: Groups
+    """The rows of each expert."""
+
+    @property
+    def group_sizes(self) -> Int[Array, " E"]:
+        """Assignments of each expert."""
+        return self.groups.sizes
+
+    @property
+    def tokens(self) -> Int[Array, " M*k"]:
+        """Token of each row."""
+        return self.permutation // self.expert_ids.shape[1]
+
+    @property
+    def row_weights(self) -> Float[Array, " M*k"]:
+        """Weight of each row."""
+        return _to_rows(self.weights, self.permutation, self.inverse)
+
+    @property
+    def dense_weights(self) -> Float[Array, "M E"]:
+        """Weight of every expert for each token; zero where it does not serve."""
+        served = jax.nn.one_hot(self.expert_ids, self.group_sizes.shape[0], dtype=jnp.float32)
+        return (self.weights[:, :, None] * served).sum(1)
+
+
+def route(
+    router_logits: Float[Array, "M E"],
+    k: int,
+    *,
+    order: Order = "softmax_topk",
+    normalise: bool = False,
+    row_tile: int | None = None,
+) -> Routing:
+    """Chooses k of E experts for each of M tokens.
+
+    Args:
+        router_logits: any float dtype; computed in float32.
+        k: experts for each token.
+        order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
+        normalise: whether the chosen weights are divided by their sum (Qwen3's `norm_topk_prob`); `topk_softmax`
+            always sums to one.
+        row_tile: rows in a tile of the kernels; see `Groups.of`.
+
+    Raises:
+        ValueError: k is not between 1 and E, or the order is unknown.
+    """
+    E = router_logits.shape[-1]
+    if not 1 <= k <= E:
+        raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
+    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalise)
+    return routing_of(expert_ids, weights, E, row_tile=row_tile)
+
+
+def routing_of(
+    expert_ids: Int[Array, "M k"], weights: Float[Array, "M k"], experts: int, *, row_tile: int | None = None
+) -> Routing:
+    """The routing for experts and weights that were chosen already: one stable sort, and everything else follows."""
+    assigned = expert_ids.reshape(-1)
+    keys = assigned.astype(jnp.uint8 if experts < 256 else jnp.int32)  # a radix sort takes a pass for each byte
+    permutation = checkpoint_name(jnp.argsort(keys, stable=True).astype(jnp.int32), names.ROUTING)
+    rows = jnp.arange(permutation.size, dtype=jnp.int32)
+    inverse = jnp.zeros_like(rows).at[permutation].set(rows, unique_indices=True, mode="promise_in_bounds")
+    bounds = jnp.searchsorted(assigned[permutation], jnp.arange(experts + 1), method="scan_unrolled")
+    return Routing(
+        expert_ids=expert_ids,
+        weights=weights,
+        permutation=permutation,
+        inverse=inverse.reshape(expert_ids.shape),
+        groups=Groups.of(jnp.diff(bounds), rows.size, row_tile=row_tile),
+    )
+
+
+def _choose(logits, k: int, order: Order, normalise: bool):
+    if order == "topk_softmax":
+        chosen, expert_ids = jax.lax.top_k(logits, k)
+        return jax.nn.softmax(chosen, axis=-1), expert_ids
+    if order == "softmax_topk":
+        chosen, expert_ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
+        return chosen / chosen.sum(-1, keepdims=True) if normalise else chosen, expert_ids
+    raise ValueError(f"order must be softmax_topk or topk_softmax, got {order!r}")
+
+
+@jax.custom_vjp
+def _to_rows(values: Float[Array, "M k"], permutation, inverse) -> Float[Array, " M*k"]:
+    """The value of each row's assignment; JAX's own transpose would be a scatter with atomics."""
+    return values.reshape(-1)[permutation]
+
+
+_to_rows.defvjp(lambda values, p, inverse: (_to_rows(values, p, inverse), inverse), lambda inv, d: (d[inv], None, None))

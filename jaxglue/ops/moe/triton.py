@@ -1,0 +1,149 @@
+"""The Triton backend: launches of the kernels in `kernels.py`."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import triton
+from jax_triton.triton_lib import TensorDescriptor
+
+from jaxglue.ops.backend import triton_capability
+from jaxglue.ops.launch import Launcher, like
+from jaxglue.ops.moe import kernels, row_kernels
+from jaxglue.ops.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
+from jaxglue.ops.moe.fused import LowRank, Rows
+from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.tiles import KernelTiles, fit, kernel_tiles, row_block, row_blocks
+from jaxglue.ops.quant.kernels import mxfp4_kernel
+from jaxglue.ops.quant.mxfp4 import MXFP4
+
+_MXFP4_BLOCKS = 128
+"""Blocks that a program expands: 16 bytes in and 64 bytes out for each thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonBackend(Launcher):
+    """`GroupedBackend` and `ActivationBackend` by our own kernels."""
+
+    tiles: KernelTiles
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> "TritonBackend":
+        """The backend for a GPU of this compute capability."""
+        return cls(tiles=kernel_tiles(capability), compute_capability=triton_capability(capability))
+
+    def matmul(self, lhs: Rows, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
+        """See `GroupedBackend`."""
+        E, S, K = rhs.shape[0], lhs.number, lhs.array.shape[1]
+        N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+        row_tiles = groups.tiles if lhs.tokens is None else groups.gathered_tiles
+        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), row_tiles.table
+        block_m, block_more = row_blocks(row_tiles.rows)
+        tiles = replace(self.tiles.matmul, block_m=block_m).fitted(m=block_m, n=N, k=K)
+        block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
+        assert block_more in (0, block_half)
+        whole, half = (_rows(lhs, m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
+        tail = rhs
+        if descriptors:
+            rhs, tail = (_matrices(rhs, tiles.block_k, n, transpose_rhs) for n in (tiles.block_n, block_tail))
+        hidden, expand, transpose_expand = low_rank or (table, table, False)
+        rank = hidden.shape[1] if low_rank else 0
+        tokens, bias_or_any = (table if x is None else x for x in (lhs.tokens, bias))
+        (out,) = self._launch(
+            kernels.matmul_kernel,
+            (whole, half, rhs, tail, tokens, bias_or_any, hidden, expand, table),
+            (out_type,),
+            (table.shape[1] * triton.cdiv(N, tiles.block_n),),
+            tiles.constants
+            | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1]}
+            | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail}
+            | {"BLOCK_HALF": block_half, "BLOCK_MORE": block_more}
+            | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
+            | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
+            tiles.num_warps,
+            tiles.num_stages,
+            flops=2 * S * K * N,
+        )
+        return out
+
+    def outer(self, lhs: Rows, rhs: Rows, groups: Groups, dtype):
+        """See `GroupedBackend`."""
+        E, S, K, N = groups.sizes.shape[0], lhs.number, lhs.array.shape[1], rhs.array.shape[1]
+        tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
+        descriptors = self._descriptors(lhs.array, rhs.array)
+        tokens = [groups.offsets if x.tokens is None else x.tokens for x in (lhs, rhs)]
+        arrays = [_rows(x, tiles.block_k, b, descriptors) for x, b in ((lhs, tiles.block_m), (rhs, tiles.block_n))]
+        (out,) = self._launch(
+            kernels.outer_kernel,
+            (*arrays, *tokens, groups.offsets),
+            (jax.ShapeDtypeStruct((E, K, N), dtype),),
+            (triton.cdiv(K, tiles.block_m) * triton.cdiv(N, tiles.block_n), E),
+            tiles.constants
+            | {"K": K, "N": N, "DESCRIPTORS": descriptors}
+            | {"GATHER_LHS": lhs.tokens is not None, "GATHER_RHS": rhs.tokens is not None},
+            tiles.num_warps,
+            tiles.num_stages,
+            flops=2 * S * K * N,
+        )
+        return out
+
+    def dequantise(self, packed: MXFP4, dtype):
+        """See `GroupedBackend`."""
+        packed.check()
+        out_type, count = jax.ShapeDtypeStruct(packed.shape, dtype), packed.scales.size
+        constants, grid = {"COUNT": count, "BLOCK": _MXFP4_BLOCKS}, (triton.cdiv(count, _MXFP4_BLOCKS),)
+        return self._launch(mxfp4_kernel, (packed.blocks, packed.scales), (out_type,), grid, constants)[0]
+
+    def activate(self, projected, weights, groups: Groups, activation: Activation):
+        """See `ActivationBackend`."""
+        S, F = projected.shape[0], projected.shape[1] // 2
+        out_type, arrays = jax.ShapeDtypeStruct((S, F), projected.dtype), (projected, weights, groups.offsets)
+        constants = _activation_constants(F, groups, activation)
+        return self._launch_rows(row_kernels.activation_kernel, arrays, (out_type,), S, F, constants)[0]
+
+    def activate_gradient(self, projected, weights, groups: Groups, dout, activation: Activation):
+        """See `ActivationBackend`."""
+        (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
+        out_types = tuple(map(like, (projected, weights)))
+        constants = _activation_constants(F, groups, activation)
+        return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
+
+    def combine(self, rows, inverse, weights, expert_ids, bias):
+        """See `GroupedBackend`."""
+        (M, X), D = inverse.shape, rows.shape[1]
+        out_type, has_bias = jax.ShapeDtypeStruct((M, D), rows.dtype), bias is not None
+        arrays = (rows, inverse, *((weights, expert_ids, bias) if has_bias else 3 * (inverse,)))
+        constants = {"D": D, "X": X, "HAS_BIAS": has_bias}
+        return self._launch_rows(row_kernels.combine_kernel, arrays, (out_type,), M, D, constants)[0]
+
+    def _launch_rows(self, kernel, arrays, out_type, rows: int, columns: int, constants):
+        """A program for each row."""
+        block = row_block(columns)
+        return self._launch(kernel, arrays, out_type, (rows,), constants | {"BLOCK": block}, max(1, block // 128))
+
+    def _descriptors(self, *arrays) -> bool:
+        """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
+        aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
+        return self.compute_capability >= 90 and aligned
+
+
+def _activation_constants(F: int, groups: Groups, activation: Activation) -> dict:
+    return {
+        "F": F,
+        "E": groups.sizes.shape[0],
+        "GPT_OSS": activation == "gpt_oss",
+        "ALPHA": GPT_OSS_ALPHA,
+        "LIMIT": GPT_OSS_LIMIT,
+    }
+
+
+def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor.from_array(x, block)
+
+
+def _rows(rows: Rows, block_s: int, block_k: int, descriptors: bool):
+    """What a kernel loads tiles of rows from: gathered ones have no descriptor."""
+    return _descriptor(rows.array, (block_s, block_k)) if descriptors and rows.tokens is None else rows.array
+
+
+def _matrices(x, block_k: int, block_n: int, transposed: bool) -> TensorDescriptor:
+    return _descriptor(x, (1, block_n, block_k) if transposed else (1, block_k, block_n))

@@ -1,0 +1,148 @@
+"""The differentiation rules of the fused backends: what is kept is what the kernels read again."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate, rms_norm
+
+Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
+Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
+
+
+class NormBackend(Protocol):
+    """One pass over x forward, one backward."""
+
+    def norm(self, x, weight, *, eps: float) -> Float[Array, "*B D"]:
+        """See `rms_norm`."""
+
+    def norm_gradient(self, x, weight, dresidual, dout, *, eps: float) -> Float[Array, "*B D"]:
+        """dresidual plus the gradient of the norm to x."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """What is static in a call: it must be hashable."""
+
+    backend: NormBackend
+    eps: float
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["weight_moves"])
+@dataclass(frozen=True, kw_only=True)
+class _NormResiduals:
+    x: Array
+    weight: Array
+    weight_moves: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, Array]:
+    """(x, its norm) by a fused backend; the weight has a gradient where it is asked for."""
+    return x, spec.backend.norm(x, weight, eps=spec.eps)
+
+
+def _norm_forward(spec, x, weight):
+    residuals = _NormResiduals(x=x.value, weight=weight.value, weight_moves=weight.perturbed)
+    return (x.value, spec.backend.norm(x.value, weight.value, eps=spec.eps)), residuals
+
+
+def _norm_backward(spec, r: _NormResiduals, cotangents):
+    dresidual, dout = map(_instantiated, cotangents)
+    dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
+    if not r.weight_moves:
+        return dx, None
+    # By XLA in float32: only full fine-tuning asks for it.
+    x, dout = _float32(r.x), _float32(dout)
+    return dx, *jax.vjp(lambda weight: rms_norm(x, weight, spec.eps), r.weight)[1](dout)
+
+
+fused_branch_norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
+
+
+def _instantiated(cotangent):
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def _float32(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+class RotateBackend(Protocol):
+    """One pass over q and k forward, one backward."""
+
+    def rotate(self, q, k, weights: Weights | None, cos, sin, *, eps: float, inverse: bool = False) -> Heads:
+        """(q, k), normed with `weights` and rotated, or rotated back."""
+
+    def rotate_gradient(self, q, k, weights: Weights, cos, sin, dq_out, dk_out, *, eps: float) -> Heads:
+        """(dq, dk) of normed and rotated heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateSpec:
+    """What is static in a call: it must be hashable."""
+
+    backend: RotateBackend
+    eps: float
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["heads", "weights", "cos", "sin"],
+    meta_fields=["weights_move"],
+)
+@dataclass(frozen=True, kw_only=True)
+class _RotateResiduals:
+    heads: Heads | None
+    """q and k; only for the norms."""
+    weights: Weights | None
+    cos: Array
+    sin: Array
+    weights_move: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_rotate(
+    spec: RotateSpec,
+    heads: Heads,
+    weights: Weights | None,
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+) -> Heads:
+    """Norms and rotates by a fused backend; the tables have no gradient, the weights one where it is asked for."""
+    return spec.backend.rotate(*heads, weights, cos, sin, eps=spec.eps)
+
+
+def _rotate_forward(spec, *primals):
+    heads, weights, cos, sin = jax.tree.map(lambda primal: primal.value, primals)
+    move = any(primal.perturbed for primal in jax.tree.leaves(primals[1]))
+    kept = None if weights is None else heads
+    out = spec.backend.rotate(*heads, weights, cos, sin, eps=spec.eps)
+    return out, _RotateResiduals(heads=kept, weights=weights, cos=cos, sin=sin, weights_move=move)
+
+
+def _rotate_backward(spec, r: _RotateResiduals, dout):
+    dout = tuple(map(_instantiated, dout))
+    if r.heads is None or r.weights is None:
+        return spec.backend.rotate(*dout, None, r.cos, r.sin, eps=spec.eps, inverse=True), None, None, None
+    dheads = spec.backend.rotate_gradient(*r.heads, r.weights, r.cos, r.sin, *dout, eps=spec.eps)
+    return dheads, _weight_gradients(spec, r, dout) if r.weights_move else None, None, None
+
+
+def _weight_gradients(spec, r: _RotateResiduals, dout) -> Weights:
+    """By XLA in float32: only full fine-tuning asks for them."""
+    assert r.heads is not None and r.weights is not None
+    q, k = map(_float32, r.heads)
+
+    def rotate(weights: Weights):
+        return reference_rotate(q, k, r.cos, r.sin, HeadNorms(*weights, spec.eps))
+
+    return jax.vjp(rotate, r.weights)[1](tuple(map(_float32, dout)))[0]
+
+
+fused_rotate.defvjp(_rotate_forward, _rotate_backward, symbolic_zeros=True)

@@ -1,0 +1,246 @@
+"""What a traced program costs on a GPU: seconds and bytes, read off its jaxpr without compiling it.
+
+The model of XLA: matmuls, reductions and attention kernels read their operands from memory and write their results
+there; everything else is fused into them, so a value is in memory only if one of these makes it or needs it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from jaxglue.planner.gpus import Gpu
+
+ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
+"""Names of the jitted functions that stand for attention kernels in a program to be costed."""
+_ALIASES = {"reshape", "squeeze", "expand_dims", "name", "reduce_precision", "optimization_barrier", "copy"}
+_KERNEL_SECONDS = 1.5e-6
+"""A kernel's own time, however little it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one run of a program."""
+
+    seconds: float
+    temporary: int
+    """Bytes in use at the peak beside arguments and results."""
+    results: int
+    """Bytes of the results."""
+
+
+@dataclass(eq=False)
+class _Value:
+    """One array: the values in memory that it is computed from, itself when it is there."""
+
+    bytes: int
+    is_argument: bool = False
+    roots: frozenset["_Value"] = field(default_factory=frozenset)
+    in_memory: bool = False
+    from_matmul: bool = False
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    inputs: tuple[_Value, ...]
+    outputs: tuple[_Value, ...]
+    seconds: float
+    inner: int = 0
+    """Temporary bytes of a loop's body."""
+
+
+def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention_seconds: dict[str, float]) -> Cost:
+    """Cost of a program whose attention kernels take `attention_seconds`, by the name of their function."""
+    trace = _Trace(gpu, attention_seconds)
+    arguments = [_Value(_size(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
+    results = trace.run(jaxpr.jaxpr, arguments)
+    made = {value for value in results if not value.is_argument}
+    in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and not root.is_argument}
+    for value in made:
+        trace.materialise(value)
+    total = sum(value.bytes for value in made)
+    return Cost(seconds=trace.seconds, temporary=trace.peak(without=made | in_place), results=total)
+
+
+class _Trace:
+    """Collects the kernels of a program in order."""
+
+    def __init__(self, gpu: Gpu, attention_seconds: dict[str, float]):
+        self.seconds = 0.0
+        self._gpu, self._attention = gpu, attention_seconds
+        self._kernels: list[_Kernel] = []
+
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
+        env: dict[Var, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var in jaxpr.constvars:
+            env[var] = _Value(_size(var.aval), is_argument=True, in_memory=True)
+
+        def read(atom) -> _Value:
+            return _Value(0) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def materialise(self, value: _Value) -> None:
+        """Writes a fused value to memory, once."""
+        if not value.in_memory:
+            value.in_memory = True
+            self._kernel(value.roots, [value], self._copy(value.bytes + sum(root.bytes for root in value.roots)))
+
+    def peak(self, *, without: set[_Value]) -> int:
+        """Bytes of all values in memory but the arguments and the results, when there are most."""
+        last: dict[_Value, int] = {}
+        for index, kernel in enumerate(self._kernels):
+            for value in (*kernel.inputs, *kernel.outputs):
+                last[value] = max(last.get(value, index), index)
+        live, peak = 0, 0
+        dying: dict[int, int] = {}
+        for index, kernel in enumerate(self._kernels):
+            for value in kernel.outputs:
+                size = 0 if value in without else value.bytes
+                live += size
+                dying[last[value]] = dying.get(last[value], 0) + size
+            peak = max(peak, live + kernel.inner)
+            live -= dying.get(index, 0)
+        return peak
+
+    def _equation(self, eqn, inputs: list[_Value]) -> list[_Value]:
+        name = eqn.primitive.name
+        outputs = [_Value(_size(var.aval)) for var in eqn.outvars]
+        if name == "scan":
+            return self._scan(eqn, inputs, outputs)
+        if eqn.params.get("name") in self._attention:
+            return self._opaque(inputs, outputs, self._attention[eqn.params["name"]])
+        if (inner := _call(eqn)) is not None:
+            return self.run(inner.jaxpr, inputs) if len(inner.jaxpr.invars) == len(inputs) else outputs
+        if name == "cond":
+            return self.run(_branch(eqn).jaxpr, inputs[1:])
+        if name in _ALIASES:
+            return inputs[: len(outputs)]
+        if name == "dot_general":
+            flops = _dot_flops(eqn)
+            moved = sum(value.bytes for value in (*inputs, *outputs))
+            outputs[0].from_matmul = True
+            return self._opaque(inputs, outputs, max(flops / self._gpu.matmul, self._copy(moved)))
+        if name == "triton_kernel_call":
+            return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
+        if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
+            return [self._accumulate(*inputs)]
+        if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
+            return self._reduce(inputs, outputs)
+        return self._fuse(inputs, outputs)
+
+    def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
+        roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
+        return [replace(output, roots=roots) for output in outputs]
+
+    def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
+        """Of a Triton kernel, which says what it computes where that is more than its arrays show."""
+        flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
+        return max(flops / self._gpu.matmul, self._copy(sum(value.bytes for value in (*inputs, *outputs))))
+
+    def _accumulate(self, left: _Value, right: _Value) -> _Value:
+        """A matmul adds its result to what is in memory already."""
+        total, other = (left, right) if left.from_matmul else (right, left)
+        if other.in_memory and other.bytes == total.bytes:
+            total, other = other, total
+            other.bytes = 0
+        else:
+            self._kernel(other.roots, [], self._copy(sum(root.bytes for root in other.roots)))
+        self._kernel([total, other], [], self._copy(total.bytes))
+        return total
+
+    def _reduce(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
+        """A reduction fuses what it reads."""
+        roots = self._fuse(inputs, [_Value(0)])[0].roots
+        self._kernel(roots, outputs, self._copy(sum(v.bytes for v in (*roots, *outputs))))
+        return outputs
+
+    def _opaque(self, inputs: list[_Value], outputs: list[_Value], seconds: float) -> list[_Value]:
+        for value in inputs:
+            self.materialise(value)
+        self._kernel(inputs, outputs, seconds)
+        return outputs
+
+    def _scan(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
+        for value in inputs:
+            self.materialise(value)
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        cost = program_cost(body, self._gpu, attention_seconds=self._attention)
+        pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
+        per_step = sum(_size(var.aval) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
+        carried = {
+            output.bytes
+            for output, var in zip(outputs, body.jaxpr.outvars, strict=True)
+            if output.bytes == _size(var.aval)
+        }
+        for value in inputs:  # a carry is updated in place
+            if value.bytes in carried and not value.is_argument:
+                value.bytes = 0
+        self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
+        return outputs
+
+    def _kernel(self, inputs, outputs, seconds: float, inner: int = 0) -> None:
+        for output in outputs:
+            output.in_memory = True
+        temporary = tuple(value for value in inputs if not value.is_argument)
+        self.seconds += seconds + _KERNEL_SECONDS
+        self._kernels.append(_Kernel(temporary, tuple(outputs), seconds, inner))
+
+    def _copy(self, moved: int) -> float:
+        return moved / self._gpu.copy
+
+
+def _branch(eqn) -> ClosedJaxpr:
+    """What runs on NVIDIA GPUs of a choice by platform; of any other choice, the last branch."""
+    branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms") or ()
+    return next((b for b, p in zip(branches, platforms, strict=False) if p and "cuda" in p), branches[-1])
+
+
+def _call(eqn) -> ClosedJaxpr | None:
+    """The program inside an equation that only calls it."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        if isinstance(inner, ClosedJaxpr):
+            return inner
+        if isinstance(inner, Jaxpr):
+            return ClosedJaxpr(inner, ())
+    return None
+
+
+def _dot_flops(eqn) -> float:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
+
+
+def _size(aval: Any) -> int:
+    """Bytes of an array; keys and other odd types are small."""
+    try:
+        return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
+    except TypeError:
+        return 0
+
+
+def matmul_flops(jaxpr: Jaxpr) -> float:
+    """FLOPs of all matmuls of a program."""
+    return sum(repeat * _dot_flops(eqn) for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
+
+
+def received_bytes(jaxpr: Jaxpr) -> float:
+    """What the devices along an axis send the one that runs this program, other than sums of whole arrays."""
+    exchanges = ((eqn, n) for eqn, n in _equations(jaxpr, 1) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
+    return sum(repeat * abs(_size(eqn.outvars[0].aval) - _size(eqn.invars[0].aval)) for eqn, repeat in exchanges)
+
+
+def _equations(jaxpr: Jaxpr, repeat: int) -> Iterator[tuple[Any, int]]:
+    for eqn in jaxpr.eqns:
+        if (inner := _branch(eqn) if eqn.primitive.name == "cond" else _call(eqn)) is None:
+            yield eqn, repeat
+        else:
+            yield from _equations(inner.jaxpr, repeat * eqn.params.get("length", 1))

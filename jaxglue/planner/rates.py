@@ -1,0 +1,64 @@
+"""Measures a GPU's rates, for plans on GPUs whose rates are not in the table or not to be trusted."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxglue.engine import transfer
+from jaxglue.ops.backend import compute_capability
+from jaxglue.planner.gpus import SUSTAINED, Gpu, find_gpu
+
+_SIZE = 8192
+_BYTES = 2**28
+_CALLS = 5
+
+
+def device_gpu(device: jax.Device) -> Gpu:
+    """The GPU of a device: its own memory, with the table's rates where it is there and measured ones otherwise."""
+    stats = device.memory_stats()
+    if not stats:
+        raise ValueError(f"{device.device_kind} has no memory of its own to plan for: name a remat policy, not auto")
+    try:
+        gpu = find_gpu(device.device_kind)
+    except ValueError:
+        gpu = measure_gpu(device)
+    return replace(gpu, memory=stats["bytes_limit"])
+
+
+def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:
+    """Times a bf16 matmul, a copy on the device and one from pinned host memory: under a second, under 2 GiB.
+
+    Args:
+        device: to measure; nothing else should run on it.
+        clock: seconds.
+        size: rows and columns of the matrices.
+    """
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.device_put(jax.random.normal(key, (size, size), jnp.bfloat16), device) for key in keys)
+    block = jax.device_put(jnp.zeros(min(_BYTES, 4 * size * size) // 4), device)
+    host = transfer.to_host(block)
+    matmul = _seconds(jax.jit(jnp.dot), (a, b), clock)
+    copy = _seconds(jax.jit(lambda x: x + 1), (block,), clock)
+    link = _seconds(transfer.to_device, (host,), clock)
+    return Gpu(
+        name=device.device_kind,
+        capability=compute_capability(device) or (0, 0),
+        memory=(device.memory_stats() or {"bytes_limit": 0})["bytes_limit"],
+        matmul=SUSTAINED * 2 * size**3 / matmul,
+        copy=2 * block.nbytes / copy,
+        link=block.nbytes / link,
+        peers=block.nbytes / link,  # not measured: as if through the host
+    )
+
+
+def _seconds(function: Callable, arguments: tuple, clock: Callable[[], float]) -> float:
+    """Of one call, of several back to back; random data is not needed for copies, and matmuls get it."""
+    jax.block_until_ready(function(*arguments))
+    begun = clock()
+    for _ in range(_CALLS):
+        result = function(*arguments)
+        jax.block_until_ready(result)
+    return (clock() - begun) / _CALLS

@@ -1,0 +1,51 @@
+"""Overlap of copies with kernels, from their times; and, on a GPU, from a real trace."""
+
+from trace import copy_overlap, exposure, overlap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
+
+
+def test_overlap_counts_only_what_runs_under_a_kernel():
+    found = overlap(to_host=[(0, 4)], to_device=[(3, 5), (8, 10)], kernels=[(1, 2), (2, 6), (1.5, 3), (9, 12)])
+    assert found == (4, 4, 3 + 2 + 1, 5 + 3, 11)
+    assert found.hidden_share == 6 / 8
+    assert overlap([], [], [(0, 1)]).hidden_share == 1
+
+
+def test_a_collective_is_exposed_where_no_kernel_runs():
+    events = [("gemm", (0, 4)), ("ncclDevKernel_AllGather", (3, 7)), ("fusion", (6, 9)), ("MemcpyD2D", (4, 6))]
+    assert exposure(events) == (4, 2, 9)
+    assert exposure([("gemm", (0, 4))]) == (0, 0, 4)
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no profiler trace"):
+        copy_overlap(tmp_path)
+
+
+@pytest.mark.gpu
+def test_copies_run_under_computation(tiny_config, random_batch, tmp_path):
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 6, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = config_from_hf({**tiny_config, **sizes, **heads, "model_type": "qwen3"})
+    model = build_model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    add_lora(model, LoraConfig(), rngs=nnx.Rngs(1))
+    structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+    executor = Executor(structure, config, policy=parse_policy("offload"))
+    batch = jax.device_put(random_batch([[512] * 32], 16384))
+    for _ in range(2):
+        jax.block_until_ready(executor.loss_and_gradients(trainable, frozen, [batch], 1.0))
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(executor.loss_and_gradients(trainable, frozen, [batch], 1.0))
+    found = copy_overlap(tmp_path)
+    assert found.to_host > 0 and found.to_device > 0
+    assert found.hidden_share > 0.8

@@ -1,0 +1,47 @@
+"""Models split for the executor, built once."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
+
+
+class Parts(NamedTuple):
+    config: Any
+    structure: Any
+    trainable: Any
+    frozen: Any
+
+    def executor(self, policy: str, **options) -> Executor:
+        return Executor(self.structure, self.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
+
+
+def _randomise_lora_b(model):
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "lora_B":  # zero at the start: the gradient to A would vanish
+            variable.set_value(jax.random.normal(jax.random.key(len(path)), variable.shape) * 0.1)
+
+
+@pytest.fixture(scope="session")
+def split_parts(tiny_config):
+    """Builds a tiny Qwen3's parts: split_parts(kind, dropout=…, **changes to its config.json)."""
+
+    @cache
+    def make(kind: str = "lora", dropout: float = 0.0, **changes) -> Parts:
+        config = config_from_hf({**tiny_config, "model_type": "qwen3", **changes})
+        model = build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        if kind == "lora":
+            add_lora(model, LoraConfig(rank=4, dropout=dropout), rngs=nnx.Rngs(1))
+            _randomise_lora_b(model)
+        return Parts(config, *split_model(model, nnx.LoRAParam if kind == "lora" else nnx.Param))
+
+    return make

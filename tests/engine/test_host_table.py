@@ -1,0 +1,72 @@
+"""The embedding table on the host."""
+
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.engine.host_table import _read, embeddings_to_host, needed_rows
+from jaxglue.engine.policy import parse_policy
+from jaxglue.models.lora import LoraConfig
+from jaxglue.ops.backend import tracing_for
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.workload import Workload
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_table_on_the_host_gives_the_same_step(split_parts, random_batch, dtype):
+    parts = split_parts("lora")
+    table = parts.frozen["embed_tokens"]["weight"].astype(dtype)
+    frozen = {**parts.frozen, "embed_tokens": {"weight": table}}
+    host = embeddings_to_host(frozen)
+    assert isinstance(host["embed_tokens"]["weight"], np.ndarray)
+    batches, executor = [random_batch([[5, 1, 7], [12]], 14, seed=seed) for seed in range(2)], parts.executor("full")
+    expected = executor.loss_and_gradients(parts.trainable, frozen, batches, 1.0)
+    chex.assert_trees_all_equal(executor.loss_and_gradients(parts.trainable, host, batches, 1.0), expected)
+    assert executor.loss(parts.trainable, host, batches[0]) == executor.loss(parts.trainable, frozen, batches[0])
+
+
+def test_a_table_that_the_device_needs_stays_there(split_parts):
+    for parts in (split_parts("full"), split_parts("lora", tie_word_embeddings=True)):
+        with pytest.raises(ValueError, match="need a frozen table to which the output projection is not tied"):
+            embeddings_to_host(parts.frozen)
+
+
+def test_the_planner_counts_no_table_on_the_host(split_parts):
+    parts = split_parts("lora")
+    work = Workload(config=parts.config, batch_size=1, seq_len=64, lora=LoraConfig(rank=4), visible_keys=9)
+    on_device, on_host = (
+        Planner(replace(work, host_embeddings=host), find_gpu("H200")).plan(parse_policy("full")).device_bytes
+        for host in (False, True)
+    )
+    assert on_device - on_host == 2 * parts.config.embedding_values
+    with pytest.raises(ValueError, match="need a frozen table"):
+        replace(work, lora=None, host_embeddings=True)
+
+
+@pytest.mark.parametrize("width", [4096, 5120])
+def test_the_kernel_compiles_for_an_h200(h200, width):
+    address, tokens = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+        for shape, dtype in (((2,), jnp.uint32), ((2, 300), jnp.int32))
+    )
+    with tracing_for((9, 0)):
+        compiled = _read.lower(address, tokens, width=width, dtype=jnp.dtype(jnp.bfloat16)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+    assert compiled.memory_analysis().argument_size_in_bytes < 4096  # the address, not the table
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 96])
+def test_a_gpu_reads_the_rows_where_they_are(width):
+    table = jax.random.normal(jax.random.key(0), (5000, width), jnp.bfloat16)
+    host = embeddings_to_host({"embed_tokens": {"weight": table}, "lm_head": {"weight": table}})["embed_tokens"]
+    tokens = np.random.default_rng(0).integers(0, 5000, (2, 300), np.int32)
+    rows, numbers = needed_rows(host, tokens)
+    assert host["weight"].sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(numbers, np.arange(600).reshape(2, 300))
+    np.testing.assert_array_equal(rows["weight"], table[tokens.ravel()])

@@ -1,0 +1,150 @@
+"""Activations and weights on the host change neither loss nor gradients, only where things are and when they move."""
+
+from functools import cache, partial
+
+import chex
+import jax
+import pytest
+
+from jaxglue.engine import transfer
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.engine.transfer import PINNED, prefetch
+
+LENGTHS = [[5, 1, 7], [12]]
+INPUT, OUT, UP = (2 * 14 * size * 4 for size in (32, 64, 48))
+"""Bytes of a layer's input, of attention's output and of the up projection in the tiny model."""
+
+
+def layers_on_host(frozen):
+    return {**frozen, "layers": transfer.to_host(frozen["layers"])}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    """On GPUs too: float32 matmuls round to TF32 there."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def batches(random_batch):
+    return [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def expected(split_parts, batches):
+    """Loss and gradients without any policy: expected(kind)."""
+
+    @cache
+    def make(kind):
+        parts = split_parts(kind)
+        return parts.executor("none").loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "options", "host_bytes"),
+    [
+        ("lora", "offload:layer_input,attention_out,up; save:query,key", {"prefetch_depth": 1}, INPUT + OUT + UP),
+        ("full", "dots; offload:layer_input,up", {"prefetch_depth": 0}, 2 * (INPUT + UP)),
+        ("lora", "offload", {"stream_weights": True, "prefetch_depth": 1}, INPUT),
+        ("lora", "offload", {"stream_weights": True}, 0),
+    ],
+)
+def test_gradients_do_not_depend_on_where_things_are(
+    split_parts, batches, expected, monkeypatch, kind, policy, options, host_bytes
+):
+    parts, sent = split_parts(kind), []
+    frozen = layers_on_host(parts.frozen) if options.get("stream_weights") else parts.frozen
+    monkeypatch.setattr(transfer, "to_host", _recorded(transfer.to_host, sent.append))
+    executor = parts.executor(policy, **options)
+    result = executor.loss_and_gradients(parts.trainable, frozen, batches, 30.0)
+    chex.assert_trees_all_close(result, expected(kind), rtol=1e-5, atol=1e-6)
+    arrays = jax.tree.leaves(sent)
+    assert all(array.sharding.memory_kind == PINNED for array in arrays)
+    # Of three layers as many stay on the device as there are buffers for what comes back.
+    assert sum(array.nbytes for array in arrays) == len(batches) * host_bytes
+
+
+def _recorded(function, record):
+    def wrapper(*arguments):
+        result = function(*arguments)
+        record(result)
+        return result
+
+    return wrapper
+
+
+@pytest.fixture(scope="module")
+def four_layers(split_parts):
+    parts = split_parts("lora", num_hidden_layers=4)
+    return parts, parts.executor("offload")
+
+
+@pytest.fixture
+def events(four_layers, batches, monkeypatch):
+    """What an executor dispatches, in order: F and B for a layer's passes, out and in for copies."""
+
+    def make(prefetch_depth=1, stream_weights=False):
+        (parts, executor), log = four_layers, []
+        monkeypatch.setattr(executor, "_prefetch_depth", prefetch_depth)
+        monkeypatch.setattr(executor, "_stream_weights", stream_weights)
+        with monkeypatch.context() as patch:
+            layer = executor._layers[0]
+            patch.setattr(layer, "forward", _recorded(layer.forward, lambda _: log.append("F")))
+            patch.setattr(layer, "backward", _recorded(layer.backward, lambda _: log.append("B")))
+            frozen = layers_on_host(parts.frozen) if stream_weights else parts.frozen
+            for name in ("to_host", "to_device"):
+                patch.setattr(transfer, name, partial(_move, log, name, getattr(transfer, name)))
+            executor.loss_and_gradients(parts.trainable, frozen, batches[:1], 10.0)
+        return " ".join(log)
+
+    return make
+
+
+def _move(log, name, moves, tree):
+    """Logs a copy where there is something to copy."""
+    result = moves(tree)
+    if any(a is not b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True)):
+        log.append({"to_host": "out", "to_device": "in"}[name])
+    return result
+
+
+def test_copies_are_asked_for_before_the_work_that_hides_them(events):
+    assert events() == "F out F out F F B in B in B B"
+    assert events(prefetch_depth=2) == "F out F F F B in B B B"
+    assert events(prefetch_depth=0) == "F out F out F out F B in B in B in B"
+
+
+def test_weights_are_asked_for_further_ahead(events):
+    assert events(stream_weights=True) == "in in in in F out F out F F B in B in B B"
+
+
+def test_prefetch_hands_out_results_in_order():
+    assert list(prefetch([lambda i=i: i for i in range(5)], 2)) == [0, 1, 2, 3, 4]
+
+
+def test_a_policy_for_each_layer(split_parts, batches, expected):
+    parts = split_parts("lora")
+    policies = [parse_policy(text) for text in ("offload", "none", "none")]
+    executor = Executor(parts.structure, parts.config, policy=policies, dtype="float32")
+    result = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
+    chex.assert_trees_all_close(result, expected("lora"), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="2 remat policies for 3 layers"):
+        Executor(parts.structure, parts.config, policy=policies[:2])
+
+
+def test_a_device_without_pinned_memory_is_refused():
+    class Memory:
+        kind = "device"
+
+    class Device:
+        device_kind = "Toaster"
+
+        def addressable_memories(self):
+            return [Memory()]
+
+    with pytest.raises(ValueError, match="Toaster has no pinned host memory"):
+        transfer.check_pinned_memory(Device())

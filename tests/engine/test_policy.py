@@ -1,0 +1,113 @@
+"""Remat policies are read from text, refuse what they do not know, and name what a layer keeps."""
+
+import jax
+import pytest
+
+from jaxglue.engine.policy import PRESETS, RematPolicy, check_remat, format_policies, parse_policies, parse_policy
+from jaxglue.ops import names
+from jaxglue.ops.attention import LSE_NAME, OUT_NAME
+
+
+@pytest.mark.parametrize(
+    ("text", "saved", "offloaded"),
+    [
+        ("full", set(), set()),
+        ("offload", set(), {"layer_input"}),
+        ("offload:layer_input,attention_out; save:query,key", {"query", "key"}, {"layer_input", "attention_out"}),
+        ("save: gate , up", {"gate", "up"}, set()),
+        ("dots; offload:gate", set(names.LAYER_VALUES) - {"layer_input", "gate"}, {"gate"}),
+        ("offload; save:layer_input", set(), set()),
+    ],
+)
+def test_policy_texts(text, saved, offloaded):
+    policy = parse_policy(text)
+    assert policy == RematPolicy(saved=frozenset(saved), offloaded=frozenset(offloaded))
+    assert parse_policy(str(policy)) == policy
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_written_as_its_name(name):
+    assert str(parse_policy(name)) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dot", "remat policy 'dot' is unknown: use one of none, dots, full, offload, auto, or name values"),
+        ("save:query,atention_out", "unknown values atention_out: use layer_input, query, key"),
+        ("offload:gate; save:gate", "both saves and offloads gate"),
+        ("keep:gate", "'keep:gate' must be save:NAME"),
+        ("none; offload:gate", "gate cannot be offloaded: start from dots"),
+    ],
+)
+def test_bad_policies_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_policy(text)
+
+
+def test_policies_for_each_layer_are_read_and_written():
+    assert parse_policies("offload", 3) == (parse_policy("offload"),) * 3
+    text = "2 x offload:layer_input,gate + 1 x dots; offload:layer_input"
+    policies = parse_policies(text, 3)
+    assert policies[0] == policies[1] != policies[2] == parse_policy("dots; offload:layer_input")
+    assert format_policies(policies) == text
+    with pytest.raises(ValueError, match="is for 3 layers, the model has 4"):
+        parse_policies(text, 4)
+    with pytest.raises(ValueError, match="'full' must be COUNT x POLICY"):
+        parse_policies("2 x dots + full", 3)
+
+
+def test_policies_are_spread_among_each_other():
+    text = "5 x offload & 3 x dots"
+    policies = parse_policies(text, 8)
+    offload, dots = parse_policy("offload"), parse_policy("dots")
+    assert policies == (offload, offload, dots, offload, offload, dots, offload, dots)
+    assert format_policies(policies) == text
+    assert format_policies(parse_policies("5 x offload + 3 x dots", 8)) == "5 x offload + 3 x dots"
+    with pytest.raises(ValueError, match="is for 8 layers, the model has 9"):
+        parse_policies(text, 9)
+    with pytest.raises(ValueError, match="must spread one policy's layers among another's"):
+        parse_policies("1 x full & 1 x dots & 1 x offload", 3)
+
+
+def test_texts_are_checked_before_the_model_is_known():
+    for text in ("auto", "dots", "3 x dots + 2 x full"):
+        check_remat(text)
+    with pytest.raises(ValueError, match="'ful' is unknown"):
+        check_remat("3 x dots + 2 x ful")
+
+
+def test_attention_uses_the_names_of_the_policies():
+    assert (OUT_NAME, LSE_NAME) == (names.ATTENTION_OUT, names.ATTENTION_LSE)
+
+
+@pytest.fixture
+def residuals_of(split_parts, random_batch):
+    """The residuals of the first layer, as shapes, under a policy."""
+
+    def make(policy: str):
+        parts, batch = split_parts("lora"), random_batch([[5, 1, 7], [12]], 14)
+        executor = parts.executor(policy)
+        x, contexts = executor._ends.enter(parts.trainable, parts.frozen, batch, None)
+        layers = parts.trainable["layers"][0], parts.frozen["layers"][0]
+        return jax.eval_shape(executor._layers[0]._forward, *layers, x, contexts[0])[1]
+
+    return make
+
+
+def test_residuals_hold_what_the_policy_names_and_no_weights(residuals_of, split_parts):
+    sizes = {name: residuals_of(name).saved for name in ("none", "dots", "full")}
+    weights = {leaf.shape for leaf in jax.tree.leaves(split_parts("lora").frozen["layers"][0]) if leaf.ndim == 2}
+    assert not weights & {value.shape for values in sizes.values() for value in values}
+    assert sizes["full"] == []
+    heads, kv_heads, wide, model = (2, 14, 64), (2, 14, 32), (2, 14, 48), (2, 14, 32)
+    adapters = [(2, 14, 12), (2, 14, 4), (2, 14, 8), (2, 14, 4)]  # of query, key and value; output; gate and up; down
+    expected = [heads, kv_heads, kv_heads, (2, 14, 4, 16), model, wide, wide, *adapters]
+    assert sorted(value.shape for value in sizes["dots"]) == sorted(expected)
+    assert sum(value.size for value in sizes["none"]) > sum(value.size for value in sizes["dots"])
+
+
+def test_offloaded_residuals_are_told_apart(residuals_of):
+    residuals = residuals_of("offload:layer_input,attention_out,up; save:query,gate")
+    assert sorted(value.shape for value in residuals.offloaded) == [(2, 14, 4, 16), (2, 14, 48)]
+    assert sorted(value.shape for value in residuals.saved) == [(2, 14, 48), (2, 14, 64)]

@@ -1,0 +1,26 @@
+"""What a layer's forward pass leaves for its backward pass."""
+
+from itertools import combinations
+
+import jax
+import numpy as np
+
+from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.policy import parse_policy
+from jaxglue.models.decoder import packed_context
+
+
+def test_nothing_is_kept_twice_nor_what_the_backward_pass_is_given_anyway(split_parts, random_batch):
+    parts = split_parts("lora")
+    x = jax.random.normal(jax.random.key(0), (1, 14, parts.config.hidden_size))
+    context = packed_context(parts.config, random_batch([[5, 1, 7]], 14).segments)
+    # Norms' weights are ones, which would make a value equal to the one before.
+    frozen = jax.tree.map(lambda weight: weight * 1.5, parts.frozen["layers"][0])
+    arguments = parts.trainable["layers"][0], frozen, x, context
+    _, residuals, _ = LayerFunctions(parts.structure.layers[0], parse_policy("none")).forward(*arguments)
+    known = [np.ravel(x), *map(np.ravel, jax.tree.leaves(arguments[:2]))]
+    # In the shapes of the residual stream and of the query heads; what the reference of attention keeps is its own.
+    kept = [np.ravel(value) for value in residuals.saved if value.size in (x.size, 2 * x.size)]
+    assert len(kept) > 8
+    assert not any(np.array_equal(a, b) for a in kept for b in known)
+    assert not any(np.array_equal(a, b) for a, b in combinations(kept, 2))

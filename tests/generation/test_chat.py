@@ -1,0 +1,149 @@
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.data import load_tokenizer
+from jaxglue.generation.chat import GenerateConfig, encode_prompt, generate, stop_tokens, stream_text
+from jaxglue.generation.generate import Generator
+from jaxglue.generation.sampling import SamplingConfig
+from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.loading import add_adapter, random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import flatten_names, split_model
+
+LORA = LoraConfig(rank=4, alpha=16)
+SHORT = SamplingConfig(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="session")
+def quickstart(request):
+    return request.config.rootpath / "scripts" / "quickstart" / "model"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(quickstart):
+    return load_tokenizer(quickstart)
+
+
+@pytest.fixture(scope="session")
+def base(quickstart):
+    """A small model's config.json and its module."""
+    raw = json.loads((quickstart / "config.json").read_text())
+    raw |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "initializer_range": 0.3}
+    return raw, random_model(config_from_hf(raw), dtype=jnp.float32, seed=5)
+
+
+@pytest.fixture(scope="session")
+def adapted(base):
+    """(structure, adapter, frozen) of the model with a random adapter."""
+    model = nnx.clone(base[1])
+    add_lora(model, LORA, rngs=nnx.Rngs(1))
+    structure, adapter, frozen = split_model(model, nnx.LoRAParam)
+    rng = np.random.default_rng(7)
+    return structure, jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape, np.float32), adapter), frozen
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, quickstart, base, adapted):
+    """A model folder, and an adapter folder without a tokenizer."""
+    folder = tmp_path_factory.mktemp("chat")
+    raw, model = base
+    save_tensors(folder / "model", flatten_names(split_model(model, nnx.Param)[1]))
+    (folder / "model" / "config.json").write_text(json.dumps(raw))
+    for path in set(quickstart.iterdir()) - {quickstart / "config.json"}:
+        shutil.copy(path, folder / "model")
+    save_adapter(folder / "adapter", flatten_names(adapted[1]), LORA, "model")
+    return folder / "model", folder / "adapter"
+
+
+def answer(**options):
+    return {prompt: "".join(pieces) for prompt, pieces in generate(GenerateConfig(sampling=SHORT, **options))}
+
+
+def test_a_prompt_is_what_training_puts_before_an_answer(tokenizer):
+    tokens = encode_prompt(tokenizer, "Hi", system="Be kind.")
+    wanted = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokens) == wanted
+    assert tokenizer.decode(encode_prompt(tokenizer, "Hi", raw=True)) == "Hi"
+
+
+def test_stops_at_the_end_of_text_and_of_the_turn(tokenizer):
+    assert {tokenizer.decode([token]) for token in stop_tokens(tokenizer)} == {"<|im_end|>"}
+    other = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
+    assert {other.decode([token]) for token in stop_tokens(other)} == {"<|endoftext|>"}
+    other.chat_template = tokenizer.chat_template
+    assert {other.decode([token]) for token in stop_tokens(other)} == {"<|endoftext|>", "<|im_end|>"}
+
+
+def test_streamed_pieces_hold_whole_characters(tokenizer):
+    text = "naïve 東京 🙂!"
+    pieces = list(stream_text(tokenizer, tokenizer.encode(text)))
+    assert len(pieces) > 5
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_model_folder_answers_as_its_parameters_do(tokenizer, folders, base, adapted):
+    structure, adapter, frozen = adapted
+    generator = Generator(structure, base[1].config, dtype=jnp.float32)
+
+    def expected(prompt, adapter):
+        tokens = generator.stream(adapter, frozen, encode_prompt(tokenizer, prompt), SHORT, stop_tokens(tokenizer))
+        return "".join(stream_text(tokenizer, tokens))
+
+    prompts = ("What is 1 plus 2?", "Hello")
+    answers = answer(model=folders[0], prompt=prompts, adapter=folders[1])
+    assert answers == {prompt: expected(prompt, adapter) for prompt in prompts}
+    untrained = jax.tree.map(np.zeros_like, adapter)
+    assert answers != {prompt: expected(prompt, untrained) for prompt in prompts}
+
+
+def test_random_weights_are_drawn_again_and_end_tokens_of_the_generation_config_stop(tmp_path, quickstart, folders):
+    plain = answer(model=folders[0], prompt=("Hello",))["Hello"]
+    model = shutil.copytree(folders[0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
+    assert answer(model=model, prompt=("Hello",), random_weights=5)["Hello"] == plain != ""
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(1024))}))
+    assert answer(model=model, prompt=("Hello",), random_weights=5)["Hello"] == ""
+
+
+def test_prompts_of_a_file_come_after_the_others(tmp_path, folders):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    config = GenerateConfig(model=folders[0], prompt=("zero",), prompt_file=tmp_path / "prompts.txt")
+    assert config.prompts == ("zero", "one", "two")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give --prompt or --prompt-file"),
+        ({"prompt": ("a",), "raw": True, "system": "b"}, "--system needs the chat template"),
+        ({"prompt_file": Path("missing.txt")}, "--prompt-file: no such file: missing.txt"),
+        ({"prompt": ("a",), "adapter": Path("missing")}, "--adapter: no such folder: missing"),
+    ],
+)
+def test_refuses_contradictory_options(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        GenerateConfig(model=tmp_path, **options)
+
+
+def test_a_tokenizer_without_template_needs_raw(tokenizer):
+    bare = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="use --raw"):
+        encode_prompt(bare, "Hi")
+
+
+def test_an_adapter_of_another_model_is_refused(folders, base):
+    raw, _ = base
+    other = random_model(config_from_hf({**raw, "intermediate_size": 48}), dtype=jnp.float32)
+    shapes = r"down_proj\.lora_A is \(4, 64\) in it, \(4, 48\) in the model"
+    with pytest.raises(ValueError, match=rf"does not fit the model: model\.layers\.0\.mlp\.{shapes}"):
+        add_adapter(other, folders[1])

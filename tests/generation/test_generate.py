@@ -1,0 +1,127 @@
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.generation.generate import Generator, attend_cache
+from jaxglue.generation.sampling import GREEDY, SamplingConfig, sample_token
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.segments import pack_segments
+
+CASES = {
+    "qwen3_window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "llama_tied": {"tie_word_embeddings": True},
+}
+PROMPT = [5, 3, 60, 17, 17, 2, 90, 41]
+
+
+def generator_of(model, lora: bool):
+    if lora:
+        add_lora(model, LoraConfig(rank=2, alpha=8), rngs=nnx.Rngs(1))
+        for layer in model.layers:
+            b = layer.self_attn.q_proj.lora_B
+            b[...] = jax.random.normal(jax.random.key(2), b.shape)
+    structure, *trees = split_model(model, nnx.LoRAParam)
+    return Generator(structure, model.config, dtype=jnp.float32), trees
+
+
+def likeliest_next(model, tokens):
+    """The likeliest successor of every token, from one forward pass without a cache."""
+    tokens = np.array(tokens, np.int32)[None]
+    segments = pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1])
+    return jax.jit(lambda: model(tokens, segments)[0].argmax(-1))().tolist()
+
+
+@pytest.fixture
+def llama(tiny_model):
+    model = tiny_model("llama")
+    return generator_of(model, lora=False), model
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_decoding_equals_full_forward_passes(tiny_model, case, lora):
+    model = tiny_model(case.split("_")[0], **CASES[case])
+    generator, trees = generator_of(model, lora)
+    tokens = list(islice(generator.stream(*trees, PROMPT, GREEDY), 10))
+    assert tokens == likeliest_next(model, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    assert len(set(tokens)) > 3, "repetition would hide a mistake in the positions"
+
+
+def test_cache_grows_across_its_smallest_bucket(llama):
+    (generator, trees), model = llama
+    prompt = list(np.random.default_rng(0).integers(0, 97, 126))
+    tokens = list(generator.stream(*trees, prompt, SamplingConfig(temperature=0, max_tokens=5)))
+    assert tokens == likeliest_next(model, prompt + tokens)[125:-1]
+
+
+def test_cached_attention_takes_sinks_and_scale():
+    rng = np.random.default_rng(0)
+    q, keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, 4, 8), *[(1, 6, 2, 8)] * 2))
+    sinks = rng.standard_normal(4).astype(np.float32)
+    got = attend_cache(q, keys, values, jnp.int32(3), window=3, sinks=sinks, scale=0.5)
+    for head in range(4):
+        weights = np.exp(0.5 * keys[0, 1:4, head // 2] @ q[0, 0, head])
+        want = weights @ values[0, 1:4, head // 2] / (weights.sum() + np.exp(sinks[head]))
+        np.testing.assert_allclose(got[0, 0, head], want, rtol=1e-5)
+
+
+def test_stops_at_stop_tokens_and_at_both_limits(tiny_model):
+    generator, trees = generator_of(tiny_model("llama", max_position_embeddings=12), lora=False)
+    tokens = list(generator.stream(*trees, PROMPT, GREEDY))
+    assert len(PROMPT) + len(tokens) == 12
+    assert list(generator.stream(*trees, PROMPT, GREEDY, stop={tokens[2]})) == tokens[: tokens.index(tokens[2])]
+    assert list(generator.stream(*trees, PROMPT, SamplingConfig(temperature=0, max_tokens=2))) == tokens[:2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "0 tokens"), ([1] * 2048, "1 to 2,047"), ([1, 97], "token id 97, but the model's vocabulary has 97")],
+)
+def test_refuses_prompts_that_do_not_fit(llama, prompt, message):
+    (generator, trees), _ = llama
+    with pytest.raises(ValueError, match=message):
+        next(generator.stream(*trees, prompt, GREEDY))
+
+
+def test_sampling_is_seeded(llama):
+    (generator, trees), _ = llama
+    drawn = [
+        list(generator.stream(*trees, PROMPT, SamplingConfig(max_tokens=12, temperature=1.5, top_p=1.0, seed=seed)))
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_second_prompt_of_the_same_bucket_compiles_nothing(llama):
+    (generator, trees), _ = llama
+    sampling = SamplingConfig(temperature=0, max_tokens=3)
+    list(generator.stream(*trees, PROMPT, sampling))
+    before = generator.compilations()
+    list(generator.stream(*trees, PROMPT * 3, sampling))
+    assert generator.compilations() == before
+
+
+def test_draws_come_from_the_nucleus_in_proportion():
+    probabilities = np.array([0.05, 0.5, 0.15, 0.3], np.float32)
+    keys = jax.random.split(jax.random.key(0), 2000)
+
+    def frequencies(temperature, top_p):
+        draw = jax.vmap(lambda key: sample_token(jnp.log(probabilities), key, temperature, top_p))
+        return np.bincount(draw(keys), minlength=4) / len(keys)
+
+    np.testing.assert_allclose(frequencies(1.0, 1.0), probabilities, atol=0.04)
+    np.testing.assert_allclose(frequencies(1.0, 0.7), [0, 0.5 / 0.8, 0, 0.3 / 0.8], atol=0.04)
+    np.testing.assert_allclose(frequencies(1.0, 0.01), [0, 1, 0, 0])
+    flat = np.sqrt(probabilities) / np.sqrt(probabilities).sum()
+    np.testing.assert_allclose(frequencies(2.0, 1.0), flat, atol=0.04)
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1)])
+def test_refuses_sampling_that_makes_no_sense(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        SamplingConfig(**{field: value})

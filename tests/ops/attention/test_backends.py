@@ -1,0 +1,106 @@
+"""Which backend is chosen, and what is refused before anything is launched."""
+
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.attention import AttentionShape, choose_backend, packed_attention
+from jaxglue.ops.attention.reference import reference_attention
+from jaxglue.ops.segments import pack_segments
+
+LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_heads=8, segment_slots=32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "expected"),
+    [
+        ({}, None, "reference"),
+        ({}, (9, 0), "triton"),
+        ({}, (8, 0), "triton"),
+        ({}, (7, 5), "reference"),
+        ({"segment_slots": 1}, (9, 0), "cudnn"),
+        ({"segment_slots": 1}, (8, 9), "triton"),
+        ({"segment_slots": 1, "window": 128}, (9, 0), "triton"),
+        ({"head_dim": 80}, (9, 0), "cudnn"),
+        ({"dtype": jnp.float32}, (9, 0), "reference"),
+    ],
+)
+def test_auto_chooses_by_gpu_and_shape(changes, capability, expected):
+    pytest.importorskip("jax_triton", reason="without jax-triton, auto never chooses triton")
+    choice = choose_backend(replace(LLAMA, **changes), capability=capability)
+    assert choice.name == expected
+    assert choice.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "capability", "message"),
+    [
+        ("cudnn", {}, (8, 9), "9.0.*got 8.9"),
+        ("cudnn", {}, None, "no NVIDIA GPU"),
+        ("cudnn", {"head_dim": 512}, (9, 0), "head dim.*got 512"),
+        ("triton", {}, (7, 5), "8.0.*got 7.5"),
+        ("triton", {"head_dim": 80}, (9, 0), "head dim.*got 80"),
+        ("triton", {"dtype": jnp.float32}, (9, 0), "dtype.*got.*float32"),
+        ("flash", {}, (9, 0), "backend must be one of.*got 'flash'"),
+    ],
+)
+def test_a_named_backend_that_cannot_serve_says_why(backend, changes, capability, message):
+    pytest.importorskip("jax_triton", reason="without jax-triton that is the obstacle that is named")
+    with pytest.raises(ValueError, match=message):
+        choose_backend(replace(LLAMA, **changes), backend=backend, capability=capability)
+
+
+def arguments(**changes):
+    shapes = {"q": (1, 8, 4, 16), "k": (1, 8, 2, 16), "v": (1, 8, 2, 16)} | changes
+    return [jnp.ones(shapes[name]) for name in "qkv"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ({"q": (8, 4, 16)}, {}, r"q must be \[B, T, N, H\], got shape \(8, 4, 16\)"),
+        ({"k": (1, 8, 2, 32)}, {}, r"k must be .*\[1, 8, K, 16\].*got shape \(1, 8, 2, 32\)"),
+        ({"v": (1, 8, 1, 16)}, {}, r"v must have k's shape \(1, 8, 2, 16\), got \(1, 8, 1, 16\)"),
+        ({"q": (1, 8, 3, 16)}, {}, "multiple of key/value heads, got 3 and 2"),
+        ({"q": (1, 9, 4, 16), "k": (1, 9, 2, 16), "v": (1, 9, 2, 16)}, {}, r"segments must be .*\[1, 9\].*\(1, 8\)"),
+        ({}, {"window": 0}, "window must be at least 1 or None, got 0"),
+        ({}, {"scale": 0.0}, "scale must be positive, got 0.0"),
+        ({}, {"sinks": jnp.ones(3)}, r"sinks .* 4 query heads, got shape \(3,\)"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        packed_attention(*arguments(**shapes), pack_segments([[8]], seq_len=8), **options)
+
+
+def test_mixed_dtypes_are_refused():
+    q, k, v = arguments()
+    with pytest.raises(ValueError, match="one dtype, got float32, float16 and float32"):
+        packed_attention(q, k.astype(jnp.float16), v, pack_segments([[8]], seq_len=8))
+
+
+def naive_attention(q, k, v, lengths, window, sinks, scale):
+    """One document, one query and one head at a time, in numpy."""
+    out, begin = np.zeros(q.shape), 0
+    for length in lengths:
+        for t, n in itertools.product(range(length), range(q.shape[2])):
+            keys = slice(begin + (max(0, t - window + 1) if window else 0), begin + t + 1)
+            kv = n // (q.shape[2] // k.shape[2])
+            weights = np.exp(k[0, keys, kv] @ q[0, begin + t, n] * scale)
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
+            out[0, begin + t, n] = weights / total @ v[0, keys, kv]
+        begin += length
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_reference_is_softmax_attention_inside_each_document(window, with_sinks):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=x.shape).astype(np.float32) for x in arguments())
+    sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32) if with_sinks else None
+    got = reference_attention(q, k, v, pack_segments([[4, 3]], seq_len=8), window=window, sinks=sinks, scale=0.3)
+    np.testing.assert_allclose(got, naive_attention(q, k, v, [4, 3], window, sinks, 0.3), atol=1e-5)

@@ -1,0 +1,59 @@
+"""The kernels compiled for an H200 on a machine without a GPU. Needs jax-cuda13-plugin and jax-cuda13-pjrt, no more."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxglue.ops.attention import LSE_NAME, OUT_NAME
+from jaxglue.ops.attention.flash import FlashSpec, flash_attention
+from jaxglue.ops.segments import PackedSegments
+
+
+def compile_step(sharding, *, T, N, K, H, window, policy):
+    """The gradient of a checkpointed attention call, compiled."""
+    from jaxglue.ops.attention.tiles import kernel_tiles
+    from jaxglue.ops.attention.triton import TritonBackend
+
+    def shaped(shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    per_token = shaped((1, T), jnp.int32)
+    segments = PackedSegments(
+        segment_ids=per_token,
+        positions=per_token,
+        starts=per_token,
+        ends=per_token,
+        cu_seqlens=shaped((1, 33), jnp.int32),
+    )
+    backend = TritonBackend(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
+    spec = FlashSpec(backend=backend, window=window, scale=H**-0.5)
+
+    def loss(q, k, v, sinks, segments):
+        attend = jax.checkpoint(lambda *x: flash_attention(spec, *x, segments), policy=policy)
+        return jnp.sin(attend(q, k, v, sinks).astype(jnp.float32)).sum()
+
+    inputs = (*(shaped((1, T, heads, H)) for heads in (N, K, K)), shaped((N,), jnp.float32), segments)
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*inputs).compile()
+
+
+def kernels(compiled) -> int:
+    return compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
+
+
+def test_saved_residuals_spare_the_second_forward_kernel(h200):
+    shape = {"T": 16_384, "N": 32, "K": 8, "H": 128, "window": None}
+    saved = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
+    assert kernels(compile_step(h200, **shape, policy=saved)) == 3
+    assert kernels(compile_step(h200, **shape, policy=jax.checkpoint_policies.nothing_saveable)) == 4
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "H", "window"), [(64, 8, 64, 128), (40, 8, 128, None), (32, 32, 96, None), (8, 2, 256, 4096)]
+)
+def test_memory_grows_with_tokens_not_with_their_square(h200, N, K, H, window):
+    T = 131_072
+    policy = jax.checkpoint_policies.everything_saveable
+    temporary = (
+        compile_step(h200, T=T, N=N, K=K, H=H, window=window, policy=policy).memory_analysis().temp_size_in_bytes
+    )
+    assert temporary < 4 * T * N * H * 2  # a few arrays of q's size

@@ -1,0 +1,63 @@
+"""The differentiation rule that the fused backends share."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jaxglue.ops.attention import LSE_NAME, OUT_NAME
+from jaxglue.ops.attention.flash import FlashSpec, flash_attention
+from jaxglue.ops.segments import pack_segments
+
+FORWARD_PRIMITIVE = "erf"  # stands for the forward kernel: nothing else in these programs uses it
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A backend whose forward pass can be counted in a traced program."""
+
+    def forward(self, q, k, v, sinks, segments, *, window, scale):
+        return jax.lax.erf(q * scale), q.sum(-1)
+
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale):
+        return dout * out, k * lse.sum(), v, None
+
+
+def count(jaxpr, primitive: str) -> int:
+    """Occurrences of a primitive in a program and all programs inside it."""
+    inner = sum(count(sub, primitive) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params))
+    return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
+
+
+@pytest.fixture
+def loss():
+    segments = pack_segments([[5, 3]], seq_len=8)
+    spec = FlashSpec(backend=Marked(), window=None, scale=1.0)
+    return lambda q, k, v: jnp.sin(flash_attention(spec, q, k, v, None, segments)).sum()
+
+
+@pytest.fixture
+def qkv():
+    return [jax.random.normal(jax.random.key(i), (1, 8, 2, 4)) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "forward_passes"),
+    [
+        (jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME), 1),
+        (jax.checkpoint_policies.nothing_saveable, 2),
+    ],
+)
+def test_a_policy_that_saves_the_residuals_runs_the_forward_kernel_once(loss, qkv, policy, forward_passes):
+    step = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
+    program = jax.jit(step).trace(*qkv).jaxpr
+    assert count(program.jaxpr, FORWARD_PRIMITIVE) == forward_passes
+
+
+def test_checkpointing_does_not_change_the_gradients(loss, qkv):
+    policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
+    plain = jax.grad(loss, (0, 1, 2))(*qkv)
+    saved = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))(*qkv)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, plain, saved))

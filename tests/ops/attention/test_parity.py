@@ -1,0 +1,178 @@
+"""Every backend against the float32 reference: output and all gradients, on uneven segments."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.attention import packed_attention
+from jaxglue.ops.attention.flash import FlashSpec, flash_attention
+from jaxglue.ops.attention.reference import reference_attention
+from jaxglue.ops.attention.tiles import KernelTiles, Tiles
+from jaxglue.ops.segments import pack_segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    lengths: tuple[tuple[int, ...], ...]
+    T: int
+    N: int
+    K: int
+    H: int
+    window: int | None = None
+    sinks: bool = False
+
+    def inputs(self, dtype):
+        """(q, k, v, sinks), segments, dout."""
+        keys = jax.random.split(jax.random.key(0), 5)
+        q, k, v, dout = (
+            jax.random.normal(key, (len(self.lengths), self.T, heads, self.H), dtype)
+            for key, heads in zip(keys[:4], (self.N, self.K, self.K, self.N), strict=True)
+        )
+        sinks = jax.random.normal(keys[4], (self.N,)) if self.sinks else None
+        segments = jax.tree.map(jnp.asarray, pack_segments(self.lengths, seq_len=self.T))
+        return (q, k, v, sinks), segments, dout
+
+
+# For the interpreter, with tiles of 16: small, and each on the edge of something.
+SMALL = {
+    "two rows, ragged, padding": Case(lengths=((5, 1, 1, 17), (14, 3)), T=27, N=4, K=2, H=16),
+    "ends on tile boundaries": Case(lengths=((16, 16),), T=32, N=2, K=2, H=16, sinks=True),
+    "window shorter than segments": Case(lengths=((23, 3, 10),), T=40, N=4, K=1, H=16, window=5, sinks=True),
+    "window longer than segments": Case(lengths=((11, 20),), T=32, N=2, K=1, H=16, window=30),
+    "window of one token": Case(lengths=((18, 3),), T=22, N=2, K=1, H=16, window=1),
+    "head dim and group are no powers of two": Case(lengths=((7, 13),), T=20, N=3, K=1, H=24, window=9),
+    "two tiles of heads in a group": Case(lengths=((9, 4),), T=16, N=6, K=1, H=16, sinks=True),
+    "a row of padding": Case(lengths=((18,), ()), T=20, N=2, K=1, H=16, sinks=True),
+    "documents of one token": Case(lengths=((1,) * 17,), T=20, N=2, K=1, H=16),
+}
+
+
+def random_lengths(total: int, count: int, seed: int = 0) -> tuple[int, ...]:
+    """`count` random lengths, some of them 1, that add up to `total`."""
+    cuts = np.random.default_rng(seed).choice(np.arange(1, total), size=count - 1, replace=False)
+    cuts = np.union1d(cuts, [1, 2, total - 1])
+    return tuple(np.diff([0, *cuts, total]).tolist())
+
+
+LARGE = {
+    "Llama": Case(lengths=(random_lengths(1400, 9), random_lengths(900, 4, seed=1)), T=1500, N=32, K=8, H=128),
+    "GPT-OSS": Case(lengths=(random_lengths(2000, 7),), T=2048, N=64, K=8, H=64, window=128, sinks=True),
+    "GPT-OSS, full": Case(lengths=(random_lengths(2000, 7),), T=2048, N=64, K=8, H=64, sinks=True),
+    "Qwen3-14B": Case(lengths=(random_lengths(1024, 12),), T=1024, N=40, K=8, H=128),
+    "window longer than segments": Case(lengths=(random_lengths(1000, 5),), T=1001, N=8, K=2, H=128, window=700),
+    "head dim 96": Case(lengths=(random_lengths(900, 5),), T=960, N=8, K=8, H=96, window=100),
+    "head dim 256": Case(lengths=(random_lengths(1000, 5),), T=1024, N=8, K=2, H=256),
+    "hundreds of documents": Case(lengths=(random_lengths(1024, 300),), T=1024, N=8, K=4, H=64),
+    "one segment": Case(lengths=((4096,),), T=4096, N=8, K=2, H=128),
+    "one segment and padding": Case(lengths=((1000,), (300,)), T=1100, N=8, K=2, H=128, sinks=True),
+    "one segment, window": Case(lengths=((1000,),), T=1100, N=8, K=2, H=128, window=64),
+}
+
+
+def output_and_gradients(attention, inputs, dout):
+    """(out, (dq, dk, dv, dsinks)) in float32."""
+
+    @jax.jit
+    def step(inputs, dout):
+        out, pull = jax.vjp(attention, *inputs)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), (out, pull(dout.astype(out.dtype))))
+
+    return step(inputs, dout)
+
+
+def expected_of(case, inputs, segments, dout):
+    """The same by the reference, computed in float32."""
+    q, k, v, sinks = inputs
+    exact = (*(x.astype(jnp.float32) for x in (q, k, v)), sinks)
+    with jax.default_matmul_precision("highest"):
+        return output_and_gradients(
+            lambda q, k, v, sinks: reference_attention(
+                q, k, v, segments, window=case.window, sinks=sinks, scale=case.H**-0.5
+            ),
+            exact,
+            dout,
+        )
+
+
+def assert_close(got, expected, dout, tolerance):
+    """‖got − expected‖ ≤ tolerance·‖expected‖ for every array; one that should vanish is measured against dout."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        scale = np.linalg.norm(b) or np.linalg.norm(dout.astype(jnp.float32))
+        assert np.linalg.norm(a - b) <= tolerance * scale
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backend):
+    case = SMALL[name]
+    inputs, segments, dout = case.inputs(jnp.float32)
+    tiles = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    backend = interpreted_backend(tiles=KernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80)
+    spec = FlashSpec(backend=backend, window=case.window, scale=case.H**-0.5)
+    got = output_and_gradients(lambda *x: flash_attention(spec, *x, segments), inputs, dout)
+    assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.bfloat16) for name in LARGE), ("Llama", jnp.float16), ("GPT-OSS", jnp.float16)]
+)
+def test_backends_on_a_gpu_match_the_reference(name, dtype, backend):
+    case = LARGE[name]
+    inputs, segments, dout = case.inputs(dtype)
+
+    def attention(q, k, v, sinks):
+        return packed_attention(q, k, v, segments, window=case.window, sinks=sinks, backend=backend)
+
+    got = output_and_gradients(attention, inputs, dout)
+    assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+def test_nothing_is_read_back_from_the_device(backend):
+    case = LARGE["GPT-OSS"]
+    (q, k, v, sinks), segments, dout = case.inputs(jnp.bfloat16)
+
+    @jax.jit
+    def step(q, k, v, sinks, segments, dout):
+        def attention(q, k, v, sinks):
+            return packed_attention(q, k, v, segments, window=case.window, sinks=sinks, backend=backend)
+
+        return jax.vjp(attention, q, k, v, sinks)[1](dout)
+
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(step(q, k, v, sinks, segments, dout))
+
+
+@pytest.mark.gpu
+def test_triton_gradients_are_the_same_in_every_run():
+    case = LARGE["Llama"]
+    inputs, segments, dout = case.inputs(jnp.bfloat16)
+
+    def attention(q, k, v, _):
+        return packed_attention(q, k, v, segments, backend="triton")
+
+    first, second = (output_and_gradients(attention, inputs, dout) for _ in range(2))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, first, second))
+
+
+@pytest.mark.gpu
+def test_the_end_of_a_row_with_more_elements_than_an_int32_counts():
+    last = 200
+    case = Case(lengths=((4096,) * 31 + (4096 - last, last),), T=131_072, N=136, K=8, H=128)
+    inputs, segments, dout = case.inputs(jnp.bfloat16)
+    assert inputs[0].size > 2**31
+
+    def attention(q, k, v, sinks):
+        return packed_attention(q, k, v, segments, backend="triton")
+
+    got = jax.tree.map(lambda x: x[:, -last:], output_and_gradients(attention, inputs, dout))
+    tail = Case(lengths=((last,),), T=last, N=case.N, K=case.K, H=case.H)
+    inputs, dout = jax.tree.map(lambda x: x[:, -last:], (inputs, dout))
+    segments = jax.tree.map(jnp.asarray, pack_segments(tail.lengths, seq_len=last))
+    assert_close(got, expected_of(tail, inputs, segments, dout), dout, 1e-2)

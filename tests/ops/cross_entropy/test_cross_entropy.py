@@ -1,0 +1,73 @@
+"""Cross-entropy fused with the output projection, and our kernel for it, against the definition in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops import cross_entropy as module
+from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, reference_cross_entropy
+
+M, D, V = 11, 16, 37
+
+
+@pytest.fixture
+def case():
+    """(x, weight, targets, weights of predictions, of which some are 0)."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, weight = jax.random.normal(keys[0], (M, D)), jax.random.normal(keys[1], (V, D))
+    targets = jax.random.randint(keys[2], (M,), 0, V).at[3].set(V - 1)
+    return x, weight, targets, jax.random.uniform(keys[3], (M,)).at[jnp.array([0, 5, 10])].set(0)
+
+
+def by_definition(x, weight, targets, weights):
+    return -jnp.sum(weights * jax.nn.log_softmax(x @ weight.T)[jnp.arange(len(targets)), targets])
+
+
+def assert_close(got, expected, tolerance):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(np.float32(a) - np.float32(b)) <= tolerance * np.linalg.norm(np.float32(b))
+
+
+@pytest.mark.parametrize("chunk", [None, 4, 11])
+def test_loss_and_gradients_are_those_of_the_definition(case, chunk):
+    x, weight, *rest = case
+    expected = jax.value_and_grad(by_definition, (0, 1))(x, weight, *rest)
+    assert_close(jax.value_and_grad(linear_cross_entropy, (0, 1))(x, weight, *rest, chunk), expected, 1e-5)
+    assert_close(linear_cross_entropy(x, weight, *rest, chunk), expected[0], 1e-5)
+    frozen = jax.grad(lambda x: linear_cross_entropy(x, weight, *rest, chunk))(x)
+    assert_close(frozen, expected[1][0], 1e-5)
+
+
+def test_a_chunk_is_the_largest_power_of_two_that_fits():
+    assert chunk_size(151_936) == 1024
+    assert 4 * chunk_size(1000) * 1000 <= module.LOGITS_BYTES < 8 * chunk_size(1000) * 1000
+
+
+@pytest.fixture
+def interpreted_cross_entropy(interpreted, monkeypatch):
+    """The kernel on the CPU, with small blocks."""
+    from jaxglue.ops.cross_entropy import triton
+
+    monkeypatch.setattr(triton, "_BLOCK", 8)
+    return interpreted(triton.TritonCrossEntropy)(compute_capability=90)
+
+
+@pytest.mark.parametrize("scale", [1.0, 200.0])
+def test_the_kernel_matches_the_reference(interpreted_cross_entropy, case, scale):
+    x, weight, targets, weights = case
+    arguments = scale * x @ weight.T, targets, weights, jnp.float32
+    got = interpreted_cross_entropy(*arguments)
+    assert_close(got, reference_cross_entropy(*arguments), 1e-5)
+    assert not np.any(got[1][np.asarray(weights) == 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [1000, 50_257])
+def test_bf16_on_the_gpu_matches_the_definition_in_float32(vocab_size):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, weight = (jax.random.normal(k, (n, 64), jnp.bfloat16) for k, n in zip(keys, (300, vocab_size), strict=False))
+    rest = jax.random.randint(keys[2], (300,), 0, vocab_size), jnp.arange(300) % 3 / 2
+    with jax.default_matmul_precision("highest"):
+        expected = jax.value_and_grad(by_definition)(x.astype(jnp.float32), weight.astype(jnp.float32), *rest)
+    assert_close(jax.value_and_grad(linear_cross_entropy)(x, weight, *rest, 128), expected, 1e-2)

@@ -1,0 +1,88 @@
+"""Products of adapters side by side: the kernel of their gradients against two matmuls and the definition."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from closeness import assert_close, outputs_and_gradients
+
+from jaxglue.engine.compiler import LIBRARY_MATMULS
+from jaxglue.ops import lora as module
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.lora import ReferenceLowRank, expand_ranks, project_adapter
+
+# rows, outputs, ranks; no tile divides the first two
+CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
+
+
+def random_case(M, outputs, ranks, dtype=jnp.float32):
+    """((hidden, matrices), cotangents)."""
+    keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(ranks)))
+    hidden = jax.random.normal(next(keys), (1, M, sum(ranks)), dtype)
+    matrices = [jax.random.normal(next(keys), shape) for shape in zip(outputs, ranks, strict=True)]
+    return (hidden, matrices), [jax.random.normal(next(keys), (1, M, N), dtype) for N in outputs]
+
+
+def by_definition(hidden, matrices):
+    ends = np.cumsum([matrix.shape[1] for matrix in matrices])
+    parts = jnp.split(hidden, ends[:-1], axis=-1)
+    return [part @ matrix.T for part, matrix in zip(parts, matrices, strict=True)]
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def backend(request):
+    """Computes the gradients; the kernel on the CPU, with small tiles."""
+    if request.param == "reference":
+        return ReferenceLowRank()
+    interpreted = request.getfixturevalue("interpreted")
+    from jaxglue.ops.lora.triton import Tiles, TritonLowRank
+
+    tiles = Tiles(block_m=16, block_n=16, columns=32)
+    return interpreted(TritonLowRank)(compute_capability=90, tiles=tiles, product_tiles=tiles)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
+    monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
+    arguments = random_case(*case)
+    assert_close(
+        outputs_and_gradients(expand_ranks, *arguments), outputs_and_gradients(by_definition, *arguments), 1e-5
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, (1000, (3072, 1000), (16, 16)), (300, (1536,), (64,))])
+def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
+    arguments, cotangents = random_case(*case, jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, cotangents))
+    with jax.default_matmul_precision("highest"):
+        expected = outputs_and_gradients(by_definition, *wide)
+    assert_close(outputs_and_gradients(expand_ranks, arguments, cotangents), expected, 1e-2)
+
+
+def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
+    """Two adapters of one input."""
+    M, D, N, R = 2048, 512, 1024, 16
+
+    def step(x, down, up, cotangents):
+        products, pull = jax.vjp(lambda x, down, up: expand_ranks(project_adapter(x, down), up), x, down, up)
+        return products, pull(cotangents)
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+
+    narrow = [shaped(N, R, dtype=jnp.float32)] * 2
+    arguments = shaped(M, D), shaped(2 * R, D, dtype=jnp.float32), narrow, [shaped(M, N)] * 2
+    with tracing_for((9, 0)):
+        text = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*arguments).compile().as_text()
+    program = text[text.index("ENTRY") :]
+    assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2 + 2
+    assert not re.search(rf"bf16\[{M},{N}\]\S* (fusion|add|pad|dot)\(", program)
+
+
+def test_ranks_that_do_not_add_up_are_refused():
+    (hidden, matrices), _ = random_case(4, (8, 8), (2, 3))
+    with pytest.raises(ValueError, match=r"ranks \[2, 3\] must add up to the 4 columns"):
+        expand_ranks(hidden[..., :4], matrices)

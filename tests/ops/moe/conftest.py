@@ -1,0 +1,11 @@
+"""The grouped matmul's kernels on the CPU."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def interpreted_backend(interpreted):
+    """The class of a Triton backend whose launches run on the CPU; float32 and float16 only."""
+    from jaxglue.ops.moe.triton import TritonBackend
+
+    return interpreted(TritonBackend)

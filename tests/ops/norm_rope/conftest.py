@@ -1,0 +1,11 @@
+"""The kernels over rows on the CPU."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def interpreted_backend(interpreted):
+    """A Triton backend whose launches run on the CPU; float32 and float16 only."""
+    from jaxglue.ops.norm_rope.triton import TritonBackend
+
+    return interpreted(TritonBackend)(compute_capability=80)

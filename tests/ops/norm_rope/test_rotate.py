@@ -1,0 +1,124 @@
+"""Norm and rotation of heads: every backend against NumPy and the reference, outputs and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxglue.ops.norm_rope as rowwise
+from jaxglue.ops.norm_rope import HeadNorms, choose_backend, rotate_heads
+from jaxglue.ops.rope import RopeConfig, rope_tables
+from jaxglue.ops.segments import pack_segments
+
+EPS = 1e-3
+YARN = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+# name: (N, K, H, norms, rope)
+CASES = {
+    "normed": (4, 2, 16, True, RopeConfig()),
+    "not normed": (4, 2, 16, False, RopeConfig()),
+    "odd numbers": (6, 3, 24, True, RopeConfig()),
+    "more heads than a program holds": (40, 20, 8, True, RopeConfig()),
+    "scaled tables": (2, 1, 32, False, YARN),
+}
+
+
+def random_case(name, dtype=jnp.float32):
+    """((q, k, norms), tables, (dq, dk)) over uneven segments."""
+    N, K, H, normed, rope = CASES[name]
+    segments = pack_segments([[5, 2, 4], [9]], seq_len=12)
+    rng, shape = np.random.default_rng(0), segments.positions.shape
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    q, k, dq, dk = (normal(*shape, heads, H) for heads in (N, K, N, K))
+    norms = HeadNorms(1 + normal(H) / 4, 1 + normal(H) / 4, EPS) if normed else None
+    return (q, k, norms), rope_tables(segments.positions, rope, H), (dq, dk)
+
+
+def output_and_gradients(backend, inputs, tables, douts):
+    """((q, k), (dq, dk, the norms' gradients)) in float32."""
+    out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, *tables, norms=norms, backend=backend), *inputs)
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), (out, pull(douts)))
+
+
+def assert_close(got, expected, tolerance):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+def test_the_reference_matches_numpy():
+    (q, k, norms), (cos, sin), _ = random_case("odd numbers")
+    turns = np.asarray(cos + 1j * sin)[:, :, None]
+    for got, x, weight in zip(
+        rotate_heads(q, k, cos, sin, norms=norms, backend="reference"), (q, k), norms.weights, strict=True
+    ):
+        normed = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + EPS) * weight
+        rotated = (normed[..., :12] + 1j * normed[..., 12:]) * turns
+        np.testing.assert_allclose(got, np.concatenate([rotated.real, rotated.imag], -1), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backend, monkeypatch):
+    case = random_case(name)
+    expected = output_and_gradients("reference", *case)
+    monkeypatch.setattr(rowwise, "fused_backend", lambda dtype, name: interpreted_backend)
+    assert_close(output_and_gradients("triton", *case), expected, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_on_a_gpu_match_the_reference(name, dtype):
+    half = random_case(name, dtype)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    assert_close(output_and_gradients("triton", *half), output_and_gradients("reference", *exact), 1e-2)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("normed", 2), ("not normed", 0)])
+def test_the_gradient_keeps_heads_only_for_norms(name, heads, interpreted_backend, monkeypatch):
+    (q, k, norms), tables, _ = random_case(name)
+    monkeypatch.setattr(rowwise, "fused_backend", lambda dtype, name: interpreted_backend)
+    _, pull = jax.vjp(lambda q, k: rotate_heads(q, k, *tables, norms=norms), q, k)
+    assert sum(x.shape in (q.shape, k.shape) for x in jax.tree.leaves(pull)) == heads
+
+
+def test_frozen_norms_cost_one_kernel_forward_and_one_backward(h200, monkeypatch):
+    from jaxglue.ops.norm_rope.triton import TritonBackend
+
+    monkeypatch.setattr(rowwise, "fused_backend", lambda dtype, name: TritonBackend.of((9, 0)))
+
+    def step(q, k, weights, tables, douts):
+        out, pull = jax.vjp(lambda q, k: rotate_heads(q, k, *tables, norms=HeadNorms(*weights, EPS)), q, k)
+        return out, pull(douts)
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+
+    T, N, K, H = 4096, 40, 8, 128
+    heads, tables = (shaped(1, T, N, H), shaped(1, T, K, H)), 2 * (shaped(1, T, H // 2, dtype=jnp.float32),)
+    compiled = jax.jit(step).lower(*heads, 2 * (shaped(H),), tables, heads).compile()
+    assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": jnp.zeros((1, 3, 2, 5))}, "q must be .* even H"),
+        ({"k": jnp.zeros((1, 4, 1, 8))}, r"k must be \[B, T, K, H\] = \[1, 3, K, 8\] float32"),
+        ({"k": jnp.zeros((1, 3, 1, 8), jnp.float16)}, "float32 to fit q, got .* float16"),
+        ({"sin": jnp.zeros((1, 3, 8))}, r"cos and sin must be \[1, 3, 4\]"),
+        ({"norms": HeadNorms(jnp.zeros(8), jnp.zeros(4), EPS)}, r"head dim, \[8\], got shape \(4,\)"),
+        ({"backend": "cudnn"}, "backend must be one of"),
+        ({"backend": "triton"}, "cannot serve this rotation"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes, message):
+    tables = {name: jnp.zeros((1, 3, 4)) for name in ("cos", "sin")}
+    arguments = {"q": jnp.zeros((1, 3, 2, 8)), "k": jnp.zeros((1, 3, 1, 8)), **tables} | changes
+    with pytest.raises(ValueError, match=message):
+        rotate_heads(**arguments)
+
+
+def test_the_choice_of_a_backend_names_its_reason():
+    assert choose_backend(jnp.bfloat16, capability=(9, 0)).name == "triton"
+    assert "float32" in choose_backend(jnp.float32, capability=(9, 0)).reason

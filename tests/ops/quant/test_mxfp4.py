@@ -1,0 +1,72 @@
+"""MXFP4 against its definition, value by value."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.moe import grouped_matmul
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantise
+
+E2M1 = {
+    "0000": 0.0, "0001": 0.5, "0010": 1.0, "0011": 1.5, "0100": 2.0, "0101": 3.0, "0110": 4.0, "0111": 6.0,
+    "1000": -0.0, "1001": -0.5, "1010": -1.0, "1011": -1.5, "1100": -2.0, "1101": -3.0, "1110": -4.0, "1111": -6.0,
+}  # fmt: skip
+
+
+def random_tensor(shape=(3, 5, 4), seed=0):
+    """[3, 5, 128] in blocks of 32, with scales from 2^-125 to 2^125."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
+    return MXFP4(blocks=jnp.asarray(blocks), scales=jnp.asarray(rng.integers(2, 253, shape, dtype=np.uint8)))
+
+
+def written_out(tensor):
+    """The definition in Python's own floats: low half first, then high; times 2^(s − 127)."""
+    out = np.empty(tensor.shape, np.float64)
+    for index in np.ndindex(*tensor.scales.shape):
+        values = []
+        for byte in np.asarray(tensor.blocks[index]):
+            bits = f"{byte:08b}"
+            values += [E2M1[bits[4:]], E2M1[bits[:4]]]
+        block = slice(32 * index[-1], 32 * index[-1] + 32)
+        out[(*index[:-1], block)] = np.array(values) * 2.0 ** (int(tensor.scales[index]) - 127)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_decoding_is_exact_to_the_bit(dtype):
+    tensor = random_tensor()
+    got, expected = dequantise(tensor, dtype), written_out(tensor)
+    np.testing.assert_array_equal(np.asarray(got, np.float64), expected)
+    np.testing.assert_array_equal(np.signbit(np.asarray(got, np.float64)), np.signbit(expected))
+
+
+def test_every_byte_decodes_and_255_is_not_a_number():
+    blocks = jnp.arange(256, dtype=jnp.uint8).reshape(16, 16)
+    tensor = MXFP4(blocks=blocks, scales=jnp.full(16, 127, jnp.uint8))
+    np.testing.assert_array_equal(np.asarray(dequantise(tensor, jnp.float32)), written_out(tensor))
+    broken = MXFP4(blocks=blocks, scales=jnp.full(16, 255, jnp.uint8))
+    assert np.isnan(np.asarray(dequantise(broken, jnp.float32))).all()
+
+
+def test_a_grouped_matmul_takes_the_packed_matrices():
+    tensor = MXFP4(blocks=random_tensor().blocks, scales=jnp.full((3, 5, 4), 120, jnp.uint8))
+    lhs = jnp.asarray(np.random.default_rng(1).standard_normal((10, 128)), jnp.float32)
+    sizes = np.array([4, 0, 6])
+    got = grouped_matmul(lhs, tensor, sizes, transpose_rhs=True)
+    expected = grouped_matmul(lhs, dequantise(tensor, jnp.float32), sizes, transpose_rhs=True)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": jnp.zeros((3, 5, 3, 16), jnp.uint8)}, r"blocks must be \[3, 5, 4, 16\].*truncated"),
+        ({"scales": jnp.zeros((2, 5, 4), jnp.uint8)}, r"blocks must be \[2, 5, 4, 16\]"),
+        ({"scales": jnp.zeros((3, 5, 4))}, "scales must be uint8, got float32"),
+    ],
+)
+def test_a_truncated_tensor_is_refused(change, message):
+    tensor = random_tensor()
+    with pytest.raises(ValueError, match=message):
+        dequantise(MXFP4(**{"blocks": tensor.blocks, "scales": tensor.scales} | change))

@@ -1,0 +1,45 @@
+"""NF4 against bitsandbytes, bit for bit."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxglue.ops.quant.blocks import dynamic_code
+from jaxglue.ops.quant.nf4 import NF4, dequantise, quantise_nf4
+
+PARTS = ("codes", "scales", "scale_absmax", "scale_offset")
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_file(Path(__file__).parents[1] / "goldens/nf4.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stored(golden):
+    """The golden's own parts."""
+    return NF4(**{name: jnp.asarray(golden[name]) for name in PARTS}, dtype=jnp.dtype(jnp.float16))
+
+
+def test_quantising_gives_the_bits_of_bitsandbytes(golden):
+    np.testing.assert_array_equal(dynamic_code(), golden["scale_code"])
+    quantised = quantise_nf4(jnp.asarray(golden["weight"]))
+    for name in PARTS:
+        np.testing.assert_array_equal(getattr(quantised, name), golden[name], err_msg=name)
+    assert (quantised.shape, quantised.dtype) == ((130, 128), jnp.float16)
+
+
+def test_expanding_gives_the_bits_of_bitsandbytes(golden, stored):
+    values = np.asarray(dequantise(stored, jnp.float32))
+    np.testing.assert_array_equal(values[:8], golden["first_rows"])
+    np.testing.assert_array_equal(values[-8:], golden["last_rows"])
+    bits = np.asarray(dequantise(stored, jnp.bfloat16))[:8].view(np.uint16)
+    np.testing.assert_array_equal(bits, golden["first_rows_bfloat16"])
+
+
+def test_rows_that_blocks_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"rows that are a multiple of 64 values long, got \[4, 96\]"):
+        quantise_nf4(jnp.zeros((4, 96)))

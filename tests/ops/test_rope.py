@@ -1,0 +1,65 @@
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.rope import ROPE_TYPES, RopeConfig, apply_rope, inverse_frequencies, rope_tables
+
+GOLDEN = json.loads((Path(__file__).parent / "goldens/rope.json").read_text())
+CASES = GOLDEN["cases"]
+LLAMA3 = next(case["config"] for case in CASES if case["config"]["rope_type"] == "llama3")
+
+
+def test_goldens_cover_every_type():
+    assert {case["config"]["rope_type"] for case in CASES} == set(ROPE_TYPES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["config"]["rope_type"])
+def test_frequencies_are_those_of_transformers(case):
+    config = RopeConfig.from_hf({"rope_parameters": case["config"]})
+    frequencies, attention_factor = inverse_frequencies(config, GOLDEN["head_dim"])
+    np.testing.assert_allclose(frequencies, case["inv_freq"], rtol=2e-6)
+    assert attention_factor == pytest.approx(case["attention_factor"], rel=1e-6)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_configs_of_earlier_transformers_read_the_same(key):
+    scaling = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
+    raw = {"rope_theta": LLAMA3["rope_theta"], "rope_scaling": {key: "llama3", **scaling}}
+    assert RopeConfig.from_hf(raw) == RopeConfig.from_hf({"rope_parameters": LLAMA3})
+
+
+def test_tables_hold_each_tokens_own_angle():
+    config = RopeConfig.from_hf({"rope_parameters": CASES[0]["config"]})
+    positions = np.array([[0, 1, 2, 0, 1, 0]], np.int32)
+    cos, sin = rope_tables(positions, config, GOLDEN["head_dim"])
+    angles = positions[..., None] * np.array(CASES[0]["inv_freq"])
+    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
+
+
+def test_rotation_depends_on_the_distance_only():
+    rng = np.random.default_rng(0)
+    q, k = (jnp.broadcast_to(rng.normal(size=8).astype(np.float32), (1, 6, 1, 8)) for _ in range(2))
+    cos, sin = rope_tables(jnp.arange(6)[None], RopeConfig(rope_theta=50.0), 8)
+    scores = jnp.einsum("bqnh,bknh->qk", apply_rope(q, cos, sin), apply_rope(k, cos, sin))
+    for distance in range(6):
+        np.testing.assert_allclose(jnp.diagonal(scores, distance), scores[0, distance], rtol=1e-4)
+    assert abs(scores[0, 1] - scores[0, 0]) > 1e-3
+
+
+def test_unsupported_type_is_refused_by_name():
+    with pytest.raises(ValueError, match="rope type 'longrope' is not supported: known are default, linear"):
+        RopeConfig.from_hf({"rope_scaling": {"rope_type": "longrope"}})
+
+
+def test_missing_parameter_is_named():
+    with pytest.raises(ValueError, match="rope type 'linear' needs factor"):
+        RopeConfig.from_hf({"rope_scaling": {"type": "linear"}})
+
+
+def test_partial_rotation_is_refused():
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5 is not supported"):
+        RopeConfig.from_hf({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})

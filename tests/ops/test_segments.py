@@ -1,0 +1,70 @@
+import jax
+import numpy as np
+import pytest
+
+from jaxglue.ops.attention import packed_attention
+from jaxglue.ops.segments import pack_segments, segment_bucket, segments_from_cu_seqlens
+
+
+def test_every_token_knows_its_segment():
+    segments = pack_segments([[3, 2], [6]], seq_len=6)
+    np.testing.assert_array_equal(segments.segment_ids, [[1, 1, 1, 2, 2, 0], [1] * 6])
+    np.testing.assert_array_equal(segments.positions, [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    np.testing.assert_array_equal(segments.starts, [[0, 0, 0, 3, 3, 6], [0] * 6])
+    np.testing.assert_array_equal(segments.ends, [[3, 3, 3, 5, 5, 5], [6] * 6])
+    np.testing.assert_array_equal(segments.cu_seqlens, [[0, 3, 5], [0, 6, 6]])
+    assert {leaf.dtype for leaf in jax.tree.leaves(segments)} == {np.dtype(np.int32)}
+
+
+def test_starts_and_ends_say_which_keys_a_query_sees():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 9, size=12).tolist()
+    segments = pack_segments([lengths], seq_len=sum(lengths) + 5)
+    ids, starts, ends = segments.segment_ids[0], segments.starts[0], segments.ends[0]
+    q, k = np.arange(len(ids))[:, None], np.arange(len(ids))[None, :]
+    visible = (ids[:, None] == ids[None, :]) & (ids[:, None] > 0) & (k <= q)
+    np.testing.assert_array_equal(visible, (k >= starts[:, None]) & (k <= q))
+    np.testing.assert_array_equal(visible, (k <= q) & (q < ends[None, :]) & (ids[:, None] > 0))
+
+
+def test_a_row_without_documents_is_padding():
+    segments = pack_segments([[], [2]], seq_len=3)
+    np.testing.assert_array_equal(segments.segment_ids[0], [0, 0, 0])
+    np.testing.assert_array_equal(segments.starts[0], [3, 3, 3])
+    np.testing.assert_array_equal(segments.ends[0], [0, 0, 0])
+
+
+@pytest.mark.parametrize(("count", "slots"), [(0, 1), (1, 1), (2, 2), (3, 4), (26, 32), (64, 64)])
+def test_segment_slots_are_bucketed(count, slots):
+    assert segment_bucket(count) == slots
+    assert pack_segments([[1] * count], seq_len=64).cu_seqlens.shape == (1, slots + 1)
+
+
+def test_one_compilation_serves_all_batches_of_a_bucket():
+    x = np.ones((1, 16, 1, 4), np.float32)
+    attend = jax.jit(lambda segments: packed_attention(x, x, x, segments))
+    for lengths in ([1, 2, 3], [4, 4, 4, 4], [16]):
+        attend(pack_segments([lengths], seq_len=16, max_segments=4))
+    assert attend._cache_size() == 1
+
+
+def test_boundaries_give_the_same_metadata_as_lengths():
+    got = segments_from_cu_seqlens([[0, 3, 5], [0, 6]], seq_len=6)
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, pack_segments([[3, 2], [6]], seq_len=6)))
+
+
+@pytest.mark.parametrize("row", [[0, 3, 3, 5], [0, 4, 2], [1, 3], [], [0, 9]])
+def test_bad_boundaries_are_refused(row):
+    with pytest.raises(ValueError, match=r"cu_seqlens of row 1 must increase from 0 to at most 8, got"):
+        segments_from_cu_seqlens([[0, 8], row], seq_len=8)
+
+
+@pytest.mark.parametrize("row", [[3, 0, 2], [5, -1], [5, 4]])
+def test_bad_lengths_are_refused(row):
+    with pytest.raises(ValueError, match=r"row 0: document lengths .* must be positive and add up to at most 8"):
+        pack_segments([row], seq_len=8)
+
+
+def test_more_documents_than_slots_are_refused():
+    with pytest.raises(ValueError, match="max_segments=2, but a row holds 3 documents"):
+        pack_segments([[1, 1, 1]], seq_len=8, max_segments=2)

@@ -1,0 +1,52 @@
+"""Seconds and bytes of small programs whose cost can be worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxglue.planner.cost import program_cost
+from jaxglue.planner.gpus import Gpu
+
+SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9, peers=1e9)
+SQUARE = 64 * 64 * 4
+
+
+def cost(function, *shapes, attention_seconds=None):
+    arguments = [jnp.zeros(shape) for shape in shapes]
+    return program_cost(jax.make_jaxpr(function)(*arguments), SLOW_MATMULS, attention_seconds=attention_seconds or {})
+
+
+def test_matmuls_take_their_flops():
+    one = cost(lambda x, w: x @ w, (64, 64), (64, 64))
+    assert one.seconds == pytest.approx(2 * 64**3 / 1e6, rel=1e-3)
+    assert (one.temporary, one.results) == (0, SQUARE)
+    repeated = cost(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0], (64, 64), (64, 64))
+    assert repeated.seconds == pytest.approx(5 * one.seconds, rel=1e-3)
+
+
+def test_what_is_fused_takes_no_memory():
+    fused = cost(lambda x, w: jnp.tanh(jnp.exp(x @ w) + 1), (64, 64), (64, 64))
+    assert fused.temporary == 0  # computed in place of the matmul's result
+    chain = cost(lambda x, w: jnp.tanh(x @ w) @ w, (64, 64), (64, 64))
+    assert chain.temporary == 2 * SQUARE  # the first product, and its tanh as the second one's operand
+
+
+def test_a_matmul_adds_to_what_is_there():
+    assert cost(lambda x, w: x @ w + w @ x, (64, 64), (64, 64)).temporary == 0
+
+
+def test_attention_takes_the_time_that_is_given():
+    @jax.jit
+    def kernel(x):
+        return x * 2
+
+    seconds = cost(lambda x: kernel(x), (64, 64), attention_seconds={"kernel": 0.5}).seconds
+    assert seconds == pytest.approx(0.5, rel=1e-3)
+
+
+def test_of_a_choice_by_platform_the_gpus_counts():
+    def either(x, w):
+        return jax.lax.platform_dependent(x, w, cuda=jnp.dot, default=lambda x, w: x)
+
+    shapes = (64, 64), (64, 64)
+    assert cost(either, *shapes).seconds == pytest.approx(cost(jnp.dot, *shapes).seconds)
