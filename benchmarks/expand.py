@@ -13,7 +13,7 @@ import numpy as np
 from measure import device_milliseconds, table, write_results
 
 from jaxglue.ops.quant.expand import expand
-from jaxglue.ops.quant.formats import Quantised, dequantise_matrix, quantise_matrix
+from jaxglue.ops.quant.formats import Quantized, dequantize_matrix, quantize_matrix
 
 SHAPES = {
     "Qwen3-8B up": [(12288, 4096)],
@@ -49,9 +49,9 @@ def rows(name: str, shapes: list[tuple[int, int]], how: str) -> list[dict]:
     ]
 
 
-def random_weight(how: str, shape: tuple[int, int], key) -> Quantised:
-    """Random codes, which are quicker to make than a matrix that is quantised to them."""
-    abstract = jax.eval_shape(lambda: quantise_matrix(jnp.zeros(shape, jnp.bfloat16), how))
+def random_weight(how: str, shape: tuple[int, int], key) -> Quantized:
+    """Random codes, which are quicker to make than a matrix that is quantized to them."""
+    abstract = jax.eval_shape(lambda: quantize_matrix(jnp.zeros(shape, jnp.bfloat16), how))
     keys = iter(jax.random.split(key, 4))
 
     def fill(leaf):
@@ -63,7 +63,7 @@ def random_weight(how: str, shape: tuple[int, int], key) -> Quantised:
 
 
 def _by_xla(*weights):
-    return jnp.concatenate([dequantise_matrix(weight, jnp.bfloat16) for weight in weights])
+    return jnp.concatenate([dequantize_matrix(weight, jnp.bfloat16) for weight in weights])
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class Layer:
     transpose: bool
 
     def route(self, logits):
-        return route(logits, self.X, order=self.order, normalise=True)
+        return route(logits, self.X, order=self.order, normalize=True)
 
     def flops(self, tokens: int) -> int:
         """Of the forward pass; the gradient to x takes as many again."""

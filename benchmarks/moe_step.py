@@ -76,12 +76,12 @@ def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
     config, tokens = case.config, sum(case.lengths)
     model = random_model(config)
     add_lora(model, LoraConfig(), rngs=nnx.Rngs(0))
-    structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     del model
     trainable, frozen = commit(trainable), commit(frozen)
     optimizer = Optimizer(OptimizerConfig(), steps)
     state = optimizer.init(trainable)
-    executor = Executor(structure, config, policy=parse_policy(case.remat))
+    executor = Executor(graphdefs, config, policy=parse_policy(case.remat))
     batch = jax.device_put(_batch(case.lengths, config.vocab_size))
     weights = _memory("bytes_in_use")
     seconds = []

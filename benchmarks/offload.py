@@ -25,7 +25,7 @@ CASES: dict[str, list[tuple[str, dict]]] = {
         ("dots, on the device", DOTS),
         ("auto", AUTO),
         ("auto, 18.8 GiB", {**AUTO, "embeddings": "host", "memory_limit": 18.8}),
-        ("auto, NF4, 9.4 GiB", {**AUTO, "embeddings": "host", "memory_limit": 9.4, "quantise": "nf4"}),
+        ("auto, NF4, 9.4 GiB", {**AUTO, "embeddings": "host", "memory_limit": 9.4, "quantize": "nf4"}),
     ],
     "0.6b": [("full, on the device", FULL), ("offload, two buffers", OFFLOAD), ("dots, on the device", DOTS)],
     "xla": [
@@ -53,7 +53,7 @@ CASES: dict[str, list[tuple[str, dict]]] = {
         ("full fine-tuning", {**DOTS, "shape": "qwen3-1.7b", "method": "full"}),
         ("full fine-tuning", {**FULL, "shape": "llama-3.2-1b", "method": "full", "tokens": 8192}),
         ("a long row", {**FULL, "shape": "qwen3-8b", "tokens": 65536}),
-        ("NF4", {**OFFLOAD, "shape": "qwen3-14b", "quantise": "nf4"}),
+        ("NF4", {**OFFLOAD, "shape": "qwen3-14b", "quantize": "nf4"}),
     ],
 }
 SHAPES = {

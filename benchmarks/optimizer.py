@@ -1,4 +1,4 @@
-"""An optimiser step of LoRA on all linear layers: kernels launched, their time, and the host's time to ask for them.
+"""An optimizer step of LoRA on all linear layers: kernels launched, their time, and the host's time to ask for them.
 
     python benchmarks/optimizer.py --json benchmarks/results/optimizer.json
 

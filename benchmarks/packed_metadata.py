@@ -10,7 +10,7 @@ again in the backward pass, dispatched layer by layer as in training):
 - ours, rebuilt:  our attention, but every layer finds the segments' bounds and the rotary tables again
 - ours:           both once per batch
 
-Embedding, output projection and optimiser are left out: they are the same. The layers of a model share one layer's
+Embedding, output projection and optimizer are left out: they are the same. The layers of a model share one layer's
 weights, which changes neither time nor shapes. Metadata's time is what it takes on the GPU once per batch (kernels
 and copies, from a profile) and, for a rebuilt one, what the step takes longer than with the cached one. Packing in
 numpy happens on the host while the GPU is busy; it has a column of its own.
@@ -101,9 +101,9 @@ class Stack:
         config = config_from_hf({**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 256})
         model = build_model(config, rngs=nnx.Rngs(0))
         add_lora(model, LoraConfig(rank=16), rngs=nnx.Rngs(1))
-        structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+        graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
         self.config, self.depth = config, layers or SHAPES[shape]["num_hidden_layers"]
-        self._functions = LayerFunctions(structure.layers[0], PRESETS["full"])
+        self._functions = LayerFunctions(graphdefs.layers[0], PRESETS["full"])
         self._weights = trainable["layers"][0], frozen["layers"][0]
 
     def forward(self, x, context):

@@ -19,7 +19,7 @@ from jaxglue.planner.planner import Planner
 
 def predict(case: dict, gpu: str) -> dict:
     """Predicted and measured time and peak of a case."""
-    work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"], case.get("quantise", "none"))
+    work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"], case.get("quantize", "none"))
     work = replace(work, host_embeddings=case.get("embeddings") == "host")
     count = work.config.num_hidden_layers
     policies = parse_policies(case["remat"], count)
@@ -30,7 +30,7 @@ def predict(case: dict, gpu: str) -> dict:
         "model": case["shape"],
         "layers": count,
         "tokens": case["tokens"],
-        "method": case["method"] + (f", {case['quantise']}" if "quantise" in case else ""),
+        "method": case["method"] + (f", {case['quantize']}" if "quantize" in case else ""),
         "remat": case["remat"],
         "weights": case["weights"],
         "predicted ms": round(ms, 1),

@@ -26,13 +26,13 @@ def main() -> None:
             times.setdefault(f"{row['model']}, {row['documents']}", {})[row["backend"]] = milliseconds
     times = {name: by for name, by in times.items() if by.keys() >= BACKENDS.keys()}
     figure, axes = plt.subplots(figsize=(8, 0.42 * len(times) + 1.2))
-    for offset, (backend, (label, colour)) in zip((-0.2, 0.2), BACKENDS.items(), strict=True):
+    for offset, (backend, (label, color)) in zip((-0.2, 0.2), BACKENDS.items(), strict=True):
         bars = axes.barh(
             [i + offset for i in range(len(times))],
             [by[backend] for by in times.values()],
             0.38,
             label=label,
-            color=colour,
+            color=color,
         )
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
     axes.set_yticks(range(len(times)), list(times), fontsize=8)

@@ -35,10 +35,10 @@ def main() -> None:
         present = [engine for engine in ENGINES if engine in results]
         ticks.append(place + (len(present) - 1) / 2)
         for engine in present:
-            label, colour = ENGINES[engine]
+            label, color = ENGINES[engine]
             result = results[engine]
             share = 100 * result["flops"] / result["ms"] * 1e3 / MATMUL
-            bars = axes.barh(place, share, 0.9, color=colour, label=None if engine in shown else label)
+            bars = axes.barh(place, share, 0.9, color=color, label=None if engine in shown else label)
             text = f"{result['tokens'] / result['ms'] * 1e3:,.0f} tokens/s, {result.get('peak_gib', 0):.1f} GiB"
             axes.bar_label(bars, [text], padding=3, fontsize=7, bbox={"facecolor": "white", "linewidth": 0, "pad": 1})
             shown.add(engine)

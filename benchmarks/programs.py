@@ -1,6 +1,6 @@
 """What the kernels of a profile have to do: FLOPs and bytes of every operation, from the programs in the trace.
 
-A trace holds the optimised program (HLO) of each module that ran. `ProfileData` does not hand them out, so the few
+A trace holds the optimized program (HLO) of each module that ran. `ProfileData` does not hand them out, so the few
 fields on the way to them are read from the protocol buffer itself (xplane.proto of XLA: XSpace.planes = 1, XPlane.name
 = 2, .event_metadata = 4, XEventMetadata.name = 2, .stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module =
 1). Inside a CUDA graph an event does not say which operation it belongs to: XLA's own kernels carry its name, and those

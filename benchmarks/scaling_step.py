@@ -20,7 +20,7 @@ from step import LENGTHS_SEED, memory, parameters, workload
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policies
-from jaxglue.models.parameters import Tree
+from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.peaks import peak_flops
@@ -33,7 +33,7 @@ MODELS = {
     "8b-lora": {"shape": "qwen3-8b", "remat": "dots"},
     "8b-full": {"shape": "qwen3-8b", "method": "full", "remat": "dots"},
     "32b-lora": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots"},
-    "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantise": "nf4"},
+    "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantize": "nf4"},
     "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "dots"},
     "tiny": {"shape": "tiny", "tokens": 512, "remat": "dots"},
 }
@@ -47,13 +47,13 @@ class Run:
     def __init__(self, model: str, shape: MeshShape):
         options = MODELS[model]
         self.tokens, self.method = options.get("tokens", 16384), options.get("method", "lora")
-        self.work = workload(options["shape"], None, self.tokens, self.method, options.get("quantise", "none"))
+        self.work = workload(options["shape"], None, self.tokens, self.method, options.get("quantize", "none"))
         mesh = make_mesh(shape, jax.devices()[: shape.devices]) if shape.devices > 1 else None
         layout = Layout(mesh, self.work.dtype)
-        structure, *trees = abstract_parts(self.work)
+        graphdefs, *trees = abstract_parts(self.work)
         self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work, "device")[1:]
         policies = parse_policies(options["remat"], self.work.config.num_hidden_layers)
-        self._executor = Executor(structure, self.work.config, policy=policies, dtype=self.work.dtype, mesh=mesh)
+        self._executor = Executor(graphdefs, self.work.config, policy=policies, dtype=self.work.dtype, mesh=mesh)
         self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)
         self._state = self._optimizer.init(self._trainable)
         self._batch = place_batch(rows(self.work, shape.rows), mesh)
@@ -81,13 +81,13 @@ def rows(work: Workload, count: int) -> Batch:
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(size, np.float32), segments=segments)
 
 
-def sharded(trees: list[Tree], layout: Layout) -> list[Tree]:
+def sharded(trees: list[Params], layout: Layout) -> list[Params]:
     """Random parameters, each made in its places on the mesh; no device ever holds them all."""
     programs: dict = {}
 
-    def fill(tree: Tree, prefix: str, seed: int) -> Tree:
+    def fill(tree: Params, prefix: str, seed: int) -> Params:
         leaves, treedef = jax.tree.flatten(tree)
-        shardings = jax.tree.leaves(layout.shardings(layout.stored(tree, prefix)))
+        shardings = jax.tree.leaves(layout.shardings(layout.param_specs(tree, prefix)))
         kind = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), tuple(shardings))
 
         def values(key):

@@ -90,9 +90,9 @@ class Run:
         dtype = np.dtype("float32") if cpu else jax.numpy.bfloat16
         stream = plan is not None and plan.stream_weights
         place = layers_on_host if stream else None
-        model = load_model(args.model, dtype=dtype, quantise=args.quantise, place=place)
+        model = load_model(args.model, dtype=dtype, quantize=args.quantize, place=place)
         add_adapter(model, args.adapter)
-        self._structure, trainable, frozen = split_model(model, nnx.LoRAParam)
+        self._graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
         del model
         if args.embeddings == "host":
             frozen = embeddings_to_host(frozen)
@@ -100,7 +100,7 @@ class Run:
         del trainable, frozen
         policies = plan.policies if plan else parse_policies("dots", config.num_hidden_layers)
         self._executor = Executor(
-            self._structure, config, policy=policies, dtype=dtype, stream_weights=stream, prefetch_depth=args.depth
+            self._graphdefs, config, policy=policies, dtype=dtype, stream_weights=stream, prefetch_depth=args.depth
         )
         optimizer = OptimizerConfig(
             learning_rate=args.learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0
@@ -177,7 +177,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """
     timer = StartupTimer.since_process_start()
-    config = replace(config_from_hf(read_config(args.model)), quantise=args.quantise)
+    config = replace(config_from_hf(read_config(args.model)), quantize=args.quantize)
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
@@ -209,7 +209,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     for name in ("model", "adapter"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--batches", type=Path, required=True)
-    parser.add_argument("--quantise", choices=("none", "nf4"), default="none")
+    parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--remat", default=AUTO)
     parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")

@@ -46,7 +46,7 @@ class Row:
 
     shape: str
     tokens: int = 16384
-    quantise: str = "none"
+    quantize: str = "none"
     memory_limit: float | None = None
     """GiB that ours may take: what Unsloth takes."""
     checkpointing: str = "offload"
@@ -61,10 +61,10 @@ ROWS = {
     "qwen3-8b": Row(shape="qwen3-8b", memory_limit=18.8),
     "qwen3-8b, memory free": Row(shape="qwen3-8b", engines=("ours",)),  # Unsloth is no faster with more
     "qwen3-0.6b": Row(shape="qwen3-0.6b", tokens=8192, checkpointing="none", engines=ENGINES, steps=16),
-    "qwen3-8b NF4": Row(shape="qwen3-8b", quantise="nf4", memory_limit=9.4),
-    "qwen3-14b NF4": Row(shape="qwen3-14b", quantise="nf4", memory_limit=14.3),
+    "qwen3-8b NF4": Row(shape="qwen3-8b", quantize="nf4", memory_limit=9.4),
+    "qwen3-14b NF4": Row(shape="qwen3-14b", quantize="nf4", memory_limit=14.3),
     "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
-    "tiny NF4": Row(shape="tiny", tokens=1024, quantise="nf4", checkpointing="none", engines=("ours", "peft")),
+    "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
 }
 
@@ -119,7 +119,7 @@ class Inputs:
 def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], args: argparse.Namespace) -> dict:
     """What the engine's process printed; or its error."""
     row, further, environment = ROWS[name], [], os.environ | gpu
-    flags = {**files, "quantise": row.quantise, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
+    flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
         command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
         flags |= {"memory-limit": row.memory_limit, "embeddings": "host"} if row.memory_limit else {}

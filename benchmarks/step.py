@@ -26,15 +26,15 @@ from measure import uniform_lengths
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.embed_head import EndFunctions
+from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.policy import AUTO, parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import merge_module
-from jaxglue.ops.quant.formats import Quantise, is_quantised
-from jaxglue.ops.quant.int8 import quantise_int8
+from jaxglue.ops.quant.formats import Quantize, is_quantized
+from jaxglue.ops.quant.int8 import quantize_int8
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import mean_visible_keys
@@ -46,11 +46,11 @@ from jaxglue.planner.workload import Workload, abstract_parts
 LENGTHS_SEED = 0
 
 
-def workload(shape: str, layers: int | None, tokens: int, method: str, quantise: str = "none") -> Workload:
+def workload(shape: str, layers: int | None, tokens: int, method: str, quantize: str = "none") -> Workload:
     """LoRA of rank 16 on all linear layers, or full fine-tuning, of a packed row of documents of 64–1,024 tokens."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     return Workload(
-        config=replace(config_from_hf(raw), quantise=quantise),
+        config=replace(config_from_hf(raw), quantize=quantize),
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
@@ -67,11 +67,11 @@ def random_batch(tokens: int, vocab_size: int) -> Batch:
 
 
 def parameters(work: Workload, weights: str, embeddings: str = "device"):
-    """(structure, trainable, frozen) with random values, made layer by layer: no more than asked for is on the GPU."""
-    structure, *trees = abstract_parts(work)
+    """(graphdefs, trainable, frozen) with random values, made layer by layer: no more than asked for is on the GPU."""
+    graphdefs, *trees = abstract_parts(work)
 
     def fill(tree, key, host: bool):
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_quantised)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_quantized)
         filled = transfer.commit(_maker(treedef, tuple(leaves))(key))
         return jax.block_until_ready(transfer.to_host(filled)) if host else filled
 
@@ -86,7 +86,7 @@ def parameters(work: Workload, weights: str, embeddings: str = "device"):
         out.append({**rest, "layers": layers})
     if embeddings == "host":
         out[1] = embeddings_to_host(out[1])
-    return structure, *out
+    return graphdefs, *out
 
 
 @cache
@@ -106,8 +106,8 @@ def _random(key, leaf):
         parts = {"scales": jnp.zeros(leaf.scales.shape, jnp.uint8), "scale_absmax": jnp.zeros(leaf.scale_absmax.shape)}
         codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
         return NF4(codes=codes, **parts, scale_offset=jnp.float32(0.034), dtype=leaf.dtype)
-    if is_quantised(leaf):
-        return quantise_int8(_matrix(key, leaf))
+    if is_quantized(leaf):
+        return quantize_int8(_matrix(key, leaf))
     return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _matrix(key, leaf)
 
 
@@ -125,12 +125,12 @@ def choose(args, work: Workload) -> dict:
     return {"remat": args.remat, "weights": args.weights, **foreseen}
 
 
-def executor_step(args, work, structure, trainable, frozen, batch):
+def executor_step(args, work, graphdefs, trainable, frozen, batch):
     """A function of no arguments that dispatches a step."""
     executor = Executor(
-        structure,
+        graphdefs,
         work.config,
-        policy=parse_policies(args.remat, len(structure.layers)),
+        policy=parse_policies(args.remat, len(graphdefs.layers)),
         stream_weights=args.weights == "host",
         prefetch_depth=args.depth,
         run_ahead=args.run_ahead,
@@ -138,18 +138,18 @@ def executor_step(args, work, structure, trainable, frozen, batch):
     return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
 
 
-def whole_step(args, work, structure, trainable, frozen, batch):
+def whole_step(args, work, graphdefs, trainable, frozen, batch):
     """The whole step as one program, with XLA's own handling of the policy: layers unrolled or scanned."""
     policy = parse_policy(args.remat)
-    ends = EndFunctions(structure, work.config, dtype=work.dtype, attention="auto", jit=jax.jit)
+    ends = EmbedHead(graphdefs, work.config, dtype=work.dtype, attention="auto", jit=jax.jit)
 
     def apply(train, froze, x, context):
-        return merge_module(structure.layers[0], train, froze)(x, context)
+        return merge_module(graphdefs.layers[0], train, froze)(x, context)
 
     layer = policy.wrap_with_offload(apply, inputs=True)
 
     def loss(trainable, frozen, batch):
-        x, contexts = ends.enter(trainable, frozen, batch, None)
+        x, contexts = embed_head.embed(trainable, frozen, batch, None)
         if args.executor == "scan":
             stacks = trainable["layers"], frozen["layers"]
             x, _ = jax.lax.scan(lambda x, layers: (layer(*layers, x, contexts[0]), None), x, stacks)
@@ -172,7 +172,7 @@ def memory(device: jax.Device, statistic: str) -> float:
 
 def measure(args) -> dict:
     """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
-    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantise)
+    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize)
     chosen = choose(args, work) if args.remat == AUTO else {}
     parts = parameters(work, args.weights, args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
@@ -221,7 +221,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
-    parser.add_argument("--quantise", choices=get_args(Quantise), default="none")
+    parser.add_argument("--quantize", choices=get_args(Quantize), default="none")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--remat", default="full", help="as of scripts/train.py; auto chooses where weights are, too")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans with")

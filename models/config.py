@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxglue.ops.quant.formats import Quantise, check_format
+from jaxglue.ops.quant.formats import Quantize, check_format
 from jaxglue.ops.rope import RopeConfig
 
 
@@ -53,8 +53,8 @@ class DecoderConfig:
     """Sliding window of each layer in tokens, None for full attention."""
     moe: MoeConfig | None = None
     """None when every layer is dense."""
-    quantise: Quantise = "none"
-    """How the decoder layers' linear layers are stored; embeddings, norms, routers and lm_head never are quantised."""
+    quantize: Quantize = "none"
+    """How the decoder layers' linear layers are stored; embeddings, norms, routers and lm_head never are quantized."""
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -66,31 +66,31 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of dimensions")
         assert len(self.layer_windows) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
-        self._check_quantise()
+        self._check_quantize()
 
-    def _check_quantise(self) -> None:
-        if self.quantise != "none" and self.moe and not self.moe.mxfp4:
+    def _check_quantize(self) -> None:
+        if self.quantize != "none" and self.moe and not self.moe.mxfp4:
             raise ValueError(
-                f"--quantise {self.quantise} is not supported for experts that are not in MXFP4: leave it out"
+                f"--quantize {self.quantize} is not supported for experts that are not in MXFP4: leave it out"
             )
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        check_format(self.quantise, sizes | heads)
+        check_format(self.quantize, sizes | heads)
 
-    def quantised(self, how: Quantise) -> "DecoderConfig":
+    def quantized(self, how: Quantize) -> "DecoderConfig":
         """The same model with its linear layers in this format; `none` leaves them as its folder has them.
 
         Raises:
             ValueError: the format cannot hold them, or the folder has them in another.
         """
-        if how == "none" or how == self.quantise:
+        if how == "none" or how == self.quantize:
             return self
-        if self.quantise != "none":
+        if self.quantize != "none":
             raise ValueError(
-                f"--quantise {how}: the model's folder is quantised to {self.quantise} already; "
+                f"--quantize {how}: the model's folder is quantized to {self.quantize} already; "
                 "leave it out, or name the folder of the original"
             )
-        return replace(self, quantise=how)
+        return replace(self, quantize=how)
 
     @property
     def embedding_values(self) -> int:
@@ -147,28 +147,28 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": raw.get("mlp_bias", False),
         "initializer_range": raw.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw),
-        "quantise": _stored_format(raw),
+        "quantize": _stored_format(raw),
     }
 
 
-def _stored_format(raw: Mapping[str, Any]) -> Quantise:
+def _stored_format(raw: Mapping[str, Any]) -> Quantize:
     """How the folder holds its linear layers, by bitsandbytes' part of config.json.
 
     Raises:
-        ValueError: quantised by another tool, in another format of bitsandbytes, or only in part.
+        ValueError: quantized by another tool, in another format of bitsandbytes, or only in part.
     """
     stored = raw.get("quantization_config") or {}
     if not stored or raw["model_type"] == "gpt_oss":
         return "none"
-    remedy = "use the folder of the original model, with --quantise nf4 or int8"
+    remedy = "use the folder of the original model, with --quantize nf4 or int8"
     if stored.get("quant_method") != "bitsandbytes":
         raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
     skipped = stored.get("llm_int8_skip_modules") or []
     if within := [name for name in skipped if name not in ("lm_head", "embed_tokens", "model.embed_tokens")]:
-        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantised, which is not supported: {remedy}")
+        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {remedy}")
     if stored.get("load_in_8bit"):
         return "int8"
     kind = stored.get("bnb_4bit_quant_type", "fp4"), stored.get("bnb_4bit_use_double_quant", False)
     if kind != ("nf4", True):
-        raise ValueError(f"config.json says {kind[0]}, double quantisation {kind[1]}; only nf4, True is read: {remedy}")
+        raise ValueError(f"config.json says {kind[0]}, double quantization {kind[1]}; only nf4, True is read: {remedy}")
     return "nf4"

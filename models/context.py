@@ -13,7 +13,7 @@ from jaxglue.ops.segments import PackedSegments
 
 
 class RouterLosses(NamedTuple):
-    """What the auxiliary losses of routers count in the objective: load balancing and z-loss (see `jaxglue.ops.moe`)."""
+    """Weights of the routers' auxiliary losses, load balancing and z-loss (see `jaxglue.ops.moe`)."""
 
     balance: Float[Array, ""] | float = 0.0
     z: Float[Array, ""] | float = 0.0

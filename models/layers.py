@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.ops import names
-from jaxglue.ops.collectives import add_terms, share_out
-from jaxglue.ops.lora import expand_ranks, project_adapter
-from jaxglue.ops.lora_swiglu import Matrices, adapted_swiglu
+from jaxglue.ops.collectives import copy_to, reduce_from
+from jaxglue.ops.lora import lora_expand, lora_shrink
+from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
-from jaxglue.ops.quant.expand import project_quantised
-from jaxglue.ops.quant.formats import Quantise, Quantised, quantise_matrix
+from jaxglue.ops.quant.expand import project_quantized
+from jaxglue.ops.quant.formats import Quantize, Quantized, quantize_matrix
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -37,18 +37,18 @@ def fan_out(x: Float[Array, "*B in"], count: int) -> tuple[Float[Array, "*B in"]
     return (x,) * count
 
 
-def _add_up(count: int, _, gradients):
+def _sum_partials(count: int, _, gradients):
     total, *others = gradients
     for gradient in others:
         total = gradient + total
     return (total,)
 
 
-fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _add_up)
+fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _sum_partials)
 
 
 class Linear(nnx.Module):
-    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in], quantised or not; computes in x's dtype."""
+    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in], quantized or not; computes in x's dtype."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Linear(nnx.Module):
         *,
         bias: bool,
         std: float,
-        quantise: Quantise = "none",
+        quantize: Quantize = "none",
         dtype,
         rngs: nnx.Rngs,
     ):
         weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
-        self.weight = nnx.Param(quantise_matrix(weight, quantise))
+        self.weight = nnx.Param(quantize_matrix(weight, quantize))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
@@ -86,7 +86,7 @@ class Linear(nnx.Module):
     def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """x·Wᵀ alone."""
         weight: Any = self.weight.get_value()
-        return project_quantised(x, weight) if isinstance(weight, Quantised) else project(x, weight)
+        return project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight)
 
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
@@ -116,7 +116,7 @@ def _join(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None)
     """What `_project_apart` gives, with the adapters' products and the biases."""
     adapters = {index: linear.scaled_b for index, linear in enumerate(linears) if linear.scaled_b is not None}
     if hidden is not None:
-        for index, product in zip(adapters, expand_ranks(hidden, list(adapters.values())), strict=True):
+        for index, product in zip(adapters, lora_expand(hidden, list(adapters.values())), strict=True):
             outputs[index] += product
     biases = [linear.bias for linear in linears]
     return [y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
@@ -135,15 +135,15 @@ def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Fl
     if not adapters:
         return None
     if context.dropout_key is None or not any(linear.lora_dropout for linear, _ in adapters):
-        hidden = project_adapter(x, jnp.concatenate([A for _, A in adapters]))
+        hidden = lora_shrink(x, jnp.concatenate([A for _, A in adapters]))
     else:
-        hidden = jnp.concatenate([project_adapter(linear.drop(x, context), A) for linear, A in adapters], axis=-1)
+        hidden = jnp.concatenate([lora_shrink(linear.drop(x, context), A) for linear, A in adapters], axis=-1)
     return checkpoint_name(hidden, names.LORA_HIDDEN)
 
 
 def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
     """What all linear layers of a decoder layer's block share."""
-    return {"std": config.initializer_range, "quantise": config.quantise, **options}
+    return {"std": config.initializer_range, "quantize": config.quantize, **options}
 
 
 class Embedding(nnx.Module):
@@ -244,7 +244,7 @@ class GatedMLP(nnx.Module):
         """The feed-forward with its adapters' products formed by SwiGLU."""
         (gate, up), hidden = _project_apart((self.gate_proj, self.up_proj), x, context)
         assert hidden is not None
-        y, hidden = adapted_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
+        y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
         hidden = checkpoint_name(hidden, names.LORA_HIDDEN)
         return _join((self.down_proj,), [self.down_proj.base(y)], hidden)[0]
 
@@ -273,6 +273,6 @@ class DecoderLayer(nnx.Module):
         """One decoder layer."""
         x = checkpoint_name(x, names.LAYER_INPUT)
         x, normed = self.input_layernorm.branch(x)
-        x = checkpoint_name(x + add_terms(self.self_attn(share_out(normed), context)), names.ATTENTION_RESIDUAL)
+        x = checkpoint_name(x + reduce_from(self.self_attn(copy_to(normed), context)), names.ATTENTION_RESIDUAL)
         x, normed = self.post_attention_layernorm.branch(x)
-        return x + add_terms(self.mlp(share_out(normed), context))
+        return x + reduce_from(self.mlp(copy_to(normed), context))

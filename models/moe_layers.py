@@ -13,7 +13,7 @@ from jaxglue.models.context import LayerContext
 from jaxglue.models.layers import project
 from jaxglue.ops.moe import ExpertLora, Routing, auxiliary_loss, moe_mlp, route, z_loss
 from jaxglue.ops.moe.activation import Activation
-from jaxglue.ops.moe.parallel import on_own_experts
+from jaxglue.ops.moe.parallel import expert_parallel
 from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4
 
 
@@ -119,7 +119,7 @@ class Experts(nnx.Module):
                 lora=adapters,
             )
 
-        return on_own_experts(mlp, x, routing, adapters)
+        return expert_parallel(mlp, x, routing, adapters)
 
 
 class Router(nnx.Module):
@@ -159,7 +159,7 @@ def _add_router_losses(y, logits, routing: Routing, context: LayerContext) -> Fl
 
 @jax.custom_vjp
 def with_loss(y: Float[Array, "*B"], loss: Float[Array, ""]) -> Float[Array, "*B"]:
-    """y; the backward pass treats `loss` as a part of what is minimised, although nothing carries it there."""
+    """y; the backward pass treats `loss` as a part of what is minimized, although nothing carries it there."""
     return y
 
 

@@ -9,18 +9,18 @@ import jax
 from flax import nnx
 
 from jaxglue.models.decoder import CausalLM
-from jaxglue.ops.quant.formats import Quantised, is_quantised
+from jaxglue.ops.quant.formats import Quantized, is_quantized
 
-Tree = dict[str, Any]
+Params = dict[str, Any]
 """Nested dicts of arrays with the modules' names; `layers` is a list of such dicts."""
 
 
-Place = str | int
+ParamKey = str | int
 """Where a part stands in a parameter tree: its name, or the index of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelStructure:
+class ModelGraphDefs:
     """The modules without their parameters; equal layers have equal (and hashable) structures."""
 
     embed_tokens: nnx.GraphDef
@@ -38,8 +38,8 @@ class ModelStructure:
 _EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(weight|bias|blocks|scales)$")
 
 
-def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelStructure, Tree, Tree]:
-    """(structure, trainable, frozen): both trees have the keys embed_tokens, layers, norm and, if untied, lm_head.
+def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelGraphDefs, Params, Params]:
+    """(graphdefs, trainable, frozen): both trees have the keys embed_tokens, layers, norm and, if untied, lm_head.
 
     Args:
         model: the modules with their parameters.
@@ -49,42 +49,42 @@ def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[Model
     if model.lm_head is not None:
         modules["lm_head"] = model.lm_head
     graphs: dict[str, Any] = {"lm_head": None}
-    train: Tree = {}
-    frozen: Tree = {}
+    train: Params = {}
+    frozen: Params = {}
     for name, module in modules.items():
         graphs[name], train[name], frozen[name] = _split(module, trainable)
     layers = [_split(layer, trainable) for layer in model.layers]
     train["layers"], frozen["layers"] = [layer[1] for layer in layers], [layer[2] for layer in layers]
-    return ModelStructure(layers=tuple(layer[0] for layer in layers), **graphs), train, frozen
+    return ModelGraphDefs(layers=tuple(layer[0] for layer in layers), **graphs), train, frozen
 
 
-def _split(module: nnx.Module, trainable) -> tuple[nnx.GraphDef, Tree, Tree]:
+def _split(module: nnx.Module, trainable) -> tuple[nnx.GraphDef, Params, Params]:
     graph, *states = nnx.split(module, trainable, ...)
     train, frozen = map(nnx.to_pure_dict, states)
     return graph, train, frozen
 
 
-def get_part(tree: Tree, place: Place) -> Tree:
+def get_part(tree: Params, key: ParamKey) -> Params:
     """The part of a parameter tree at a place."""
-    return tree["layers"][place] if isinstance(place, int) else tree[place]
+    return tree["layers"][key] if isinstance(key, int) else tree[key]
 
 
-def set_part(tree: Tree, place: Place, part: Tree) -> None:
+def set_part(tree: Params, key: ParamKey, part: Params) -> None:
     """Puts a part at its place, in the tree itself."""
-    if isinstance(place, int):
-        tree["layers"][place] = part
+    if isinstance(key, int):
+        tree["layers"][key] = part
     else:
-        tree[place] = part
+        tree[key] = part
 
 
-def merge_module(graph: nnx.GraphDef, *trees: Tree) -> Any:
+def merge_module(graph: nnx.GraphDef, *trees: Params) -> Any:
     """The module with the parameters of its plain trees; for use inside jit."""
     first, *others = map(nnx.State, trees)
     return nnx.merge(graph, first, *others)
 
 
-def flatten_names(tree: Tree) -> dict[str, jax.Array]:
-    """Hugging Face's full name → parameter, in the tree's order; each part of a quantised one has its own name."""
+def flatten_names(tree: Params) -> dict[str, jax.Array]:
+    """Hugging Face's full name → parameter, in the tree's order; each part of a quantized one has its own name."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {hf_name(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in flat}
 
@@ -99,13 +99,13 @@ def hf_name(name: str) -> str:
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-def quantised_names(model: CausalLM) -> set[str]:
-    """Hugging Face's names of the parameters that a model holds quantised."""
+def quantized_names(model: CausalLM) -> set[str]:
+    """Hugging Face's names of the parameters that a model holds quantized."""
     flat = nnx.to_flat_state(nnx.state(model))
-    return {_dotted(path) for path, variable in flat if is_quantised(variable.get_value())}
+    return {_dotted(path) for path, variable in flat if is_quantized(variable.get_value())}
 
 
-def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | Quantised]) -> CausalLM:
+def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | Quantized]) -> CausalLM:
     """The model with its variables replaced by the arrays of these Hugging Face names, all of which it must have."""
     graph, state = nnx.split(model)
     flat = [(path, variable.replace(parameters[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
@@ -115,7 +115,7 @@ def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | Quantis
 def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
     """Hugging Face's name → shape and dtype of every parameter of a model, which may be abstract itself.
 
-    Those of a quantised parameter are the original's.
+    Those of a quantized parameter are the original's.
     """
     flat = nnx.to_flat_state(nnx.state(model))
     return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}

@@ -43,11 +43,11 @@ class Qwen3MoeMLP(nnx.Module):
         assert config.moe is not None
         self.gate = Router(config, bias=False, dtype=dtype, rngs=rngs)
         self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
-        self.chosen, self.normalise = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
+        self.chosen, self.normalize = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Applies the feed-forward."""
-        return mix_experts(x, self.gate, self.experts, context, self.chosen, normalise=self.normalise)
+        return mix_experts(x, self.gate, self.experts, context, self.chosen, normalize=self.normalize)
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:

@@ -20,7 +20,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.adam import MOMENT_BYTES, MomentFormat
-from jaxglue.ops.quant.formats import Quantise
+from jaxglue.ops.quant.formats import Quantize
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, Plan, Planner, Workload
@@ -41,11 +41,11 @@ class EstimateConfig:
     """B: rows in a micro-batch, over all GPUs."""
     mesh: str = "data=1"
     """How GPUs of this name share the work, such as data=2,fsdp=4."""
-    accumulation: int = 1
-    """Micro-batches in an optimiser step."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in an optimizer step."""
     method: Literal["lora", "full"] = "lora"
     """Train adapters on frozen weights, or all weights."""
-    quantise: Quantise = "none"
+    quantize: Quantize = "none"
     """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
     moments: MomentFormat = "float32"
     """How AdamW's state is kept: float32, bfloat16 or 8bit."""
@@ -62,7 +62,7 @@ class EstimateConfig:
 
 def make_planner(config: EstimateConfig) -> Planner:
     """The planner of this workload; `ValueError` for a model or a GPU that is not known."""
-    model, mesh = config_from_hf(read_config(config.model)).quantised(config.quantise), MeshShape.parse(config.mesh)
+    model, mesh = config_from_hf(read_config(config.model)).quantized(config.quantize), MeshShape.parse(config.mesh)
     mesh.check(model, batch_size=config.batch_size, devices=mesh.devices)
     workload = Workload(
         config=model,
@@ -71,7 +71,7 @@ def make_planner(config: EstimateConfig) -> Planner:
         seq_len=config.seq_len,
         lora=config.lora if config.method == "lora" else None,
         visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
-        accumulation=config.accumulation,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
         moment_bytes=MOMENT_BYTES[config.moments],
         host_embeddings=config.embeddings == "host",
     )
@@ -81,7 +81,7 @@ def make_planner(config: EstimateConfig) -> Planner:
 def print_plans(planner: Planner, host_memory: float) -> None:
     """Prints presets and what nothing beats in time and memory, the fastest first, and what `auto` would pick."""
     gpu, work = planner.gpu, planner.workload
-    tokens = work.tokens * work.accumulation * work.mesh.rows
+    tokens = work.tokens * work.gradient_accumulation_steps * work.mesh.rows
     table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s", box=SIMPLE_HEAD)
     for name in ("ms/step", "tokens/s", "GPU GiB", "host GiB", "fits", "weights", "remat"):
         table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right", overflow="fold")

@@ -1,7 +1,7 @@
-"""Merges an adapter into its base, or quantises a model: a Hugging Face folder that transformers and others load.
+"""Merges an adapter into its base, or quantizes a model: a Hugging Face folder that transformers and others load.
 
 python scripts/export.py --adapter runs/first/adapter --base models/Qwen3-0.6B --output merged
-python scripts/export.py --quantise nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
+python scripts/export.py --quantize nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
 """
 
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from jaxglue.cli import parse_config, user_errors
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES
-from jaxglue.hf.export import export_adapter, quantise_folder
-from jaxglue.ops.quant.formats import Quantise
+from jaxglue.hf.export import export_adapter, quantize_folder
+from jaxglue.ops.quant.formats import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Merge an adapter into its base model, or quantise a model, as a new Hugging Face folder."""
+    """Merge an adapter into its base model, or quantize a model, as a new Hugging Face folder."""
 
     base: Path
     """Folder of the model; of the one that the adapter was trained on."""
@@ -23,15 +23,15 @@ class ExportConfig:
     """The new folder; must not exist, or be empty."""
     adapter: Path | None = None
     """PEFT adapter folder to merge."""
-    quantise: Quantise = "none"
+    quantize: Quantize = "none"
     """Store the linear layers of the decoder layers in NF4 or int8, as bitsandbytes does."""
     max_shard_bytes: int = MAX_SHARD_BYTES
     """Size at which a new file is begun, in bytes."""
 
     def __post_init__(self):
-        if (self.adapter is None) == (self.quantise == "none"):
+        if (self.adapter is None) == (self.quantize == "none"):
             raise ValueError(
-                "give either --adapter, to merge it, or --quantise; to do both, quantise the merged folder"
+                "give either --adapter, to merge it, or --quantize; to do both, quantize the merged folder"
             )
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         if config.adapter is not None:
             export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes)
         else:
-            quantise_folder(config.base, config.output, config.quantise, config.max_shard_bytes)
+            quantize_folder(config.base, config.output, config.quantize, config.max_shard_bytes)
     print(f"wrote {config.output}")
 
 

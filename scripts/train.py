@@ -4,7 +4,7 @@ import logging
 import os
 
 from jaxglue.cli import parse_config, user_errors
-from jaxglue.distributed import find_launch, join_processes, visible_gpus
+from jaxglue.distributed import find_process_info, join_processes, visible_gpus
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
@@ -16,7 +16,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig)
     timer = StartupTimer.since_process_start()
-    with user_errors(), join_processes(find_launch(config.distributed, os.environ)) as processes:
+    with user_errors(), join_processes(find_process_info(config.distributed, os.environ)) as processes:
         train(config, timer=timer, processes=processes)
 
 

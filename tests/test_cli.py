@@ -142,7 +142,7 @@ def test_a_wrong_flag_is_named(error_of, argv, message):
     ("recipe", "message"),
     [
         ("[data]\nseqlen = 3", "[data] unknown key 'seqlen'; did you mean seq_len?"),
-        ("[optimiser]\nfull = true", "unknown table [optimiser]; did you mean optimizer?"),
+        ("[optimizer]\nfull = true", "unknown table [optimizer]; did you mean optimizer?"),
         ("[data]\nseq_len = '3'", "[data] seq_len: expected int, got '3'"),
         ("[data]\nseq_len = true", "[data] seq_len: expected int, got True"),
         ("[data]\ncolumns = 'a'", "[data] columns: expected list of str, got 'a'"),

@@ -21,7 +21,7 @@ _ENVIRONMENT = {
 }
 
 
-def load_unsloth(folder: str, *, quantise: str, checkpointing: str, seq_len: int):
+def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
     """FastLanguageModel with adapters; `checkpointing` is none, device or offload (to the host, Unsloth's own)."""
     _preload_cuda12()
     import torch
@@ -35,8 +35,8 @@ def load_unsloth(folder: str, *, quantise: str, checkpointing: str, seq_len: int
     model, _ = unsloth.FastLanguageModel.from_pretrained(
         model_name=folder,
         dtype=torch.bfloat16,
-        load_in_4bit=quantise == "nf4",
-        load_in_16bit=quantise == "none",
+        load_in_4bit=quantize == "nf4",
+        load_in_16bit=quantize == "none",
         local_files_only=True,
         use_exact_model_name=True,
         **shared,
@@ -49,7 +49,7 @@ def load_unsloth(folder: str, *, quantise: str, checkpointing: str, seq_len: int
     return model
 
 
-def load_peft(folder: str, *, quantise: str, checkpointing: str, seq_len: int):
+def load_peft(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
     """AutoModelForCausalLM with PEFT's adapters; `checkpointing` is none or device. `seq_len` is Unsloth's to know."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -57,7 +57,7 @@ def load_peft(folder: str, *, quantise: str, checkpointing: str, seq_len: int):
 
     cuda = torch.cuda.is_available()
     options: dict = {"dtype": torch.bfloat16 if cuda else torch.float32}
-    if quantise == "nf4":
+    if quantize == "nf4":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     """Times of the steps after the warm-up, losses of all, and the memory that the steps took at most; then kernels."""
     with np.load(args.batches) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
-    options = {"quantise": args.quantise, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
+    options = {"quantize": args.quantize, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
     model = engines.load(args.engine, args.model, args.adapter, **options)
     step = Steps(model, args.engine, args.learning_rate)
     batches = [step.batch(*pair) for pair in zip(tokens, lengths, strict=True)]
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=engines.ENGINES, required=True)
     for name in ("model", "adapter", "batches"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--quantise", choices=("none", "nf4"), default="none")
+    parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--checkpointing", choices=("none", "device", "offload"), default="none")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)

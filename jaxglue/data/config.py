@@ -39,9 +39,9 @@ class DataConfig:
     seed: int = 0
     """Draws the held-out split; the report packs with it."""
     cache_dir: str = "runs/cache"
-    """Where tokenised data are kept for the next run."""
+    """Where tokenized data are kept for the next run."""
     workers: int | None = None
-    """Tokenising processes; by default as many as the CPUs where the data are many enough to pay for starting them."""
+    """Tokenizing processes; by default as many as the CPUs where the data are many enough to pay for starting them."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -26,9 +26,9 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Tokenises rows of one format.
+    """Tokenizes rows of one format.
 
-    A document is tokenised in pieces, cut where the loss mask changes: a prompt's tokens are then the ones that the
+    A document is tokenized in pieces, cut where the loss mask changes: a prompt's tokens are then the ones that the
     model is given when it generates, and the mask is exact to the token.
 
     Raises:

@@ -18,7 +18,7 @@ _READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one optimiser step trains on."""
+    """What one optimizer step trains on."""
 
     micro_batches: tuple[Batch, ...]
     """This process's rows of every micro-batch."""
@@ -37,16 +37,19 @@ class _Steps:
     seq_len: int
     max_segments: int
     batch_size: int
-    accumulation: int
+    gradient_accumulation_steps: int
     process_index: int
     process_count: int
 
     def __len__(self) -> int:
-        return _steps(self.plan, self.batch_size * self.accumulation)
+        return _steps(self.plan, self.batch_size * self.gradient_accumulation_steps)
 
     def __getitem__(self, step: int) -> Step:
-        rows = np.arange(self.batch_size * self.accumulation) + step * self.batch_size * self.accumulation
-        own = rows.reshape(self.accumulation, self.process_count, -1)[:, self.process_index]
+        rows = (
+            np.arange(self.batch_size * self.gradient_accumulation_steps)
+            + step * self.batch_size * self.gradient_accumulation_steps
+        )
+        own = rows.reshape(self.gradient_accumulation_steps, self.process_count, -1)[:, self.process_index]
         shape = {"seq_len": self.seq_len, "max_segments": self.max_segments}
         documents = self.plan.documents[slice(*self.plan.bounds[np.minimum(rows[[0, -1]] + [0, 1], self.plan.rows)])]
         return Step(
@@ -57,7 +60,7 @@ class _Steps:
 
 
 class BatchIterator(Iterator[Step]):
-    """The batches of one optimiser step after another, every document once per epoch.
+    """The batches of one optimizer step after another, every document once per epoch.
 
     Each epoch shuffles and packs anew, as a function of `seed` and the epoch only. An epoch's last step is filled up
     with empty rows. All batches have the same shapes.
@@ -66,7 +69,7 @@ class BatchIterator(Iterator[Step]):
         dataset: the documents; none longer than `seq_len`.
         seq_len: T.
         batch_size: B, rows in a micro-batch over all processes.
-        accumulation: micro-batches in a step.
+        gradient_accumulation_steps: micro-batches in a step.
         seed: of shuffling.
         epochs: where to stop; None goes on for ever.
         max_segments: documents in a row at most (rounded up to a power of two); by default what the first epoch needs.
@@ -83,25 +86,27 @@ class BatchIterator(Iterator[Step]):
         *,
         seq_len: int,
         batch_size: int,
-        accumulation: int = 1,
+        gradient_accumulation_steps: int = 1,
         seed: int = 0,
         epochs: int | None = None,
         max_segments: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
     ):
-        _check_sizes(batch_size=batch_size, accumulation=accumulation, process_count=process_count)
+        _check_sizes(
+            batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps, process_count=process_count
+        )
         _check_sizes(epochs=1 if epochs is None else epochs)
         if batch_size % process_count:
             raise ValueError(f"batch_size={batch_size} does not divide among {process_count} processes")
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
-        self._sizes = {"batch_size": batch_size, "accumulation": accumulation}
+        self._sizes = {"batch_size": batch_size, "gradient_accumulation_steps": gradient_accumulation_steps}
         self._processes = {"process_index": process_index, "process_count": process_count}
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
-        self.steps_per_epoch = _steps(first, batch_size * accumulation)
-        """Optimiser steps in the first epoch; another epoch's packing may need a few more or less."""
+        self.steps_per_epoch = _steps(first, batch_size * gradient_accumulation_steps)
+        """Optimizer steps in the first epoch; another epoch's packing may need a few more or less."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
 
@@ -112,10 +117,10 @@ class BatchIterator(Iterator[Step]):
 
     @cached_property
     def total_steps(self) -> int | None:
-        """Optimiser steps in all epochs; None without an end."""
+        """Optimizer steps in all epochs; None without an end."""
         if self._epochs is None:
             return None
-        rows_per_step = self._sizes["batch_size"] * self._sizes["accumulation"]
+        rows_per_step = self._sizes["batch_size"] * self._sizes["gradient_accumulation_steps"]
         later = (_steps(self._plan(epoch, self.max_segments), rows_per_step) for epoch in range(1, self._epochs))
         return self.steps_per_epoch + sum(later)
 
@@ -184,7 +189,7 @@ class EvalBatches:
         plan = plan_packing(dataset.lengths, seq_len=seq_len, max_segments=max_segments)
         slots = segment_bucket(max_segments or plan.max_segments)
         processes = {"process_index": 0, "process_count": 1, **processes}
-        shape = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size, "accumulation": 1}
+        shape = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size, "gradient_accumulation_steps": 1}
         self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
         self.targets = int(dataset.targets.sum())
         """Tokens that the loss is taken on, over all batches and processes."""

@@ -10,7 +10,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.packing import plan_epoch
 from jaxglue.data.selection import Selection, hold_out, select_documents
 from jaxglue.data.store import TokenStore
-from jaxglue.data.tokenize import Progress, tokenise
+from jaxglue.data.tokenize import Progress, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +75,30 @@ def prepare_data(
     vocab_size: int | None = None,
     progress: Progress | None = None,
 ) -> PreparedData:
-    """Read, template, tokenise, mask, fit and split the data; touches no accelerator.
+    """Read, template, tokenize, mask, fit and split the data; touches no accelerator.
 
     Args:
         config: the data and how to read them.
         tokenizer: of the model; takes over `config.chat_template`, so that generation and export agree with training.
         vocab_size: rows of the model's embedding, which token ids must stay below.
-        progress: called with the number of rows tokenised so far.
+        progress: called with the number of rows tokenized so far.
 
     Raises:
         ValueError: whatever is wrong with the data; the message names file and line where there is one.
     """
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-    tokenised, parts = [], []
+    tokenized, parts = [], []
     for sources in filter(None, (config.sources, config.eval_sources)):
-        tokenised.append(tokenise(sources, config, tokenizer, progress))
-        _check_vocabulary(tokenised[-1].store, vocab_size)
-        parts.append(select_documents(tokenised[-1].store, config, sources))
+        tokenized.append(tokenize(sources, config, tokenizer, progress))
+        _check_vocabulary(tokenized[-1].store, vocab_size)
+        parts.append(select_documents(tokenized[-1].store, config, sources))
     splits = hold_out(parts[0], config) if config.eval_fraction else tuple(parts)
     sizes = [_split_report(part, config) for part in splits]
     report = DataReport(
-        format=tokenised[0].format,
-        cached=all(one.cached for one in tokenised),
-        rows=sum(len(one.store.lengths) for one in tokenised),
+        format=tokenized[0].format,
+        cached=all(one.cached for one in tokenized),
+        rows=sum(len(one.store.lengths) for one in tokenized),
         truncated=sum(part.truncated for part in parts),
         dropped=sum(part.dropped for part in parts),
         train=sizes[0],

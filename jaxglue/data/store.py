@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, memory-mapped."""
+"""Tokenized documents on disk, memory-mapped."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Tokenising all rows, in several processes where it pays, and finding them tokenised already."""
+"""Tokenizing all rows, in several processes where it pays, and finding them tokenized already."""
 
 import hashlib
 import json
@@ -21,17 +21,17 @@ from jaxglue.data.readers import HUB_PREFIX, Row, data_files, read_rows
 from jaxglue.data.store import TokenStore, open_store, write_store
 
 Progress = Callable[[int], None]
-"""Called with the number of rows tokenised so far."""
+"""Called with the number of rows tokenized so far."""
 
 _VERSION = 1
 """Raise it when the same rows become other tokens or masks: old caches are then not found."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
-"""Rows that take longer to tokenise than processes take to start."""
+"""Rows that take longer to tokenize than processes take to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenised:
+class Tokenized:
     """A token store, and how it came about."""
 
     store: TokenStore
@@ -39,10 +39,10 @@ class Tokenised:
     cached: bool
 
 
-def tokenise(
+def tokenize(
     sources: tuple[str, ...], config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
-) -> Tokenised:
-    """The documents of the sources, from the cache where they have been tokenised alike before.
+) -> Tokenized:
+    """The documents of the sources, from the cache where they have been tokenized alike before.
 
     Raises:
         ValueError: no row, or one that cannot be used; the message names file and line.
@@ -58,7 +58,7 @@ def tokenise(
         encoded = _encode(encoder, chain(head, rows), workers)
         write_store(folder, _counted(encoded, progress), format=format)
     store = open_store(folder)
-    return Tokenised(store=store, format=store.info["format"], cached=cached)
+    return Tokenized(store=store, format=store.info["format"], cached=cached)
 
 
 def _find_format(head: list[Row], format: str, sources: tuple[str, ...]) -> str:
@@ -87,7 +87,7 @@ def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[Enc
 
 
 _encoder: Encoder
-"""Of a tokenising process, which `_install` gives it."""
+"""Of a tokenizing process, which `_install` gives it."""
 
 
 def _install(encoder: Encoder) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxglue.distributed.launch import Launch
-from jaxglue.distributed.link import DIED, Link
+from jaxglue.distributed.channel import DIED, ControlChannel
+from jaxglue.distributed.process_info import ProcessInfo
 
 _MEETING_SECONDS = 300.0
 _HEARTBEAT_SECONDS = 60
@@ -24,28 +24,28 @@ _FAREWELL_SECONDS = 2.0
 
 
 class Processes:
-    """This process among those of the run; alone without a link."""
+    """This process among those of the run; alone without a channel."""
 
-    def __init__(self, index: int = 0, count: int = 1, link: Link | None = None):
-        self.index, self.count, self._link = index, count, link
+    def __init__(self, index: int = 0, count: int = 1, channel: ControlChannel | None = None):
+        self.index, self.count, self._channel = index, count, channel
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is process 0, which alone writes what there is one of."""
         return self.index == 0
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The JSON-able value of every process, in their order; all must ask, and it is there when the last has."""
-        return [value] if self._link is None else self._link.exchange(value)
+        return [value] if self._channel is None else self._channel.all_gather_object(value)
 
     @contextlib.contextmanager
-    def first_ahead(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Process 0 goes through this context before the others do, as to fill a cache that they then read."""
-        if not self.first:
-            self.exchange(None)
+        if not self.is_main:
+            self.all_gather_object(None)
         yield
-        if self.first:
-            self.exchange(None)
+        if self.is_main:
+            self.all_gather_object(None)
 
     def agree(self, what: str, values: Mapping[str, Any]) -> None:
         """Compares JSON-able values, perhaps nested, among the processes.
@@ -53,7 +53,7 @@ class Processes:
         Raises:
             ValueError: on every process, with the same words: each value in which a process differs from process 0.
         """
-        flat = self.exchange(_flatten(values))
+        flat = self.all_gather_object(_flatten(values))
         lines = [
             f"  {name}: {_shown(flat[0], name)} on process 0, {_shown(other, name)} on process {index}"
             for index, other in enumerate(flat)
@@ -68,12 +68,12 @@ class Processes:
             )
 
 
-ALONE = Processes()
+SINGLE_PROCESS = Processes()
 """A run in one process."""
 
 
 @contextlib.contextmanager
-def join_processes(launch: Launch | None) -> Iterator[Processes]:
+def join_processes(launch: ProcessInfo | None) -> Iterator[Processes]:
     """Finds the other processes and starts JAX's distributed runtime, before anything asks JAX for a device.
 
     While the context lasts, the death of another process ends this one, with a line that says which it was. An error
@@ -83,23 +83,25 @@ def join_processes(launch: Launch | None) -> Iterator[Processes]:
         ValueError: the others were not found, or do not fit.
     """
     if launch is None:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     index, count = launch.process_id, launch.num_processes
-    link = Link(index, count, launch.address, timeout=_MEETING_SECONDS, lost=partial(_stop, first=index == 0))
-    processes = Processes(index, count, link)
+    channel = ControlChannel(
+        index, count, launch.address, timeout=_MEETING_SECONDS, lost=partial(_stop, is_main=index == 0)
+    )
+    processes = Processes(index, count, channel)
     try:
         _start_jax(launch.address[0], processes)
         yield processes
-        processes.exchange("done")
-        link.close()
+        processes.all_gather_object("done")
+        channel.close()
         jax.distributed.shutdown()
     except BaseException as error:
-        _leave(error, link)
+        _leave(error, channel)
 
 
 def _start_jax(host: str, processes: Processes) -> None:
-    port = processes.exchange(_free_port() if processes.first else None)[0]
+    port = processes.all_gather_object(_free_port() if processes.is_main else None)[0]
     # JAX's own handler would take SIGTERM, with which a scheduler asks for a checkpoint, from the trainer.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -111,7 +113,7 @@ def _start_jax(host: str, processes: Processes) -> None:
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
-    gpus = processes.exchange([socket.gethostname(), visible_gpus()])
+    gpus = processes.all_gather_object([socket.gethostname(), visible_gpus()])
     if own := share_gpus(gpus, processes.index):
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, own)))
     jax.devices()  # all start their devices together: later, one that waits for another would hold it up
@@ -162,25 +164,25 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _stop(reason: str, *, first: bool) -> None:
+def _stop(reason: str, *, is_main: bool) -> None:
     """Called in a thread: the main one may hang in a collective operation that will never end."""
     remedy = "; continue the run with --resume" if reason.endswith(DIED) else ""
     print(f"error: {reason.rstrip('.')}. This process stops too{remedy}", file=sys.stderr, flush=True)
-    if first:  # JAX's runtime aborts the others when process 0 is gone: let them hear of the reason before
+    if is_main:  # JAX's runtime aborts the others when process 0 is gone: let them hear of the reason before
         time.sleep(_FAREWELL_SECONDS)
     os._exit(1)
 
 
-def _leave(error: BaseException, link: Link) -> NoReturn:
+def _leave(error: BaseException, channel: ControlChannel) -> NoReturn:
     """Tells the others and exits, without the orderly end of JAX's runtime, which would wait for them."""
-    if link.broken.wait(_FAREWELL_SECONDS):
+    if channel.broken.wait(_FAREWELL_SECONDS):
         time.sleep(2 * _FAREWELL_SECONDS)  # this is what another's death looks like from here: `_stop` has the word
     user = isinstance(error, (ValueError, OSError))
     text = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         text = str(error.code)
     print(f"error: {text}" if user else text, file=sys.stderr, flush=True)
-    link.fail(text if user else text.splitlines()[-1])
+    channel.fail(text if user else text.splitlines()[-1])
     time.sleep(_FAREWELL_SECONDS)
     os._exit(1)
 

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step
-from jaxglue.models.parameters import Tree
+from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import compute_capability, triton_capability, why_not_triton
 
 
-def embeddings_to_host(frozen: Tree) -> Tree:
+def embeddings_to_host(frozen: Params) -> Params:
     """The tree with its embedding table in the host's memory, of which a step takes the rows that it needs.
 
     GPUs with our kernels read them from pinned memory when the step gets there. Elsewhere the table is numpy's, and
@@ -30,7 +30,7 @@ def embeddings_to_host(frozen: Tree) -> Tree:
     return {**frozen, "embed_tokens": table}
 
 
-def needed_rows(table: Tree, tokens: Any) -> tuple[Tree, Any]:
+def needed_rows(table: Params, tokens: Any) -> tuple[Params, Any]:
     """(table, tokens) as they are, or for a table on the host its rows of these tokens [B, T], and their numbers."""
     weight = table.get("weight")
     if isinstance(weight, np.ndarray):

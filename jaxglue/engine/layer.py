@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxglue.engine.compiler import jit_exchanging, jit_step
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.context import PackedContext
-from jaxglue.models.parameters import Tree, merge_module
+from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops.collectives import own_key
 from jaxglue.sharding.layout import WHOLE, Layout
 
@@ -52,16 +52,16 @@ class LayerFunctions:
         self.backward = jit(self._backward, donate_argnames="accumulated")
         self.apply = jit(self._apply)
 
-    def _apply(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
+    def _apply(self, trainable: Params, frozen: Params, x, context: PackedContext, ahead=None):
         """(y, the next layer's parameters)."""
 
         def apply(_, *arguments):
             return (self._layer(*arguments),)
 
         arguments = (trainable, frozen, x, context)
-        return self._run(apply, arguments, self._specs(*arguments), (self._layout.rows,), ahead)
+        return self._run(apply, arguments, self._specs(*arguments), (self._layout.batch_spec,), ahead)
 
-    def _forward(self, trainable: Tree, frozen: Tree, x, context: PackedContext, ahead=None):
+    def _forward(self, trainable: Params, frozen: Params, x, context: PackedContext, ahead=None):
         """(y, residuals, the next layer's parameters)."""
         layout, arguments = self._layout, (trainable, frozen, x, context)
 
@@ -69,45 +69,55 @@ class LayerFunctions:
             y, residuals = self._vjp(*arguments)
             return y, layout.stack(residuals)
 
-        return self._run(forward, arguments, self._specs(*arguments), (layout.rows, layout.every), ahead)
+        return self._run(forward, arguments, self._specs(*arguments), (layout.batch_spec, layout.every), ahead)
 
     def _backward(self, residuals: Residuals, trainable, frozen, x, context, dy, accumulated, ahead=None):
         """(dx, accumulated + dtrainable, a scalar that is there when the layer is done, parameters of the next)."""
         layout, forward_arguments = self._layout, (trainable, frozen, x, context)
-        stored, summands = layout.stored(trainable), layout.gradients(trainable)
+        stored, summands = layout.param_specs(trainable), layout.grad_specs(trainable)
 
         def backward(gathered, residuals, forward_arguments, dy, accumulated):
             residuals = layout.unstack(residuals)
             places = (jax.tree.leaves(forward_arguments), residuals.saved, residuals.offloaded)
             leaves = [places[place][index].reshape(shape) for place, index, shape in residuals.sources]
             dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
-            gradients = add_trees(accumulated, layout.own_part(after(gathered, dtrainable), stored))
+            gradients = add_trees(accumulated, layout.reduce_scatter_grads(after(gathered, dtrainable), stored))
             return dx, gradients, layout.stack(dx[(0,) * dx.ndim])
 
-        specs = (layout.every, self._specs(*forward_arguments), layout.rows, None if accumulated is None else summands)
-        results = (layout.rows, summands, layout.every)
+        specs = (
+            layout.every,
+            self._specs(*forward_arguments),
+            layout.batch_spec,
+            None if accumulated is None else summands,
+        )
+        results = (layout.batch_spec, summands, layout.every)
         return self._run(backward, (residuals, forward_arguments, dy, accumulated), specs, results, ahead)
 
-    def _run(self, function: Callable, arguments: tuple, specs: tuple, results: tuple, ahead: Tree | None) -> tuple:
+    def _run(self, function: Callable, arguments: tuple, specs: tuple, results: tuple, ahead: Params | None) -> tuple:
         """The function's results, on each device, and the gathered parameters, which are its first argument too."""
-        layout, stored = self._layout, self._layout.stored(ahead)
+        layout, stored = self._layout, self._layout.param_specs(ahead)
 
         def program(ahead, *arguments):
             gathered = layout.gather(ahead, stored)
             return *function(gathered, *arguments), gathered
 
-        return layout.run(program, (stored, *specs), (*results, layout.used(ahead)))(ahead, *arguments)
+        return layout.run(program, (stored, *specs), (*results, layout.gathered_specs(ahead)))(ahead, *arguments)
 
-    def _specs(self, trainable: Tree, frozen: Tree, x, context: PackedContext) -> tuple:
+    def _specs(self, trainable: Params, frozen: Params, x, context: PackedContext) -> tuple:
         layout = self._layout
-        return layout.used(trainable), layout.used(frozen), layout.rows, layout.context(context)
+        return (
+            layout.gathered_specs(trainable),
+            layout.gathered_specs(frozen),
+            layout.batch_spec,
+            layout.context(context),
+        )
 
-    def _layer(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+    def _layer(self, trainable: Params, frozen: Params, x, context: PackedContext):
         if context.dropout_key is not None:
             context = replace(context, dropout_key=own_key(context.dropout_key))
         return merge_module(self._graph, trainable, frozen)(x, context)
 
-    def _vjp(self, trainable: Tree, frozen: Tree, x, context: PackedContext):
+    def _vjp(self, trainable: Params, frozen: Params, x, context: PackedContext):
         """(y, residuals): weights and context are not differentiated and never copied into the residuals."""
 
         def layer(trainable, x):
@@ -174,7 +184,7 @@ def _passed_on(eqn) -> Iterator[tuple[Any, Any]]:
                 yield outer, operands[value]
 
 
-def after(first: Any, tree: Tree) -> Tree:
+def after(first: Any, tree: Params) -> Params:
     """The tree, each of whose arrays exists when `first` does.
 
     XLA would leave gathering, for which it has the whole program, for the end, where gradients have to be sent.
@@ -184,6 +194,6 @@ def after(first: Any, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.optimization_barrier((leaf, first))[0], tree)
 
 
-def add_trees(accumulated: Tree | None, gradients: Tree) -> Tree:
+def add_trees(accumulated: Params | None, gradients: Params) -> Params:
     """The sum, or the gradients alone where nothing has been accumulated."""
     return gradients if accumulated is None else jax.tree.map(jnp.add, accumulated, gradients)

@@ -35,7 +35,7 @@ def is_streamed(layer: int) -> bool:
     return layer > 0
 
 
-def stays(layer: int, layers: int, depth: int) -> bool:
+def keep_on_device(layer: int, layers: int, depth: int) -> bool:
     """Whether what a layer leaves behind waits for the backward pass on the device, because that begins with it.
 
     The buffers are those into which later layers' copies are fetched.

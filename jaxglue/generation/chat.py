@@ -21,7 +21,7 @@ from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
-from jaxglue.ops.quant.formats import Quantise
+from jaxglue.ops.quant.formats import Quantize
 
 _CHANNEL = "<|channel|>"
 """Token of the harmony format before a channel's name."""
@@ -47,7 +47,7 @@ class GenerateConfig:
     """Continue the prompts as they are, without the chat template."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
-    quantise: Quantise = "none"
+    quantize: Quantize = "none"
     """Hold the linear layers of the decoder layers in NF4 or int8, as a model that was trained so had them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -80,8 +80,8 @@ def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
     }
     dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
     model = _load(config, dtype)
-    structure, adapter, frozen = split_model(model, nnx.LoRAParam)
-    generator = Generator(structure, model.config, dtype=dtype)
+    graphdefs, adapter, frozen = split_model(model, nnx.LoRAParam)
+    generator = Generator(graphdefs, model.config, dtype=dtype)
     stop = stop_tokens(tokenizer) | _generation_stops(config.model)
     for prompt in config.prompts:
         tokens = generator.stream(adapter, frozen, prompts[prompt], config.sampling, stop)
@@ -94,9 +94,9 @@ def _in_float32(dtype: str) -> bool:
 
 def _load(config: GenerateConfig, dtype) -> CausalLM:
     if config.random_weights is None:
-        model = load_model(config.model, dtype=dtype, quantise=config.quantise)
+        model = load_model(config.model, dtype=dtype, quantize=config.quantize)
     else:
-        shape = config_from_hf(read_config(config.model)).quantised(config.quantise)
+        shape = config_from_hf(read_config(config.model)).quantized(config.quantize)
         model = random_model(shape, dtype=dtype, seed=config.random_weights)
     if config.adapter:
         add_adapter(model, config.adapter)

@@ -17,7 +17,7 @@ from jaxglue.generation.sampling import SamplingConfig, sample_token
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import project
-from jaxglue.models.parameters import ModelStructure, Tree, merge_module
+from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, rotate_heads
 from jaxglue.ops.rope import rope_tables
@@ -27,7 +27,7 @@ _SMALLEST_BUCKET = 128
 
 Cache = tuple[Float[Array, "1 C K H"], Float[Array, "1 C K H"]]
 """A layer's rotated keys and its values, by position; C is the cache's length."""
-Trees = tuple[Tree, ...]
+Trees = tuple[Params, ...]
 """The trainable and the frozen parameters of the model or of a part of it."""
 
 
@@ -125,26 +125,26 @@ class Generator:
     """Continues prompts with a model that is given as parameter trees of `split_model`.
 
     Args:
-        structure: the modules, as `split_model` gives them.
+        graphdefs: the modules, as `split_model` gives them.
         config: the model's shape.
         dtype: the dtype of activations, matmuls and cache.
         attention: the attention backend for prompts.
     """
 
     def __init__(
-        self, structure: ModelStructure, config: DecoderConfig, *, dtype=jnp.bfloat16, attention: str = "auto"
+        self, graphdefs: ModelGraphDefs, config: DecoderConfig, *, dtype=jnp.bfloat16, attention: str = "auto"
     ):
-        self._structure, self._config, self._dtype, self._attention = structure, config, dtype, attention
-        layer_types = {graph: LayerFunctions(graph) for graph in structure.layers}
-        self._layers = [layer_types[graph] for graph in structure.layers]
-        self._output_name = "embed_tokens" if structure.lm_head is None else "lm_head"
+        self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
+        layer_types = {graph: LayerFunctions(graph) for graph in graphdefs.layers}
+        self._layers = [layer_types[graph] for graph in graphdefs.layers]
+        self._output_name = "embed_tokens" if graphdefs.lm_head is None else "lm_head"
         self._enter = jax.jit(self._embed_and_rope)
         self._leave = jax.jit(self._project)
 
     def stream(
         self,
-        trainable: Tree,
-        frozen: Tree,
+        trainable: Params,
+        frozen: Params,
         prompt: Sequence[int],
         sampling: SamplingConfig,
         stop: Collection[int] = (),
@@ -206,13 +206,13 @@ class Generator:
         return self._leave(_part(trees, "norm"), _part(trees, self._output_name), x, np.int32(index))
 
     def _embed_and_rope(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
-        x = merge_module(self._structure.embed_tokens, *weights)(tokens, self._dtype)
+        x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
         return x, *rope_tables(positions, self._config.rope, self._config.head_dim)
 
     def _project(self, norm_weights: Trees, output_weights: Trees, x: Float[Array, "1 T D"], index: Int[Array, ""]):
         """Float32 logits at one place of the row."""
-        norm = merge_module(self._structure.norm, *norm_weights)
-        output = merge_module(self._structure.output, *output_weights)
+        norm = merge_module(self._graphdefs.norm, *norm_weights)
+        output = merge_module(self._graphdefs.output, *output_weights)
         return project(norm(x[0, index]), output.weight[...], jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Quantised linear layers as bitsandbytes stores them in model folders: what transformers reads, and we do.
+"""Quantized linear layers as bitsandbytes stores them in model folders: what transformers reads, and we do.
 
 A matrix in NF4 is six tensors: `weight` with the codes, the two levels of scales, a table of values for each level, and
 a JSON text with sizes and the scales' mean, as bytes. One in int8 is `weight`, `SCB` (each row's largest magnitude) and
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.ops.quant.blocks import dynamic_code
-from jaxglue.ops.quant.formats import Quantised
+from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.nf4 import BLOCK, GROUP, NF4, VALUES
 
@@ -23,8 +23,8 @@ Specs = dict[str, jax.ShapeDtypeStruct]
 
 _STATE = "quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 256
-"""Room for the JSON text, which spaces fill: so the sizes of a folder's tensors are known before any is quantised."""
-_REQUANTISE = "quantise the original model again (scripts/export.py --quantise)"
+"""Room for the JSON text, which spaces fill: so the sizes of a folder's tensors are known before any is quantized."""
+_REQUANTIZE = "quantize the original model again (scripts/export.py --quantize)"
 
 
 def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
@@ -48,7 +48,7 @@ def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
     }
 
 
-def stored_tensors(name: str, weight: Quantised) -> dict[str, np.ndarray]:
+def stored_tensors(name: str, weight: Quantized) -> dict[str, np.ndarray]:
     """The tensors of `stored_specs`."""
     if isinstance(weight, Int8Weight):
         parts = [weight.codes, weight.absmax, np.uint8(0)]
@@ -74,10 +74,10 @@ def _state(weight: NF4) -> str:
     )
 
 
-def find_quantised(
+def find_quantized(
     files: TensorFiles, name: str, shape: tuple[int, ...]
-) -> tuple[dict[str, tuple[int, ...]], Callable[[TensorFiles], Quantised]] | None:
-    """(shapes of the tensors that hold a matrix, what reads them), or None where these files do not quantise it."""
+) -> tuple[dict[str, tuple[int, ...]], Callable[[TensorFiles], Quantized]] | None:
+    """(shapes of the tensors that hold a matrix, what reads them), or None where these files do not quantize it."""
     module = name.removesuffix("weight")
     if f"{name}.{_STATE}" in files.tensors:
         shapes = {part: spec.shape for part, spec in stored_specs(name, shape, "nf4").items()}
@@ -92,7 +92,7 @@ def find_quantised(
 
 
 def _read_nf4(files: TensorFiles, name: str, shape: tuple[int, ...]) -> NF4:
-    """Raises ValueError for a state or tables that are not those of NF4 with double quantisation."""
+    """Raises ValueError for a state or tables that are not those of NF4 with double quantization."""
     out, columns = shape
     try:
         state = json.loads(files.read(f"{name}.{_STATE}").tobytes())
@@ -129,7 +129,7 @@ def _typed(files: TensorFiles, name: str, dtype: type[np.generic]) -> np.ndarray
 
 
 def _refused(files: TensorFiles, name: str, why: str) -> ValueError:
-    return ValueError(f"{name} in {files.tensors[name].file}: {why}: copy the file again, or {_REQUANTISE}")
+    return ValueError(f"{name} in {files.tensors[name].file}: {why}: copy the file again, or {_REQUANTIZE}")
 
 
 def quantization_config(how: str) -> dict[str, Any]:
@@ -150,15 +150,15 @@ def quantization_config(how: str) -> dict[str, Any]:
     }
 
 
-class QuantisedReader:
-    """Tensors of a folder to be written, from those of the original; a matrix is quantised when a part is asked for.
+class QuantizedReader:
+    """Tensors of a folder to be written, from those of the original; a matrix is quantized when a part is asked for.
 
-    What has been quantised and not been asked for is kept, which is at most what goes into one shard.
+    What has been quantized and not been asked for is kept, which is at most what goes into one shard.
     """
 
-    def __init__(self, quantise: Callable[[str], Quantised], parts: Mapping[str, str], read: Callable[[str], Any]):
-        """`parts` maps the tensors of quantised matrices to the matrix's name; `read` reads any other tensor."""
-        self._quantise, self._parts, self._read = quantise, parts, read
+    def __init__(self, quantize: Callable[[str], Quantized], parts: Mapping[str, str], read: Callable[[str], Any]):
+        """`parts` maps the tensors of quantized matrices to the matrix's name; `read` reads any other tensor."""
+        self._quantize, self._parts, self._read = quantize, parts, read
         self._ready: dict[str, np.ndarray] = {}
 
     def __call__(self, name: str) -> np.ndarray:
@@ -167,5 +167,5 @@ class QuantisedReader:
             return self._read(name)
         if name not in self._ready:
             matrix = self._parts[name]
-            self._ready |= stored_tensors(matrix, self._quantise(matrix))
+            self._ready |= stored_tensors(matrix, self._quantize(matrix))
         return self._ready.pop(name)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxglue.hf.experts import find_source
 from jaxglue.hf.files import atomic_folder, read_json
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
-from jaxglue.ops.quant.formats import Quantised
+from jaxglue.ops.quant.formats import Quantized
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default size of a shard; transformers' and the hub's convention."""
@@ -90,7 +90,7 @@ def load_tensors(
     """Streams the wanted parameters from a folder, casting each to its wanted dtype.
 
     Experts are taken as they are stored (see `find_source`): stacked, or expanded from MXFP4, where need be. What
-    bitsandbytes quantised comes as `Quantised`, which stands for an array of the wanted dtype.
+    bitsandbytes quantized comes as `Quantized`, which stands for an array of the wanted dtype.
 
     A few tensors at a time are on the host, so that the disk reads one while another goes to its device: each is
     waited for before the next one is read in its place.
@@ -99,7 +99,7 @@ def load_tensors(
         folder: a local Hugging Face model folder.
         wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); a `sharding` in it is where the tensor
             goes: every row that this process's devices need is read once.
-        put: what becomes of a cast array that has no such place, or is stored quantised; it is on the host unless it
+        put: what becomes of a cast array that has no such place, or is stored quantized; it is on the host unless it
             was expanded. By default it goes to the default device. It is called from several threads.
 
     Raises:
@@ -116,7 +116,7 @@ def load_tensors(
             return jax.block_until_ready(_load_parts(partial(read_rows, files), wanted[name]))
         array = sources[name].read(files)
         dtype = wanted[name].dtype
-        cast = replace(array, dtype=dtype) if isinstance(array, Quantised) else array.astype(dtype, copy=False)
+        cast = replace(array, dtype=dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
         return jax.block_until_ready(put(name, cast))
 
     with ThreadPoolExecutor(_READERS) as readers:

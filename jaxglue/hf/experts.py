@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.hf.bitsandbytes import find_quantised
+from jaxglue.hf.bitsandbytes import find_quantized
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.ops.quant.formats import Quantised
-from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantise
+from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize
 
 Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]
@@ -31,7 +31,7 @@ class Source:
 
     shapes: dict[str, Shape]
     """Tensors of the checkpoint that it needs, with the shapes that they must have."""
-    read: Callable[[TensorFiles], np.ndarray | jax.Array | Quantised]
+    read: Callable[[TensorFiles], np.ndarray | jax.Array | Quantized]
     read_rows: Callable[[TensorFiles, int, int], np.ndarray | jax.Array] | None = None
     """Rows from, and up to, these of its first axis; None where it has to be read whole."""
 
@@ -44,8 +44,8 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
         parts = expert_parts(name, shape)
         if parts and next(iter(parts)) in files.tensors:
             return _stacked(parts, shape)
-    elif quantised := find_quantised(files, name, shape):
-        return Source(shapes=quantised[0], read=quantised[1])
+    elif quantized := find_quantized(files, name, shape):
+        return Source(shapes=quantized[0], read=quantized[1])
     return Source(
         shapes={name: shape},
         read=lambda files: files.read(name),
@@ -120,4 +120,4 @@ def read_expanded(files: TensorFiles, name: str) -> jax.Array:
 
 @jax.jit
 def _expand(blocks, scales) -> jax.Array:
-    return dequantise(MXFP4(blocks=blocks, scales=scales), jnp.bfloat16).mT
+    return dequantize(MXFP4(blocks=blocks, scales=scales), jnp.bfloat16).mT

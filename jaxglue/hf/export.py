@@ -13,15 +13,15 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jaxglue.hf.bitsandbytes import QuantisedReader, quantization_config, stored_specs
+from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
 from jaxglue.hf.experts import part_shape, read_expanded, stored_places
 from jaxglue.hf.files import atomic_folder, write_json
 from jaxglue.hf.merge import load_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.models.parameters import quantised_names
-from jaxglue.ops.quant.formats import Quantise, quantise_matrix
+from jaxglue.models.parameters import quantized_names
+from jaxglue.ops.quant.formats import Quantize, quantize_matrix
 from jaxglue.ops.quant.mxfp4 import BLOCK
 
 _COPIED = (  # what belongs to a model beside its weights; other files of the base's folder stay behind
@@ -90,7 +90,7 @@ def _require_fit(
     if spec is None:
         raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, which the base does not have")
     if spec.dtype.kind in "iub":
-        raise ValueError(f"{name} in {base} is quantised ({spec.dtype}): merge into the unquantised checkpoint")
+        raise ValueError(f"{name} in {base} is quantized ({spec.dtype}): merge into the unquantized checkpoint")
     if spec.shape != shape:
         raise ValueError(
             f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(spec.shape)}"
@@ -142,8 +142,8 @@ def save_model(
         write_shards(temporary, specs, read, max_shard_bytes)
 
 
-def quantise_folder(
-    base: str | Path, output: str | Path, how: Quantise, max_shard_bytes: int = MAX_SHARD_BYTES
+def quantize_folder(
+    base: str | Path, output: str | Path, how: Quantize, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Writes a model folder with the linear layers of its decoder layers in NF4 or int8, as bitsandbytes stores them.
 
@@ -154,17 +154,17 @@ def quantise_folder(
         max_shard_bytes: size at which a new file is begun, and what is in memory at a time.
 
     Raises:
-        ValueError: the base is quantised already, or the format cannot hold it; a bad folder.
+        ValueError: the base is quantized already, or the format cannot hold it; a bad folder.
         OSError: the disk is full, ….
     """
     raw = read_config(base)
     if method := (raw.get("quantization_config") or {}).get("quant_method"):
         raise ValueError(
-            f"{base} is quantised already ({method}), and a folder holds one format: use it as it is, "
+            f"{base} is quantized already ({method}), and a folder holds one format: use it as it is, "
             "or start from the folder of the original"
         )
-    config, files = config_from_hf(raw).quantised(how), open_checkpoint(base)
-    linears = quantised_names(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
+    config, files = config_from_hf(raw).quantized(how), open_checkpoint(base)
+    linears = quantized_names(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     parts: dict[str, str] = {}
     for name, info in files.tensors.items():
@@ -172,14 +172,14 @@ def quantise_folder(
         parts |= dict.fromkeys(stored, name)
         specs |= stored or {name: jax.ShapeDtypeStruct(info.shape, info.dtype)}
 
-    def quantise(name: str) -> Any:
-        return quantise_matrix(jnp.asarray(files.read(name)), how)
+    def quantize(name: str) -> Any:
+        return quantize_matrix(jnp.asarray(files.read(name)), how)
 
     with atomic_folder(Path(output)) as temporary:
         _copy_files(base, temporary, specs)
         described = read_config(temporary) | {"quantization_config": quantization_config(how)}
         write_json(temporary / "config.json", described)
-        write_shards(temporary, specs, QuantisedReader(quantise, parts, files.read), max_shard_bytes)
+        write_shards(temporary, specs, QuantizedReader(quantize, parts, files.read), max_shard_bytes)
 
 
 def on_host(tensor: jax.Array) -> np.ndarray:

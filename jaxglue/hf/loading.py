@@ -16,13 +16,13 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.moe_layers import mxfp4_scale
-from jaxglue.models.parameters import abstract_parameters, hf_name, quantised_names, set_parameters
-from jaxglue.ops.quant.formats import Quantise, Quantised, is_quantised, quantise_matrix
+from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
+from jaxglue.ops.quant.formats import Quantize, Quantized, is_quantized, quantize_matrix
 from jaxglue.sharding.mesh import put_whole
 
-Place = Callable[[str, Any], Any]
+Placement = Callable[[str, Any], Any]
 """Where the parameter of this Hugging Face name and value goes: a sharding, or one for each of its parts where it is
-quantised; None for the default device."""
+quantized; None for the default device."""
 
 
 def load_model(
@@ -30,8 +30,8 @@ def load_model(
     *,
     dtype=jnp.bfloat16,
     expand_experts: bool = False,
-    quantise: Quantise = "none",
-    place: Place | None = None,
+    quantize: Quantize = "none",
+    place: Placement | None = None,
 ) -> CausalLM:
     """The model in a local Hugging Face folder, its weights streamed to their places in `dtype`.
 
@@ -39,9 +39,9 @@ def load_model(
         folder: config.json and safetensors.
         dtype: of all weights but experts in MXFP4.
         expand_experts: whether experts in MXFP4 are expanded to `dtype` too.
-        quantise: `nf4` or `int8` quantises each linear layer of the decoder layers as it arrives, a few at a time;
-            `none` leaves them as the folder has them, which may be quantised by bitsandbytes or `quantise_folder`.
-        place: where each parameter goes, straight from the file unless it has to be quantised first.
+        quantize: `nf4` or `int8` quantizes each linear layer of the decoder layers as it arrives, a few at a time;
+            `none` leaves them as the folder has them, which may be quantized by bitsandbytes or `quantize_folder`.
+        place: where each parameter goes, straight from the file unless it has to be quantized first.
 
     Raises:
         ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes;
@@ -50,11 +50,13 @@ def load_model(
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
-    return _with_parameters(config.quantised(quantise), dtype, place, partial(load_tensors, folder))
+    return _with_parameters(config.quantized(quantize), dtype, place, partial(load_tensors, folder))
 
 
-def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, place: Place | None = None) -> CausalLM:
-    """A model as Hugging Face initialises it: normal matrices, zero biases, norms that are the identity.
+def random_model(
+    config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, place: Placement | None = None
+) -> CausalLM:
+    """A model as Hugging Face initializes it: normal matrices, zero biases, norms that are the identity.
 
     Compiles one program per shape of a parameter, so a deep model starts as fast as a shallow one.
     """
@@ -62,24 +64,24 @@ def random_model(config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, pl
     return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
 
 
-Put = Callable[[str, Any], jax.Array | Quantised]
-"""An array as the model holds the parameter of this name: in its place, quantised where it is so there."""
+Put = Callable[[str, Any], jax.Array | Quantized]
+"""An array as the model holds the parameter of this name: in its place, quantized where it is so there."""
 Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
 """What `Put` makes of an array for each parameter of these names, shapes and dtypes."""
 
 
-def _with_parameters(config: DecoderConfig, dtype, place: Place | None, fill: Fill) -> CausalLM:
+def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill: Fill) -> CausalLM:
     model = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    quantised = quantised_names(model)
+    quantized = quantized_names(model)
 
-    def put(name: str, array) -> jax.Array | Quantised:
-        if name in quantised and not is_quantised(array):
-            array = quantise_matrix(array, config.quantise)
+    def put(name: str, array) -> jax.Array | Quantized:
+        if name in quantized and not is_quantized(array):
+            array = quantize_matrix(array, config.quantize)
         return put_whole(array, place and place(name, array))
 
     specs = abstract_parameters(model)
     if place is not None:
-        parts = {name: place(name, spec) for name, spec in specs.items() if name not in quantised}
+        parts = {name: place(name, spec) for name, spec in specs.items() if name not in quantized}
         specs |= {name: specs[name].update(sharding=sharding) for name, sharding in parts.items()}
     return set_parameters(model, fill(specs, put))
 

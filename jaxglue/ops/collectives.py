@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
-ROWS = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
 """Axes over which the rows of a batch are spread."""
 
 
@@ -31,17 +31,17 @@ def axis_size(*axes: str) -> int:
     return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.manual_axes)
 
 
-def total(x: Array, *axes: str) -> Array:
+def psum(x: Array, *axes: str) -> Array:
     """The sum over the devices along these axes, inside `per_device`; x elsewhere."""
     return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
 
 
 def all_rows(x: Array) -> Array:
     """The sum over all devices' rows, inside `per_device`, differentiable to this device's term alone; x elsewhere."""
-    return x + jax.lax.stop_gradient(total(x, *ROWS) - x) if axis_size(*ROWS) > 1 else x
+    return x + jax.lax.stop_gradient(psum(x, *BATCH_AXES) - x) if axis_size(*BATCH_AXES) > 1 else x
 
 
-def scatter_sum(x: Array, axis: str, dimension: int) -> Array:
+def reduce_scatter(x: Array, axis: str, dimension: int) -> Array:
     """This device's part, along a dimension, of the sum over the devices along an axis, in float32.
 
     To be asked inside `per_device`. Parts travel in x's dtype and are added up where they arrive: a reduce-scatter in
@@ -58,31 +58,31 @@ def share(x: Array, *axes: str) -> Array:
     return x / size if size > 1 else x
 
 
-def share_out(x: Array) -> Array:
+def copy_to(x: Array) -> Array:
     """x, the same on all devices along `tensor`, each of which computes one term of what follows (Megatron's f)."""
-    return _share_out(x) if axis_size("tensor") > 1 else x
+    return _copy_to(x) if axis_size("tensor") > 1 else x
 
 
-def add_terms(y: Array) -> Array:
+def reduce_from(y: Array) -> Array:
     """The sum of the terms of the devices along `tensor`, the same on all of them (Megatron's g, arXiv 1909.08053)."""
-    return _add_terms(y) if axis_size("tensor") > 1 else y
+    return _reduce_from(y) if axis_size("tensor") > 1 else y
 
 
 @jax.custom_vjp
-def _share_out(x):
+def _copy_to(x):
     return x
 
 
 @jax.custom_vjp
-def _add_terms(y):
+def _reduce_from(y):
     return jax.lax.psum(y, "tensor")
 
 
 # JAX would not know that what follows a sum, or comes before a copy, is the same on all devices.
-_share_out.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, "tensor"),))
-_add_terms.defvjp(lambda y: (_add_terms(y), None), lambda _, dy: (dy,))
+_copy_to.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, "tensor"),))
+_reduce_from.defvjp(lambda y: (_reduce_from(y), None), lambda _, dy: (dy,))
 
 
 def own_key(key: PRNGKeyArray) -> PRNGKeyArray:
     """A key of this device's rows alone, inside `per_device`; the key itself elsewhere."""
-    return jax.random.fold_in(key, jax.lax.axis_index(ROWS)) if axis_size(*ROWS) > 1 else key
+    return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES)) if axis_size(*BATCH_AXES) > 1 else key

@@ -60,7 +60,7 @@ def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention_seconds: dict[str, f
     made = {value for value in results if not value.is_argument}
     in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and not root.is_argument}
     for value in made:
-        trace.materialise(value)
+        trace.materialize(value)
     total = sum(value.bytes for value in made)
     return Cost(seconds=trace.seconds, temporary=trace.peak(without=made | in_place), results=total)
 
@@ -86,7 +86,7 @@ class _Trace:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def materialise(self, value: _Value) -> None:
+    def materialize(self, value: _Value) -> None:
         """Writes a fused value to memory, once."""
         if not value.in_memory:
             value.in_memory = True
@@ -163,13 +163,13 @@ class _Trace:
 
     def _opaque(self, inputs: list[_Value], outputs: list[_Value], seconds: float) -> list[_Value]:
         for value in inputs:
-            self.materialise(value)
+            self.materialize(value)
         self._kernel(inputs, outputs, seconds)
         return outputs
 
     def _scan(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         for value in inputs:
-            self.materialise(value)
+            self.materialize(value)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         cost = program_cost(body, self._gpu, attention_seconds=self._attention)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)

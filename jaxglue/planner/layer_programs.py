@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.models.parameters import Tree
+from jaxglue.models.parameters import Params
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape
@@ -27,7 +27,7 @@ class LayerPrograms(NamedTuple):
 
 
 def layer_programs(
-    graph: Any, policy: RematPolicy, workload: Workload, trees: Sequence[Tree], *, experts: int = 1
+    graph: Any, policy: RematPolicy, workload: Workload, trees: Sequence[Params], *, experts: int = 1
 ) -> LayerPrograms:
     """The programs of a layer with these trainable and frozen parameters, with its experts on so many devices."""
     mesh = MeshShape(expert=experts)

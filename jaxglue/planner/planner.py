@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, interleave, parse_policies, parse_policy
-from jaxglue.engine.transfer import default_depth, is_streamed, stays, weights_depth
+from jaxglue.engine.transfer import default_depth, is_streamed, keep_on_device, weights_depth
 from jaxglue.planner import schedule
 from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.schedule import Work
@@ -52,7 +52,7 @@ class Plan:
     """One for each layer."""
     stream_weights: bool
     seconds: float
-    """Of an optimiser step."""
+    """Of an optimizer step."""
     device_bytes: int
     """At the peak."""
     host_bytes: int
@@ -201,14 +201,14 @@ class Planner:
             kernels = max(cost.backward.seconds + back / copy, gather)
             backward.append(Work(kernels, arriving=back / link))
         for index in range(len(costs)):
-            if stays(index, len(costs), depth):
+            if keep_on_device(index, len(costs), depth):
                 forward[index] = forward[index]._replace(leaving=0.0)
                 backward[index] = backward[index]._replace(arriving=0.0)
-        layers = schedule.seconds(forward, depth=weights_depth(depth), run_ahead=run_ahead)
-        layers += schedule.seconds(backward[::-1], depth=depth, run_ahead=run_ahead)
+        layers = schedule.simulate(forward, depth=weights_depth(depth), run_ahead=run_ahead)
+        layers += schedule.simulate(backward[::-1], depth=depth, run_ahead=run_ahead)
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         update = (3 * self._model.trained + 2 * self._moments) / copy
-        return self.workload.accumulation * (layers + self._model.head.seconds) + update
+        return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + update
 
     @property
     def _moments(self) -> int:
@@ -231,12 +231,12 @@ class Planner:
             stored += cost.saved
             held = stored + leaving + sum(weights[index : index + ahead + 1]) + 2 * self._model.input_bytes
             peak = max(peak, held + cost.forward.temporary)
-        return peak + (self._model.trained if self.workload.accumulation > 1 else 0)
+        return peak + (self._model.trained if self.workload.gradient_accumulation_steps > 1 else 0)
 
     def _backward_peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
         """In the head, or in some layer's backward pass."""
         model, x = self._model, self._model.input_bytes
-        accumulates, updates = self.workload.accumulation > 1, self.workload.update_in_backward
+        accumulates, updates = self.workload.gradient_accumulation_steps > 1, self.workload.update_in_backward
         head_gradients = model.head.results - x
         stored = sum(cost.saved for cost in costs)
         # What a layer and those after it in the backward pass have from the host, or have not sent there.

@@ -15,7 +15,7 @@ class Work(NamedTuple):
     """Seconds that what it leaves behind takes to the host."""
 
 
-def seconds(layers: Sequence[Work], *, depth: int, run_ahead: int) -> float:
+def simulate(layers: Sequence[Work], *, depth: int, run_ahead: int) -> float:
     """From the first layer's start to the last one's end.
 
     What a layer needs is asked for when the one `depth` places earlier starts; a layer is dispatched when what left

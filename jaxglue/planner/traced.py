@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jaxglue.engine.embed_head import EndFunctions
+from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.models.parameters import Tree
+from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
@@ -46,15 +46,15 @@ class TracedModel:
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool):
         self._workload, self._gpu = workload, gpu
         self._capability = gpu.capability if kernels else None
-        self._structure, *trees = abstract_parts(workload)
+        self._graphdefs, *trees = abstract_parts(workload)
         # Of one GPU: parts as they are stored, whole layers as programs take them, what it gathers for that.
         layout = Layout(workload.mesh.abstract, workload.dtype)
-        self.trainable, self.frozen = (layout.local(tree, layout.stored(tree)) for tree in trees)
+        self.trainable, self.frozen = (layout.local(tree, layout.param_specs(tree)) for tree in trees)
         # Every GPU computes as much as if it had all experts and 1 / n of their tokens.
         whole = Layout(replace(workload.mesh, expert=1).abstract, workload.dtype)
-        self._used = [whole.local(tree, whole.used(tree)) for tree in trees]
+        self._used = [whole.local(tree, whole.gathered_specs(tree)) for tree in trees]
         self._gathers = [layout.gathered(tree) for tree in trees]
-        self._kinds = [self._structure.layers.index(graph) for graph in self._structure.layers]
+        self._kinds = [self._graphdefs.layers.index(graph) for graph in self._graphdefs.layers]
         self._cost = cache(self._trace_layer)
         self.head = self._trace_head()
 
@@ -112,7 +112,7 @@ class TracedModel:
 
     def _trace_layer(self, index: int, policy: RematPolicy) -> LayerCost:
         work, trees = self._workload, [tree["layers"][index] for tree in self._used]
-        graph, seconds = self._structure.layers[index], self._attention_seconds(work.config.layer_windows[index])
+        graph, seconds = self._graphdefs.layers[index], self._attention_seconds(work.config.layer_windows[index])
         with tracing_for(self._capability):
             roomy = programs = layer_programs(graph, policy, work, trees)
             if (devices := work.mesh.expert) > 1:
@@ -131,9 +131,9 @@ class TracedModel:
         return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self._gpu.peers)
 
     def _trace_head(self) -> Cost:
-        ends = EndFunctions(self._structure, self._workload.config, dtype=self._workload.dtype, attention="auto")
+        ends = EmbedHead(self._graphdefs, self._workload.config, dtype=self._workload.dtype, attention="auto")
         trainable, frozen = self._used
-        sums: Tree = dict.fromkeys(trainable)
+        sums: Params = dict.fromkeys(trainable)
         x, _ = abstract_input(self._workload)
         batch = abstract_batch(self._workload)
         trees = ends._head(trainable), ends._head(frozen)

@@ -12,7 +12,7 @@ from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import LoraConfig, add_lora
-from jaxglue.models.parameters import ModelStructure, Tree, split_model
+from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.planned_context import PlannedContext
@@ -31,7 +31,7 @@ class Workload:
     """None trains all weights."""
     visible_keys: float
     """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
     update_in_backward: bool = False
     """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
     moment_bytes: float = 8.0
@@ -44,8 +44,8 @@ class Workload:
     """Of activations and frozen weights; what trains is float32."""
 
     def __post_init__(self):
-        if self.lora is None and self.config.quantise != "none":
-            raise ValueError(f"quantise={self.config.quantise} holds frozen weights, and all train: use adapters")
+        if self.lora is None and self.config.quantize != "none":
+            raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
         if self.host_embeddings and (self.lora is None or self.config.tie_word_embeddings):
             raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
 
@@ -67,8 +67,8 @@ def abstract_model(config: DecoderConfig, lora: LoraConfig | None, dtype) -> Cau
     return nnx.eval_shape(build)
 
 
-def abstract_parts(workload: Workload) -> tuple[ModelStructure, Tree, Tree]:
-    """(structure, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
+def abstract_parts(workload: Workload) -> tuple[ModelGraphDefs, Params, Params]:
+    """(graphdefs, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
     full = workload.lora is None
     model = abstract_model(workload.config, workload.lora, jnp.float32 if full else workload.dtype)
     return split_model(model, nnx.Param if full else nnx.LoRAParam)

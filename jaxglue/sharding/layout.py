@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import hf_name
-from jaxglue.ops.collectives import ROWS, per_device, scatter_sum, share
+from jaxglue.ops.collectives import BATCH_AXES, per_device, reduce_scatter, share
 from jaxglue.sharding.mesh import put_whole
 
 RULES: tuple[tuple[str, P], ...] = (
@@ -28,7 +28,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
     (r"",                                                           P()),
 )  # fmt: skip
-"""The first pattern found in a parameter's name decides; its gradient and optimiser states are split as it is."""
+"""The first pattern found in a parameter's name decides; its gradient and optimizer states are split as it is."""
 
 _IN_PARALLEL = re.compile(r"(^|\.)(self_attn|mlp)\.")
 """Modules inside which every device along `tensor` computes a part; outside, they all compute the same."""
@@ -47,7 +47,7 @@ class Layout:
         self._sizes = dict(self.mesh.shape) if self.mesh else {}
         self._axes = tuple(axis for axis, size in self._sizes.items() if size > 1)
         self.dtype = jnp.dtype(dtype)
-        self.rows = _short([tuple(axis for axis in ROWS if axis in self._axes)])
+        self.batch_spec = _short([tuple(axis for axis in BATCH_AXES if axis in self._axes)])
         """Of arrays [B, …]."""
         self.every = _short([self._axes])
         """Of arrays [devices, …], a part for each device."""
@@ -73,31 +73,33 @@ class Layout:
         """A tree of specs on this mesh; None without one."""
         return None if self.mesh is None else jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
-    def stored(self, tree: Any, prefix: str = "") -> Any:
-        """The spec of every parameter of a tree, and of its optimiser state, by name and shape."""
+    def param_specs(self, tree: Any, prefix: str = "") -> Any:
+        """The spec of every parameter of a tree, and of its optimizer state, by name and shape."""
         return jax.tree.map_with_path(lambda path, leaf: self.spec(_name(prefix, path), leaf.shape), tree)
 
-    def used(self, tree: Any, prefix: str = "") -> Any:
+    def gathered_specs(self, tree: Any, prefix: str = "") -> Any:
         """The specs of the parameters as programs take them: gathered over `fsdp`."""
-        return jax.tree.map(lambda spec: _without(spec, "fsdp"), self.stored(tree, prefix))
+        return jax.tree.map(lambda spec: _without(spec, "fsdp"), self.param_specs(tree, prefix))
 
-    def gradients(self, tree: Any, prefix: str = "") -> Any:
+    def grad_specs(self, tree: Any, prefix: str = "") -> Any:
         """The specs of gradients [n, …], whose sum over n is due: n devices have the same part of the parameter."""
-        return jax.tree.map(lambda spec: _short([self._sharing(spec), *map(_tuple, spec)]), self.stored(tree, prefix))
+        return jax.tree.map(
+            lambda spec: _short([self._sharing(spec), *map(_tuple, spec)]), self.param_specs(tree, prefix)
+        )
 
     def place(self, name: str, value: Any) -> Any:
         """The sharding of the parameter of this name, or of each part of its value; None without a mesh."""
-        return self.shardings(self.stored(value, name))
+        return self.shardings(self.param_specs(value, name))
 
     def put(self, tree: Any) -> Any:
         """The parameters in their places on the mesh."""
-        return put_whole(tree, self.shardings(self.stored(tree))) if self.mesh else tree
+        return put_whole(tree, self.shardings(self.param_specs(tree))) if self.mesh else tree
 
     def constrain(self, tree: Any, prefix: str = "") -> Any:
-        """In a program of all devices: the parameters, or optimiser states, made in their places."""
+        """In a program of all devices: the parameters, or optimizer states, made in their places."""
         if self.mesh is None:
             return tree
-        return jax.lax.with_sharding_constraint(tree, self.shardings(self.stored(tree, prefix)))
+        return jax.lax.with_sharding_constraint(tree, self.shardings(self.param_specs(tree, prefix)))
 
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         """Which axes split the parameter of this name. An axis that does not divide a dimension leaves it whole."""
@@ -124,7 +126,7 @@ class Layout:
         """The specs of what a layer is given beside its input."""
         router_losses = None if context.router_losses is None else P()
         key = None if context.dropout_key is None else P()
-        rows: Any = {"segments": self.rows, "cos": self.rows, "sin": self.rows}
+        rows: Any = {"segments": self.batch_spec, "cos": self.batch_spec, "sin": self.batch_spec}
         return dataclasses.replace(context, **rows, dropout_key=key, router_losses=router_losses)
 
     def in_parts(self, tree: Any) -> Any:
@@ -157,8 +159,8 @@ class Layout:
                 return None
             return jax.ShapeDtypeStruct(leaf.shape, self.gathered_dtype(leaf.dtype))
 
-        specs = self.stored(tree)
-        return jax.tree.map(whole, self.local(tree, self.used(tree)), specs)
+        specs = self.param_specs(tree)
+        return jax.tree.map(whole, self.local(tree, self.gathered_specs(tree)), specs)
 
     def gather(self, parts: Any, specs: Any) -> Any:
         """On a device: its parts of parameters stored as `specs` → the parameters, whole but for other axes."""
@@ -171,20 +173,20 @@ class Layout:
 
         return jax.tree.map(whole, parts, specs)
 
-    def own_part(self, gradients: Any, specs: Any, prefix: str = "") -> Any:
+    def reduce_scatter_grads(self, gradients: Any, specs: Any, prefix: str = "") -> Any:
         """On a device: gradients to used parameters → this device's term [1, …] of those of the stored ones."""
 
         def term(path, gradient, spec):
             if "fsdp" in _axes(spec):
                 gradient = gradient.astype(self.gathered_dtype(gradient.dtype))
-                gradient = scatter_sum(gradient, "fsdp", _dimension(spec, "fsdp"))
+                gradient = reduce_scatter(gradient, "fsdp", _dimension(spec, "fsdp"))
             gradient = gradient.astype(jnp.float32)
             parallel = _IN_PARALLEL.search(_name(prefix, path))
             return (gradient if parallel else share(gradient, "tensor"))[None]
 
         return jax.tree.map_with_path(term, gradients, specs) if self.mesh else gradients
 
-    def add_up(self, gradients: Any, prefix: str = "") -> Any:
+    def sum_partials(self, gradients: Any, prefix: str = "") -> Any:
         """In a program of all devices: gradients [n, …] → their sums over n, in the places of the parameters."""
         return self.constrain(jax.tree.map(lambda summands: summands.sum(0), gradients), prefix)
 
@@ -197,7 +199,7 @@ class Layout:
 
         if self.mesh is None:
             return jax.tree.map(jnp.zeros_like, tree)
-        return jax.tree.map(zero, tree, self.gradients(tree, prefix))
+        return jax.tree.map(zero, tree, self.grad_specs(tree, prefix))
 
     def stack(self, tree: Any) -> Any:
         """On a device: arrays of its own → its parts of arrays [devices, …]."""

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.ops.collectives import ROWS
+from jaxglue.ops.collectives import BATCH_AXES
 
 AUTO = "auto"
 
@@ -62,7 +62,7 @@ class MeshShape:
     @property
     def rows(self) -> int:
         """Parts into which the rows of a batch are split."""
-        return math.prod(self.sizes[axis] for axis in ROWS)
+        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     @property
     def abstract(self) -> AbstractMesh:
@@ -97,8 +97,8 @@ class MeshShape:
         remedy = "use data or fsdp instead of tensor"
         if config.moe is not None:
             raise ValueError(f"--mesh {self}: tensor is for dense models, {config.model_type} has experts; use expert")
-        if config.quantise != "none":
-            raise ValueError(f"--mesh {self}: tensor cannot split --quantise {config.quantise} weights; {remedy}")
+        if config.quantize != "none":
+            raise ValueError(f"--mesh {self}: tensor cannot split --quantize {config.quantize} weights; {remedy}")
         if config.attention_bias or config.mlp_bias:
             raise ValueError(f"--mesh {self}: tensor cannot split projections with biases; {remedy}")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -121,7 +121,7 @@ def _auto(shape: MeshShape) -> tuple[AxisType, ...]:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Where the rows of arrays [B, …] of a batch belong."""
-    return NamedSharding(mesh, PartitionSpec(ROWS))
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def place_batch(batches: Any, mesh: Mesh | None) -> Any:

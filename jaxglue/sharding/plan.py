@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.parameters import Tree, flatten_names
+from jaxglue.models.parameters import Params, flatten_names
 from jaxglue.sharding.layout import Layout
 
 _GIB = 2**30
@@ -46,7 +46,13 @@ class Split:
 
 
 def plan_split(
-    layout: Layout, config: DecoderConfig, trainable: Tree, frozen: Tree, *, tokens: int, accumulation: int
+    layout: Layout,
+    config: DecoderConfig,
+    trainable: Params,
+    frozen: Params,
+    *,
+    tokens: int,
+    gradient_accumulation_steps: int,
 ) -> Split:
     """Where the parameters of these trees of shapes lie, and what a step of so many micro-batches sends.
 
@@ -57,13 +63,15 @@ def plan_split(
         config: the model's shape.
         trainable, frozen: its parameters.
         tokens: of a micro-batch on one GPU.
-        accumulation: micro-batches in a step.
+        gradient_accumulation_steps: micro-batches in a step.
     """
-    exchanged = accumulation * tokens * config.hidden_size * layout.dtype.itemsize * _passes(layout, config)
+    exchanged = (
+        gradient_accumulation_steps * tokens * config.hidden_size * layout.dtype.itemsize * _passes(layout, config)
+    )
     split = Split(parts={}, undivided=[], exchanged=exchanged)
     for tree, trains in ((trainable, True), (frozen, False)):
-        specs = layout.stored(tree)
-        own, whole = layout.local(tree, specs), layout.local(tree, layout.used(tree))
+        specs = layout.param_specs(tree)
+        own, whole = layout.local(tree, specs), layout.local(tree, layout.gathered_specs(tree))
         columns = (jax.tree.leaves(each) for each in (specs, own, whole))
         for name, spec, part, used in zip(flatten_names(tree), *columns, strict=True):
             axes = layout.axes(spec)
@@ -71,7 +79,7 @@ def plan_split(
             split.parts[key] = split.parts.get(key, 0) + part.size * part.dtype.itemsize
             if layout.gathers and "fsdp" not in axes and "fsdp" in layout.axes(layout.rule(name)):
                 split.undivided.append(name)
-            missing = accumulation * (used.size - part.size) * layout.gathered_dtype(part.dtype).itemsize
+            missing = gradient_accumulation_steps * (used.size - part.size) * layout.gathered_dtype(part.dtype).itemsize
             split.gathered += missing * (2 if ".layers." in name else 1)
             if trains:
                 copies = layout.copies(spec)

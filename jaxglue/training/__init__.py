@@ -1,1 +1,1 @@
-"""The trainer: configuration, optimiser, loop, checkpoints and metrics."""
+"""The trainer: configuration, optimizer, loop, checkpoints and metrics."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from jaxglue.distributed import ALONE, Processes
+from jaxglue.distributed import SINGLE_PROCESS, Processes
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Restored(NamedTuple):
     host: dict[str, Any]
     """What `save` got as `host`."""
     step: int
-    """The number of optimiser steps done."""
+    """The number of optimizer steps done."""
 
 
 class _LastAndBest:
@@ -48,7 +48,9 @@ class _LastAndBest:
 class Checkpoints:
     """The checkpoints of one run, in a folder of their own; closing it, or leaving its context, finishes the last."""
 
-    def __init__(self, folder: Path, *, fingerprint: Mapping[str, Any], keep: int = 2, processes: Processes = ALONE):
+    def __init__(
+        self, folder: Path, *, fingerprint: Mapping[str, Any], keep: int = 2, processes: Processes = SINGLE_PROCESS
+    ):
         """Opens the folder and removes what an interrupted save left there.
 
         Args:
@@ -71,7 +73,7 @@ class Checkpoints:
         """Copies `state` off the device, then writes it in the background; waits first for the save before.
 
         Args:
-            step: optimiser steps done.
+            step: optimizer steps done.
             state: arrays; they may be donated as soon as this returns.
             host: JSON values: epoch, the data iterator's state, ….
             eval_loss: the latest one, if it was measured at this step; the checkpoint with the lowest is kept.
@@ -150,7 +152,7 @@ class Checkpoints:
             raise
         except Exception as error:
             reason = _reason(error)
-        reasons = list(filter(None, self._processes.exchange(reason)))
+        reasons = list(filter(None, self._processes.all_gather_object(reason)))
         if not reasons:
             return found
         _log.warning("checkpoint %s is damaged, trying the one before: %s", self._folder / str(step), reasons[0])
@@ -158,8 +160,8 @@ class Checkpoints:
         return None
 
     def _set_aside(self, steps: list[int]) -> None:
-        with self._processes.first_ahead():
-            for step in steps if self._processes.first else ():
+        with self._processes.main_process_first():
+            for step in steps if self._processes.is_main else ():
                 (self._folder / str(step)).rename(self._folder / f"{step}.damaged")
         if steps:
             self._manager.reload()

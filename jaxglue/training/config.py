@@ -13,7 +13,7 @@ from jaxglue.engine.policy import check_remat
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.attention import BACKENDS
-from jaxglue.ops.quant.formats import Quantise
+from jaxglue.ops.quant.formats import Quantize
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.optimizer import OptimizerConfig
 
@@ -44,9 +44,9 @@ class ModelConfig:
     """Where the frozen embedding table is: on the GPU, or in host memory, where a step reads the rows of its tokens."""
     expand_experts: bool = False
     """Expand experts that the model holds in MXFP4 when they are loaded: four times their memory, faster steps."""
-    quantise: Quantise = "none"
+    quantize: Quantize = "none"
     """Hold the frozen linear layers of the decoder layers in NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte), with
-    bitsandbytes' values. A model folder that is quantised already needs no word."""
+    bitsandbytes' values. A model folder that is quantized already needs no word."""
     router_balance_loss: float = 0.0
     """Weight of routers' load-balancing loss; 0 leaves it out, as is usual in fine-tuning. Not in the loss shown."""
     router_z_loss: float = 0.0
@@ -63,10 +63,10 @@ class ModelConfig:
             raise ValueError("--weights host streams frozen weights, and with --method full none are: leave one out")
         if self.embeddings == "host" and self.method == "full":
             raise ValueError("--embeddings host is for a frozen table, and with --method full it trains: leave one out")
-        if self.quantise != "none" and self.method == "full":
+        if self.quantize != "none" and self.method == "full":
             raise ValueError(
-                f"--quantise {self.quantise} holds frozen weights, and with --method full none are: "
-                "use --method lora, or leave --quantise out"
+                f"--quantize {self.quantize} holds frozen weights, and with --method full none are: "
+                "use --method lora, or leave --quantize out"
             )
 
     @property
@@ -91,21 +91,21 @@ class RunConfig:
     """Folder for the adapter, checkpoints, metrics and curve."""
     batch_size: int = 1
     """B: packed rows in a micro-batch, over all GPUs."""
-    accumulation: int = 1
-    """Micro-batches in an optimiser step."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in an optimizer step."""
     mesh: str = AUTO
     """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
     for adapters on weights that fit each GPU, else fsdp, or expert where there are experts (see docs/sharding.md)."""
     epochs: int = 1
     """Passes over the data, unless steps says otherwise."""
     steps: int | None = None
-    """Optimiser steps; by default those of all epochs."""
+    """Optimizer steps; by default those of all epochs."""
     log_every: int = 10
-    """Optimiser steps between lines of metrics."""
+    """Optimizer steps between lines of metrics."""
     eval_every: int | None = None
-    """Optimiser steps between evaluations, and looks at the use of experts; by default once an epoch."""
+    """Optimizer steps between evaluations, and looks at the use of experts; by default once an epoch."""
     save_every: int | None = None
-    """Optimiser steps between checkpoints; by default as often as evaluations."""
+    """Optimizer steps between checkpoints; by default as often as evaluations."""
     keep_checkpoints: int = 2
     """Checkpoints kept beside the best one."""
     resume: bool = False
@@ -124,7 +124,15 @@ class RunConfig:
     """Where compiled programs are kept for the next run (a local disk); none keeps none."""
 
     def __post_init__(self):
-        at_least_one = ("batch_size", "accumulation", "epochs", "steps", "log_every", "eval_every", "save_every")
+        at_least_one = (
+            "batch_size",
+            "gradient_accumulation_steps",
+            "epochs",
+            "steps",
+            "log_every",
+            "eval_every",
+            "save_every",
+        )
         for name in (*at_least_one, "keep_checkpoints", "sample_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

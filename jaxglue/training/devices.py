@@ -43,11 +43,11 @@ def agree_on_mesh(
 ) -> tuple[MeshShape, RematChoice]:
     """What `choose_mesh` chose on process 0, on every process: all must run the same programs, and what their GPUs have
     left may differ a little."""
-    if processes.first:
+    if processes.is_main:
         mesh, remat = choose_mesh(config, model, visible_keys)
-        processes.exchange([str(mesh), remat.remat, "host" if remat.stream_weights else "device"])
+        processes.all_gather_object([str(mesh), remat.remat, "host" if remat.stream_weights else "device"])
         return mesh, remat
-    chosen, remat_text, weights = processes.exchange(None)[0]
+    chosen, remat_text, weights = processes.all_gather_object(None)[0]
     told = replace(
         config,
         model=replace(config.model, remat=remat_text, weights=weights),

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
-from jaxglue.models.parameters import Tree
+from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import Setup
@@ -33,7 +33,7 @@ class Evaluation:
         """Whether there is anything to look at: held-out data, or routers."""
         return self._batches is not None or self._probe is not None
 
-    def read(self, step: int, trainable: Tree, frozen: Tree, last_batch: Batch | None) -> dict[str, float]:
+    def read(self, step: int, trainable: Params, frozen: Params, last_batch: Batch | None) -> dict[str, float]:
         """`eval_loss`, the mean per held-out target token, if there is such data, and what `RoutingProbe` reads.
 
         Args:

@@ -12,8 +12,8 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxglue.engine.transfer import commit
-from jaxglue.models.parameters import Place, Tree, get_part, set_part
-from jaxglue.ops.adam import AdamW, Hyper, MomentFormat, is_moment
+from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
+from jaxglue.ops.adam import AdamW, MomentFormat, StepScalars, is_moment
 from jaxglue.ops.backend import compute_capability, triton_capability
 from jaxglue.sharding.layout import WHOLE, Layout
 
@@ -65,7 +65,7 @@ class OptimizerConfig:
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Learning rate of each optimiser step, counted from 0."""
+    """Learning rate of each optimizer step, counted from 0."""
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
     warmup = round(config.warmup_ratio * total_steps)
     rest = max(total_steps - warmup, 1)
@@ -96,27 +96,27 @@ class Optimizer:
         )
         self._init = jax.jit(self._init_part, static_argnames="prefix")
         self._square_norm = jax.jit(optax.tree.norm, static_argnames="squared")
-        self._hyper = jax.jit(self._clipping_hyper)
+        self._scalars = jax.jit(self._step_scalars)
         self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
         self._update = jax.jit(self._update_parts, donate_argnums=(0, 1))
         self._update_fused = jax.jit(self._fused_step, donate_argnums=(0, 1), static_argnames="clips")
 
-    def init(self, trainable: Tree) -> Tree:
-        """State before the first step: `mean` and `square` of every part."""
-        state: Tree = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+    def init(self, trainable: Params) -> Params:
+        """State before the first step: `mu` and `nu` of every part."""
+        state: Params = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
         for place in places(trainable):
             prefix = place if isinstance(place, str) else ""
             set_part(state, place, commit(self._init(get_part(trainable, place), prefix=prefix)))
         return state
 
     def update(
-        self, trainable: Tree, state: Tree, gradients: Tree, step: int
-    ) -> tuple[Tree, Tree, dict[str, Float[Array, ""]]]:
+        self, trainable: Params, state: Params, gradients: Params, step: int
+    ) -> tuple[Params, Params, dict[str, Float[Array, ""]]]:
         """(new trainable, new state, grad_norm and learning_rate); the old trees are donated.
 
         Args:
             trainable, state, gradients: of this step.
-            step: optimiser steps done before.
+            step: optimizer steps done before.
         """
         everything = places(trainable)
         old, states, gradient = ([get_part(tree, at) for at in everything] for tree in (trainable, state, gradients))
@@ -125,59 +125,61 @@ class Optimizer:
         else:
             batches = [list(batch) for batch in itertools.batched(range(len(old)), _PARTS_PER_PROGRAM)]
             squares = [self._square_norm([gradient[i] for i in batch], squared=True) for batch in batches]
-            hyper, values = self._hyper(squares, np.int32(step))
+            scalars, values = self._scalars(squares, np.int32(step))
             new, new_states = [], []
             for batch in batches:
-                some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), hyper)
+                some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), scalars)
                 new, new_states = new + some[0], new_states + some[1]
         return _with_parts(trainable, everything, new), _with_parts(state, everything, new_states), values
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
-        """The learning rate after `step` optimiser steps, as `update` reports it."""
+        """The learning rate after `step` optimizer steps, as `update` reports it."""
         return {"learning_rate": self._learning_rate(np.int32(step))}
 
-    def update_part(self, trainable: Tree, state: Tree, place: Place, gradient: Tree, step: int) -> tuple[Tree, Tree]:
+    def update_part(
+        self, trainable: Params, state: Params, place: ParamKey, gradient: Params, step: int
+    ) -> tuple[Params, Params]:
         """(trainable, state) with one part updated, without clipping; the part's old arrays are donated."""
         parts = [get_part(trainable, place)], [get_part(state, place)], [gradient]
         if self._fuses(parts[0]):
             new, new_states, _ = self._update_fused(*parts, np.int32(step), clips=False)
         else:
-            new, new_states = self._update(*parts, self._hyper(None, np.int32(step))[0])
+            new, new_states = self._update(*parts, self._scalars(None, np.int32(step))[0])
         return _with_parts(trainable, [place], new), _with_parts(state, [place], new_states)
 
-    def _init_part(self, part: Tree, prefix: str = "") -> Tree:
+    def _init_part(self, part: Params, prefix: str = "") -> Params:
         leaves, treedef = jax.tree.flatten(part)
         moments = [jax.tree.unflatten(treedef, some) for some in zip(*map(self._adam.init, leaves), strict=True)]
-        mean, square = (self._layout.constrain(tree, prefix) for tree in moments)
-        return {"mean": mean, "square": square}
+        mu, nu = (self._layout.constrain(tree, prefix) for tree in moments)
+        return {"mu": mu, "nu": nu}
 
-    def _clipping_hyper(self, squares: list[Array] | None, step: Array) -> tuple[Hyper, dict[str, Array]]:
+    def _step_scalars(self, squares: list[Array] | None, step: Array) -> tuple[StepScalars, dict[str, Array]]:
         """What the updates of this step share, and what is reported of it; no squares, no clipping."""
         norm = jnp.sqrt(sum(squares or [], start=jnp.float32(0)))
         clips = self._clip_norm and squares is not None
         scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12)) if clips else jnp.float32(1)
         rate = self._learning_rate(step)
-        return self._adam.hyper(scale, rate, step), {"grad_norm": norm, "learning_rate": rate}
+        return self._adam.scalars(scale, rate, step), {"grad_norm": norm, "learning_rate": rate}
 
-    def _update_parts(self, parts: list[Tree], states: list[Tree], gradients: list[Tree], hyper: Hyper):
+    def _update_parts(self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars):
         """(new parts, new states)."""
         flat, rebuild = _flatten(parts, states, gradients)
         rows = zip(*flat, _decays(parts), strict=True)
-        new = [self._adam.update(p, m, v, g, hyper, decays=decays) for p, m, v, g, decays in rows]
+        new = [self._adam.update(p, m, v, g, scalars, decays=decays) for p, m, v, g, decays in rows]
         return rebuild(*zip(*new, strict=True))
 
     def _fused_step(
-        self, parts: list[Tree], states: list[Tree], gradients: list[Tree], step: Array, clips: bool = True
+        self, parts: list[Params], states: list[Params], gradients: list[Params], step: Array, clips: bool = True
     ):
         """(new parts, new states, what is reported)."""
         kernels = _kernels(self._adam)
         assert kernels is not None
         flat, rebuild = _flatten(parts, states, gradients)
-        hyper, values = self._clipping_hyper([kernels.square_norm(flat[3])] if clips else None, step)
-        parameters, means, squares, slopes = flat
-        return *rebuild(*kernels.update(parameters, means, squares, slopes, _decays(parts), hyper)), values
+        scalars, values = self._step_scalars([kernels.square_norm(flat[3])] if clips else None, step)
+        parameters, mus, nus, slopes = flat
+        return *rebuild(*kernels.update(parameters, mus, nus, slopes, _decays(parts), scalars)), values
 
-    def _fuses(self, parts: list[Tree]) -> bool:
+    def _fuses(self, parts: list[Params]) -> bool:
         """Whether our kernels serve: on one NVIDIA GPU."""
         leaves = jax.tree.leaves(parts)
         one_device = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
@@ -194,21 +196,19 @@ def _kernels(adam: AdamW) -> "TritonAdam | None":
     return TritonAdam(adam=adam, compute_capability=triton_capability(capability))
 
 
-def _flatten(parts: list[Tree], states: list[Tree], gradients: list[Tree]) -> tuple[list[list[Any]], Any]:
-    """((parameters, means, squares, gradients), what makes (parts, states) of the first three again)."""
+def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:
+    """((parameters, mus, nus, gradients), what makes (parts, states) of the first three again)."""
     leaves, treedef = jax.tree.flatten(parts)
-    means, squares = (
-        jax.tree.leaves([state[name] for state in states], is_leaf=is_moment) for name in ("mean", "square")
-    )
+    mus, nus = (jax.tree.leaves([state[name] for state in states], is_leaf=is_moment) for name in ("mu", "nu"))
 
-    def rebuild(new, new_means, new_squares) -> tuple[list[Tree], list[Tree]]:
-        trees = [jax.tree.unflatten(treedef, some) for some in (new, new_means, new_squares)]
-        return trees[0], [{"mean": mean, "square": square} for mean, square in zip(*trees[1:], strict=True)]
+    def rebuild(new, new_mus, new_nus) -> tuple[list[Params], list[Params]]:
+        trees = [jax.tree.unflatten(treedef, some) for some in (new, new_mus, new_nus)]
+        return trees[0], [{"mu": mu, "nu": nu} for mu, nu in zip(*trees[1:], strict=True)]
 
-    return [leaves, means, squares, jax.tree.leaves(gradients)], rebuild
+    return [leaves, mus, nus, jax.tree.leaves(gradients)], rebuild
 
 
-def _with_parts(tree: Tree, where: list[Place], parts: list[Tree]) -> Tree:
+def _with_parts(tree: Params, where: list[ParamKey], parts: list[Params]) -> Params:
     """The tree with the parts of these places replaced."""
     tree = {**tree, "layers": list(tree["layers"])}
     for place, part in zip(where, parts, strict=True):
@@ -216,13 +216,13 @@ def _with_parts(tree: Tree, where: list[Place], parts: list[Tree]) -> Tree:
     return tree
 
 
-def places(tree: Tree) -> list[Place]:
+def places(tree: Params) -> list[ParamKey]:
     """The places of all parts that hold a parameter, the layers last."""
-    names: list[Place] = [name for name in sorted(tree.keys() - {"layers"}) if jax.tree.leaves(tree[name])]
+    names: list[ParamKey] = [name for name in sorted(tree.keys() - {"layers"}) if jax.tree.leaves(tree[name])]
     return names + [index for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer)]
 
 
-def _decays(parts: list[Tree]) -> list[bool]:
+def _decays(parts: list[Params]) -> list[bool]:
     """Whether weights decay, for every leaf: those of matrices do. Biases of experts have two axes too."""
     bias = jax.tree_util.DictKey("bias")
     return [leaf.ndim > 1 and path[-1] != bias for path, leaf in jax.tree_util.tree_leaves_with_path(parts)]

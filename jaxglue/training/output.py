@@ -49,10 +49,10 @@ def shared_output_folder(path: Path, processes: Processes, *, resume: bool, over
         ValueError: likewise, or the folder is not shared by all hosts.
     """
     with contextlib.ExitStack() as held:
-        if processes.first:
+        if processes.is_main:
             held.enter_context(output_folder(path, resume=resume, overwrite=overwrite))
-        owner = processes.exchange((path / _LOCK).read_text() if processes.first else None)[0]
-        seen = processes.exchange(_wait_for(path / _LOCK, owner))
+        owner = processes.all_gather_object((path / _LOCK).read_text() if processes.is_main else None)[0]
+        seen = processes.all_gather_object(_wait_for(path / _LOCK, owner))
         if missing := [str(index) for index, is_there in enumerate(seen) if not is_there]:
             raise ValueError(
                 f"output folder {path} of process 0 is not that of process {', '.join(missing)}: "

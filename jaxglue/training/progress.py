@@ -43,7 +43,7 @@ class TrainingProgress:
         """Prepares the display.
 
         Args:
-            total_steps: optimiser steps at the end of the run.
+            total_steps: optimizer steps at the end of the run.
             first_step: steps done before, for a resumed run.
             console: where to print; by default standard output.
             clock: seconds, for the time left.

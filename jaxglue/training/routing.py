@@ -9,10 +9,10 @@ from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.embed_head import EndFunctions
+from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.parameters import ModelStructure, Tree, merge_module
+from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.ops.moe import Routing, routing_statistics
 from jaxglue.sharding.layout import WHOLE, Layout
 
@@ -35,7 +35,7 @@ class RoutingProbe:
     """Runs a batch forward, layer by layer, and reads what its routers did.
 
     Args:
-        structure: the modules, as `split_model` gives them.
+        graphdefs: the modules, as `split_model` gives them.
         config: the model's shape.
         dtype: the dtype of activations and matmuls.
         attention: the attention backend.
@@ -44,18 +44,18 @@ class RoutingProbe:
 
     def __init__(
         self,
-        structure: ModelStructure,
+        graphdefs: ModelGraphDefs,
         config: DecoderConfig,
         *,
         dtype=jnp.bfloat16,
         attention="auto",
         layout: Layout = WHOLE,
     ):
-        self._ends = EndFunctions(structure, config, dtype=dtype, attention=attention, layout=layout)
-        types = {graph: jax.jit(partial(_run, graph, layout)) for graph in structure.layers}
-        self._layers = [types[graph] for graph in structure.layers]
+        self._embed_head = EmbedHead(graphdefs, config, dtype=dtype, attention=attention, layout=layout)
+        types = {graph: jax.jit(partial(_run, graph, layout)) for graph in graphdefs.layers}
+        self._layers = [types[graph] for graph in graphdefs.layers]
 
-    def read(self, trainable: Tree, frozen: Tree, batch: Batch) -> dict[str, float]:
+    def read(self, trainable: Params, frozen: Params, batch: Batch) -> dict[str, float]:
         """Figures over all layers with experts.
 
         Returns:
@@ -63,7 +63,7 @@ class RoutingProbe:
             expert_load_entropy: the mean over layers of the load's entropy over log E: 1 when even, 0 at worst.
             expert_dropped: assignments that were not computed; always 0, as experts have no capacity.
         """
-        x, contexts = self._ends.enter(trainable, frozen, batch, None)
+        x, contexts = self._embed_head.embed(trainable, frozen, batch, None)
         observed = []
         for i, layer in enumerate(self._layers):
             x, statistics = layer(trainable["layers"][i], transfer.to_device(frozen["layers"][i]), x, contexts[i])
@@ -76,17 +76,17 @@ class RoutingProbe:
         }
 
 
-def _run(graph, layout: Layout, trainable: Tree, frozen: Tree, x, packed: PackedContext):
-    stored = layout.stored((trainable, frozen))
+def _run(graph, layout: Layout, trainable: Params, frozen: Params, x, packed: PackedContext):
+    stored = layout.param_specs((trainable, frozen))
 
     def program(weights, x, packed):
         trainable, frozen = layout.gather(weights, stored)
         return _apply(graph, trainable, frozen, x, packed)
 
-    specs = (stored, layout.rows, layout.context(packed))
-    return layout.run(program, specs, (layout.rows, PartitionSpec()))((trainable, frozen), x, packed)
+    specs = (stored, layout.batch_spec, layout.context(packed))
+    return layout.run(program, specs, (layout.batch_spec, PartitionSpec()))((trainable, frozen), x, packed)
 
 
-def _apply(graph, trainable: Tree, frozen: Tree, x, packed: PackedContext):
+def _apply(graph, trainable: Params, frozen: Params, x, packed: PackedContext):
     context = _ObservingContext(packed)
     return merge_module(graph, trainable, frozen)(x, context), context.statistics

@@ -8,18 +8,18 @@ from rich.console import Console
 from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.sampling import SamplingConfig
-from jaxglue.models.parameters import ModelStructure, Tree
+from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.training.setup import Setup
 
 
 class Samples:
     """The sample prompts of a run; prints their answers and appends them to `samples.jsonl`."""
 
-    def __init__(self, setup: Setup, structure: ModelStructure, folder: Path | None, console: Console):
+    def __init__(self, setup: Setup, graphdefs: ModelGraphDefs, folder: Path | None, console: Console):
         """Encodes the prompts.
 
         Args:
-            setup, structure: of the run.
+            setup, graphdefs: of the run.
             folder: where `samples.jsonl` is; None where another process writes it.
             console: where to print.
 
@@ -30,10 +30,10 @@ class Samples:
         self._tokenizer, self._console, self._path = setup.tokenizer, console, folder and folder / "samples.jsonl"
         self._prompts = {prompt: encode_prompt(setup.tokenizer, prompt) for prompt in run.sample_prompt}
         self._stops = stop_tokens(setup.tokenizer)
-        self._generator = Generator(structure, setup.model, dtype=model.compute_dtype, attention=model.attention)
+        self._generator = Generator(graphdefs, setup.model, dtype=model.compute_dtype, attention=model.attention)
         self._sampling = SamplingConfig(max_tokens=run.sample_tokens, temperature=0.0)
 
-    def answer(self, when: str, step: int, trainable: Tree, frozen: Tree) -> None:
+    def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
         """Answers every prompt, always with the likeliest token."""
         for prompt, tokens in self._prompts.items():
             stream = self._generator.stream(trainable, frozen, tokens, self._sampling, self._stops)

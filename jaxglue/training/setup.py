@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.cli import as_dict
 from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenizer, prepare_data
-from jaxglue.distributed import ALONE, Processes
+from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
-from jaxglue.models.parameters import ModelStructure, Tree, split_model
+from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.ops.attention import AttentionShape, choose_backend
 from jaxglue.ops.backend import compute_capability
@@ -64,7 +64,7 @@ class Setup:
         return abstract_model(self.model, lora, self.config.model.compute_dtype)
 
     @cached_property
-    def _abstract_parts(self) -> tuple[ModelStructure, Tree, Tree]:
+    def _abstract_parts(self) -> tuple[ModelGraphDefs, Params, Params]:
         return split_model(self._abstract_model, trainable_filter(self.config))
 
     @cached_property
@@ -81,7 +81,7 @@ class Setup:
     def weight_bytes(self) -> int:
         """Of weights, their float32 masters and gradients, and AdamW's two moments, on each GPU."""
         _, *trees = self._abstract_parts
-        trained, frozen = (self._layout.local(tree, self._layout.stored(tree)) for tree in trees)
+        trained, frozen = (self._layout.local(tree, self._layout.param_specs(tree)) for tree in trees)
         if self.config.model.embeddings == "host":
             frozen = {**frozen, "embed_tokens": {}}
         weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
@@ -103,7 +103,11 @@ class Setup:
             "lora": config["lora"] if self.config.model.method == "lora" else None,
             "optimizer": config["optimizer"],
             "steps": self.total_steps,
-            "batch": [self.config.run.accumulation, self.config.run.batch_size, self.config.data.seq_len],
+            "batch": [
+                self.config.run.gradient_accumulation_steps,
+                self.config.run.batch_size,
+                self.config.data.seq_len,
+            ],
         }
 
     def plan(self) -> dict[str, object]:
@@ -118,15 +122,15 @@ class Setup:
             "model": f"{self.config.model.model} ({self.model.model_type}, {total:,} parameters)",
             "method": f"{self.config.model.method}, {trained:,} parameters train ({trained / total:.2%})",
             "data": self.data.report,
-            "batch": f"{run.accumulation} × {run.batch_size} rows of {data.seq_len:,} tokens",
+            "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
             "steps": f"{self.total_steps:,} ({self.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
-            "dtype": f"{self.config.model.compute_dtype}{_STORED[self.model.quantise]}",
+            "dtype": f"{self.config.model.compute_dtype}{_STORED[self.model.quantize]}",
             "remat": self.remat,
             "attention": f"{attention.name}: {attention.reason}",
             "rotation": f"{rotation.name}: {rotation.reason}",
             **self._experts(),
             **self._devices(),
-            "memory": f"{memory:.2f} GiB for weights, gradients and optimiser{each}; activations on top",
+            "memory": f"{memory:.2f} GiB for weights, gradients and optimizer{each}; activations on top",
             "output": run.output,
         }
 
@@ -146,7 +150,9 @@ class Setup:
             return kinds
         run, parts = self.config.run, self._abstract_parts[1:]
         tokens = run.batch_size // self.mesh.rows * self.config.data.seq_len
-        split = plan_split(self._layout, self.model, *parts, tokens=tokens, accumulation=run.accumulation)
+        split = plan_split(
+            self._layout, self.model, *parts, tokens=tokens, gradient_accumulation_steps=run.gradient_accumulation_steps
+        )
         auto = " (auto)" if self.config.run.mesh == AUTO else ""
         return kinds | {"mesh": f"{self.mesh}{auto}; {split}", "communication": split.communication}
 
@@ -162,12 +168,12 @@ class Setup:
         return choose_backend(shape, backend=self.config.model.attention, capability=compute_capability())
 
 
-def prepare(config: TrainConfig, processes: Processes = ALONE) -> Setup:
+def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup:
     """Reads and checks model folder, tokenizer and data; loads no weights.
 
     Args:
         config: the run.
-        processes: those of the run; process 0 tokenises, the others find the tokens in the cache.
+        processes: those of the run; process 0 tokenizes, the others find the tokens in the cache.
 
     Raises:
         ValueError: whatever is wrong with them, naming the file and the remedy.
@@ -181,7 +187,7 @@ def prepare(config: TrainConfig, processes: Processes = ALONE) -> Setup:
     if not config.model.random_weights:
         open_checkpoint(config.model.model)
     tokenizer = load_tokenizer(config.model.model)
-    with processes.first_ahead():
+    with processes.main_process_first():
         data = prepare_data(config.data, tokenizer, model.vocab_size)
     run, shared = config.run, {"seq_len": config.data.seq_len, "batch_size": config.run.batch_size}
     epochs = None if run.steps else run.epochs
@@ -189,7 +195,12 @@ def prepare(config: TrainConfig, processes: Processes = ALONE) -> Setup:
     part, parts = own_rows(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
     share = {"process_index": part, "process_count": parts}
     batches = BatchIterator(
-        data.train, **shared, **share, accumulation=run.accumulation, seed=config.data.seed, epochs=epochs
+        data.train,
+        **shared,
+        **share,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        seed=config.data.seed,
+        epochs=epochs,
     )
     total_steps = run.steps or batches.total_steps
     assert total_steps is not None
@@ -214,10 +225,10 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
     model = config_from_hf(read_config(config.model.model))
     if config.model.expand_experts:
         model = model.expanded
-    model = model.quantised(config.model.quantise)
-    if model.quantise != "none" and config.model.method == "full":
+    model = model.quantized(config.model.quantize)
+    if model.quantize != "none" and config.model.method == "full":
         raise ValueError(
-            f"{config.model.model} is quantised to {model.quantise}, which holds frozen weights, and with "
+            f"{config.model.model} is quantized to {model.quantize}, which holds frozen weights, and with "
             "--method full none are: use --method lora, or the folder of the original"
         )
     if model.moe and model.moe.mxfp4 and config.model.method == "full":

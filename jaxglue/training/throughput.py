@@ -17,7 +17,7 @@ class Reading(NamedTuple):
 
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B), 0–1: recomputation counts as no useful work."""
+    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), 0–1: recomputation counts as no useful work."""
     data_wait: float
     """Share of the time, 0–1, that the loop waited for a batch."""
 

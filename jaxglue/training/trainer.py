@@ -11,10 +11,10 @@ from rich.console import Console
 
 from jaxglue.cli import as_dict, to_toml
 from jaxglue.data.batch import Batch
-from jaxglue.distributed import ALONE, Processes
+from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.executor import Executor
 from jaxglue.hf.files import write_json
-from jaxglue.models.parameters import Place, Tree
+from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import make_mesh, place_batch
 from jaxglue.training.checkpoint import Checkpoints
@@ -45,7 +45,7 @@ def train(
     config: TrainConfig,
     console: Console | None = None,
     timer: StartupTimer | None = None,
-    processes: Processes = ALONE,
+    processes: Processes = SINGLE_PROCESS,
 ) -> RunSummary | None:
     """Trains as configured, and writes adapter (or model), checkpoints, metrics and curve to the output folder.
 
@@ -62,7 +62,7 @@ def train(
         ValueError: bad input, before the accelerator is used.
         OSError: the disk is full, ….
     """
-    console, timer = console or Console(quiet=not processes.first), timer or StartupTimer()
+    console, timer = console or Console(quiet=not processes.is_main), timer or StartupTimer()
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
@@ -75,26 +75,28 @@ def train(
         processes.agree("model and data", setup.fingerprint)
         timer.stage("data")
         print_panel(console, "plan", setup.plan())
-        if processes.first:
+        if processes.is_main:
             (folder / "config.toml").write_text(to_toml(config.shared), encoding="utf-8")
         return Trainer(setup, folder, console, timer, processes).run()
 
 
 class Trainer:
-    """One run: the model, its optimiser and where they stand."""
+    """One run: the model, its optimizer and where they stand."""
 
-    def __init__(self, setup: Setup, folder: Path, console: Console, timer: StartupTimer, processes: Processes = ALONE):
+    def __init__(
+        self, setup: Setup, folder: Path, console: Console, timer: StartupTimer, processes: Processes = SINGLE_PROCESS
+    ):
         self._setup, self._config, self._run = setup, setup.config, setup.config.run
         self._processes = processes
         self._folder, self._console, self._timer = folder, console, timer
         self._mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
         layout = Layout(self._mesh, setup.config.model.compute_dtype)
-        self._structure, self._trainable, self._frozen = build_parameters(setup, layout)
+        self._graphdefs, self._trainable, self._frozen = build_parameters(setup, layout)
         timer.stage("weights")
         model = self._config.model
         shared: dict[str, Any] = {"dtype": model.compute_dtype, "attention": model.attention}
         self._executor = Executor(
-            self._structure,
+            self._graphdefs,
             setup.model,
             policy=setup.remat.policies,
             **shared,
@@ -102,11 +104,11 @@ class Trainer:
             router_losses=model.router_losses,
             mesh=self._mesh,
         )
-        probe = RoutingProbe(self._structure, setup.model, **shared, layout=layout)
+        probe = RoutingProbe(self._graphdefs, setup.model, **shared, layout=layout)
         self._evaluation = Evaluation(setup, self._executor, probe, self._mesh)
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps, layout)
         self._optimizer_state = self._optimizer.init(self._trainable)
-        self._samples = Samples(setup, self._structure, folder if processes.first else None, console)
+        self._samples = Samples(setup, self._graphdefs, folder if processes.is_main else None, console)
         self._step = 0
         self._last_batch: Batch | None = None
         self._warm = False
@@ -133,9 +135,9 @@ class Trainer:
             self._console.print(f"saved at step {self._step}: continue with --resume", highlight=False)
             return None
         self._samples.answer("after", self._step, self._trainable, self._frozen)
-        result = export_result(self._setup, self._trainable, self._folder, write=self._processes.first)
-        summary = self._summarise(result, metrics.path, time.monotonic() - begun)
-        if self._processes.first:
+        result = export_result(self._setup, self._trainable, self._folder, write=self._processes.is_main)
+        summary = self._summarize(result, metrics.path, time.monotonic() - begun)
+        if self._processes.is_main:
             save_loss_curve(metrics.path, self._folder / "loss.png")
             write_json(self._folder / "summary.json", summary_json(summary))
         print_panel(self._console, "done", summary_rows(summary))
@@ -145,7 +147,7 @@ class Trainer:
         """Dispatches step after step, reading a step's loss while later ones run."""
         total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
         save_every = self._run.save_every or self._eval_every
-        profiled = self._run.profile if self._processes.first else 0
+        profiled = self._run.profile if self._processes.is_main else 0
         profiler = StepProfiler(self._folder / "profile", first=self._step + 4, count=profiled)
         with TrainingProgress(total, first_step=self._step, console=self._console) as progress, profiler:
             while self._step < total and not stop:
@@ -163,13 +165,15 @@ class Trainer:
                         self._save(checkpoints, eval_loss)
 
     def _metrics(self) -> MetricsWriter:
-        return MetricsWriter(self._folder, resume_step=self._step) if self._processes.first else NoMetrics(self._folder)
+        return (
+            MetricsWriter(self._folder, resume_step=self._step) if self._processes.is_main else NoMetrics(self._folder)
+        )
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Whether any process was asked to; several processes compare at the steps that are logged."""
         if self._processes.count > 1 and not self._is_log_due(self._step):
             return False
-        return any(self._processes.exchange(interrupt.requested))
+        return any(self._processes.all_gather_object(interrupt.requested))
 
     def _dispatch_step(self) -> StepResult:
         with self._meter.waiting():
@@ -190,7 +194,7 @@ class Trainer:
         self._step, self._last_batch = self._step + 1, step.micro_batches[-1]
         return StepResult(self._step, {"loss": loss, **values}, step.tokens)
 
-    def _update_part(self, place: Place, gradient: Tree) -> None:
+    def _update_part(self, place: ParamKey, gradient: Params) -> None:
         if jax.tree.leaves(gradient):
             self._trainable, self._optimizer_state = self._optimizer.update_part(
                 self._trainable, self._optimizer_state, place, gradient, self._step
@@ -276,7 +280,7 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {"trainable": self._trainable, "optimizer": self._optimizer_state}
 
-    def _summarise(self, result: Path, metrics: Path, seconds: float) -> RunSummary:
+    def _summarize(self, result: Path, metrics: Path, seconds: float) -> RunSummary:
         speed = self._meter.total()
         best = self._evaluation.best or (None, None)
         assert self._first_loss is not None and self._last_loss is not None

@@ -15,29 +15,29 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models.lora import add_lora
-from jaxglue.models.parameters import ModelStructure, Tree, flatten_names, split_model
+from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
 from jaxglue.sharding.layout import WHOLE, Layout
 from jaxglue.training.setup import Setup, trainable_filter
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelStructure, Tree, Tree]:
-    """(structure, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
+def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelGraphDefs, Params, Params]:
+    """(graphdefs, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
     config, seed = setup.config, setup.config.data.seed
     dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
     place = partial(layers_on_host, layout=layout) if setup.remat.stream_weights else layout.place
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
-        options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantise": config.model.quantise}
+        options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.quantize}
         model = load_model(config.model.model, dtype=dtype, place=place, **options)
     if config.model.method == "lora":
         add_lora(model, config.lora, rngs=nnx.Rngs(seed))
-    structure, trainable, frozen = split_model(model, trainable_filter(config))
+    graphdefs, trainable, frozen = split_model(model, trainable_filter(config))
     if config.model.embeddings == "host":
         frozen = embeddings_to_host(frozen)
-    return structure, commit(layout.put(trainable)), commit(frozen)
+    return graphdefs, commit(layout.put(trainable)), commit(frozen)
 
 
 def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
@@ -50,7 +50,7 @@ def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
-def export_result(setup: Setup, trainable: Tree, folder: Path, *, write: bool = True) -> Path:
+def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool = True) -> Path:
     """Writes the adapter, or the whole model, into the run's folder; returns where it is.
 
     Of several processes all must call it, each having a part of the arrays; one of them writes.

@@ -35,7 +35,7 @@ CAPITALS = {
     "Portugal": "Lisbon",
     "Spain": "Madrid",
 }
-COLOURS = {
+COLORS = {
     "a lemon": "yellow",
     "grass": "green",
     "snow": "white",
@@ -80,9 +80,9 @@ def capital(rng: random.Random) -> Question:
     return ask, f"Its capital is {city}.", city
 
 
-def colour(rng: random.Random) -> Question:
-    thing, name = rng.choice(list(COLOURS.items()))
-    return [f"What colour is {thing}?", f"Tell me the colour of {thing}."], f"Its colour is {name}.", name
+def color(rng: random.Random) -> Question:
+    thing, name = rng.choice(list(COLORS.items()))
+    return [f"What color is {thing}?", f"Tell me the color of {thing}."], f"Its color is {name}.", name
 
 
 def opposite(rng: random.Random) -> Question:
@@ -109,7 +109,7 @@ def addition(rng: random.Random) -> Question:
     return [f"What is {a} plus {b}?", f"Add {a} and {b}."], f"The sum is {a + b}.", str(a + b)
 
 
-KINDS = [capital, colour, opposite, following_day, conversion, addition]
+KINDS = [capital, color, opposite, following_day, conversion, addition]
 
 
 def make_chat(rng: random.Random) -> list[dict[str, str]]:

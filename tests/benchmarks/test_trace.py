@@ -39,8 +39,8 @@ def test_copies_run_under_computation(tiny_config, random_batch, tmp_path):
     config = config_from_hf({**tiny_config, **sizes, **heads, "model_type": "qwen3"})
     model = build_model(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     add_lora(model, LoraConfig(), rngs=nnx.Rngs(1))
-    structure, trainable, frozen = split_model(model, nnx.LoRAParam)
-    executor = Executor(structure, config, policy=parse_policy("offload"))
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    executor = Executor(graphdefs, config, policy=parse_policy("offload"))
     batch = jax.device_put(random_batch([[512] * 32], 16384))
     for _ in range(2):
         jax.block_until_ready(executor.loss_and_gradients(trainable, frozen, [batch], 1.0))

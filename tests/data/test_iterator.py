@@ -12,7 +12,7 @@ from jaxglue.data.encode import Encoded
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.store import open_store, write_store
 
-SIZES = {"seq_len": 32, "batch_size": 2, "accumulation": 3, "seed": 5}
+SIZES = {"seq_len": 32, "batch_size": 2, "gradient_accumulation_steps": 3, "seed": 5}
 
 
 @pytest.fixture(scope="module")

@@ -17,15 +17,15 @@ from jaxglue.models.parameters import split_model
 
 class Parts(NamedTuple):
     config: Any
-    structure: Any
+    graphdefs: Any
     trainable: Any
     frozen: Any
 
     def executor(self, policy: str, **options) -> Executor:
-        return Executor(self.structure, self.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
+        return Executor(self.graphdefs, self.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
 
 
-def _randomise_lora_b(model):
+def _randomize_lora_b(model):
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         if path[-1] == "lora_B":  # zero at the start: the gradient to A would vanish
             variable.set_value(jax.random.normal(jax.random.key(len(path)), variable.shape) * 0.1)
@@ -41,7 +41,7 @@ def split_parts(tiny_config):
         model = build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
         if kind == "lora":
             add_lora(model, LoraConfig(rank=4, dropout=dropout), rngs=nnx.Rngs(1))
-            _randomise_lora_b(model)
+            _randomize_lora_b(model)
         return Parts(config, *split_model(model, nnx.LoRAParam if kind == "lora" else nnx.Param))
 
     return make

@@ -16,17 +16,17 @@ from jaxglue.models.parameters import merge_module
 LENGTHS = [[5, 1, 7], [12]]
 
 
-def whole_model_loss(structure, config, trainable, frozen, batches):
+def whole_model_loss(graphdefs, config, trainable, frozen, batches):
     """The definition: log-softmax of the model's logits, in one program."""
 
     def module(name):
-        return merge_module(getattr(structure, name), trainable[name], frozen[name])
+        return merge_module(getattr(graphdefs, name), trainable[name], frozen[name])
 
     def one(batch):
         x, context = module("embed_tokens")(batch.tokens, jnp.float32), packed_context(config, batch.segments)
-        for i, graph in enumerate(structure.layers):
+        for i, graph in enumerate(graphdefs.layers):
             x = merge_module(graph, trainable["layers"][i], frozen["layers"][i])(x, context)
-        output = module("embed_tokens" if structure.lm_head is None else "lm_head").weight[...]
+        output = module("embed_tokens" if graphdefs.lm_head is None else "lm_head").weight[...]
         log_probs = jax.nn.log_softmax(project(module("norm")(x), output))
         picked = jnp.take_along_axis(log_probs, batch.targets[..., None], axis=-1)[..., 0]
         return -jnp.sum(batch.loss_weights * picked)
@@ -47,7 +47,7 @@ def test_loss_and_gradients_match_the_whole_model(split_parts, random_batch, kin
     batches = [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
     executor = parts.executor(policy)
     loss, gradients = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, total_weight(batches))
-    whole = partial(whole_model_loss, parts.structure, parts.config)
+    whole = partial(whole_model_loss, parts.graphdefs, parts.config)
     expected = jax.jit(jax.value_and_grad(whole))(parts.trainable, parts.frozen, batches)
     chex.assert_trees_all_close((loss, gradients), expected, rtol=1e-5, atol=1e-6)
     assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradients["layers"])) > 1e-4

@@ -129,11 +129,11 @@ def test_prefetch_hands_out_results_in_order():
 def test_a_policy_for_each_layer(split_parts, batches, expected):
     parts = split_parts("lora")
     policies = [parse_policy(text) for text in ("offload", "none", "none")]
-    executor = Executor(parts.structure, parts.config, policy=policies, dtype="float32")
+    executor = Executor(parts.graphdefs, parts.config, policy=policies, dtype="float32")
     result = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
     chex.assert_trees_all_close(result, expected("lora"), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="2 remat policies for 3 layers"):
-        Executor(parts.structure, parts.config, policy=policies[:2])
+        Executor(parts.graphdefs, parts.config, policy=policies[:2])
 
 
 def test_a_device_without_pinned_memory_is_refused():

@@ -17,7 +17,7 @@ def test_nothing_is_kept_twice_nor_what_the_backward_pass_is_given_anyway(split_
     # Norms' weights are ones, which would make a value equal to the one before.
     frozen = jax.tree.map(lambda weight: weight * 1.5, parts.frozen["layers"][0])
     arguments = parts.trainable["layers"][0], frozen, x, context
-    _, residuals, _ = LayerFunctions(parts.structure.layers[0], parse_policy("none")).forward(*arguments)
+    _, residuals, _ = LayerFunctions(parts.graphdefs.layers[0], parse_policy("none")).forward(*arguments)
     known = [np.ravel(x), *map(np.ravel, jax.tree.leaves(arguments[:2]))]
     # In the shapes of the residual stream and of the query heads; what the reference of attention keeps is its own.
     kept = [np.ravel(value) for value in residuals.saved if value.size in (x.size, 2 * x.size)]

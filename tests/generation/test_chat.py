@@ -43,12 +43,12 @@ def base(quickstart):
 
 @pytest.fixture(scope="session")
 def adapted(base):
-    """(structure, adapter, frozen) of the model with a random adapter."""
+    """(graphdefs, adapter, frozen) of the model with a random adapter."""
     model = nnx.clone(base[1])
     add_lora(model, LORA, rngs=nnx.Rngs(1))
-    structure, adapter, frozen = split_model(model, nnx.LoRAParam)
+    graphdefs, adapter, frozen = split_model(model, nnx.LoRAParam)
     rng = np.random.default_rng(7)
-    return structure, jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape, np.float32), adapter), frozen
+    return graphdefs, jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape, np.float32), adapter), frozen
 
 
 @pytest.fixture(scope="session")
@@ -92,8 +92,8 @@ def test_streamed_pieces_hold_whole_characters(tokenizer):
 
 
 def test_a_model_folder_answers_as_its_parameters_do(tokenizer, folders, base, adapted):
-    structure, adapter, frozen = adapted
-    generator = Generator(structure, base[1].config, dtype=jnp.float32)
+    graphdefs, adapter, frozen = adapted
+    generator = Generator(graphdefs, base[1].config, dtype=jnp.float32)
 
     def expected(prompt, adapter):
         tokens = generator.stream(adapter, frozen, encode_prompt(tokenizer, prompt), SHORT, stop_tokens(tokenizer))

@@ -25,8 +25,8 @@ def generator_of(model, lora: bool):
         for layer in model.layers:
             b = layer.self_attn.q_proj.lora_B
             b[...] = jax.random.normal(jax.random.key(2), b.shape)
-    structure, *trees = split_model(model, nnx.LoRAParam)
-    return Generator(structure, model.config, dtype=jnp.float32), trees
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    return Generator(graphdefs, model.config, dtype=jnp.float32), trees
 
 
 def likeliest_next(model, tokens):

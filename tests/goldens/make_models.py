@@ -58,7 +58,7 @@ MODELS = {
 }
 
 
-def randomise(model: PreTrainedModel, seed: int) -> None:
+def randomize(model: PreTrainedModel, seed: int) -> None:
     """Weights large enough that attention is not uniform, norms and biases that are not the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def golden(model: torch.nn.Module, tokens: list[torch.Tensor]) -> dict[str, torc
 def make(folder: Path, config: PreTrainedConfig, seed: int) -> None:
     """One golden folder, anew."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    randomise(model, seed)
+    randomize(model, seed)
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from make_models import HERE, SHAPE, YARN_ROPE, documents, golden, make, randomise
+from make_models import HERE, SHAPE, YARN_ROPE, documents, golden, make, randomize
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -32,7 +32,7 @@ def make_mxfp4(folder: Path, seed: int) -> None:
     """A folder in the published form; its golden, without gradients, is what transformers makes of the blocks."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(MXFP4, attn_implementation="eager").float().eval()
-    randomise(model, seed)
+    randomize(model, seed)
     tensors = {}
     for name, parameter in model.requires_grad_(False).named_parameters():
         if not name.endswith(("gate_up_proj", "down_proj")):

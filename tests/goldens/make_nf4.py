@@ -1,10 +1,10 @@
-"""Writes `nf4.safetensors`: a tensor in bitsandbytes' NF4 with double quantisation, and what it expands to.
+"""Writes `nf4.safetensors`: a tensor in bitsandbytes' NF4 with double quantization, and what it expands to.
 
 Run with torch and bitsandbytes installed (made with torch 2.13 and bitsandbytes 0.50.2 on a CPU):
 
     TORCHDYNAMO_DISABLE=1 python tests/goldens/make_nf4.py
 
-bitsandbytes' C++ code for CPUs looks scales up in a coarse table and takes a neighbour of the nearest for about one in
+bitsandbytes' C++ code for CPUs looks scales up in a coarse table and takes a neighbor of the nearest for about one in
 a thousand. Its PyTorch code, which it has for devices without kernels, does as its CUDA kernels do: it is used here.
 """
 

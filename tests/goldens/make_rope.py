@@ -42,8 +42,8 @@ def golden(parameters: dict) -> dict:
         rope_parameters=parameters,
     )
     default = LlamaRotaryEmbedding.compute_default_rope_parameters
-    initialise = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"], default)
-    frequencies, factor = initialise(config)
+    initialize = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"], default)
+    frequencies, factor = initialize(config)
     # The config as transformers writes it: with what it adds to the parameters.
     return {"config": config.to_dict()["rope_parameters"], "inv_freq": frequencies.tolist(), "attention_factor": factor}
 

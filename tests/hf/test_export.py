@@ -118,10 +118,10 @@ def test_adapter_of_another_model_is_refused(tmp_path, base, name, shape, messag
     assert not (tmp_path / "merged").exists()
 
 
-def test_quantised_base_is_refused(tmp_path, base, adapter):
+def test_quantized_base_is_refused(tmp_path, base, adapter):
     path = base / "model.safetensors"
     save_file(load_file(path) | {LINEAR: np.ones((12, 8), np.uint8)}, path)
-    with pytest.raises(ValueError, match=r"is quantised \(uint8\)"):
+    with pytest.raises(ValueError, match=r"is quantized \(uint8\)"):
         export_adapter(adapter, base, tmp_path / "merged")
 
 

@@ -45,8 +45,8 @@ def test_a_saved_model_loads_in_the_wanted_dtype(tmp_path):
         np.testing.assert_array_equal(loaded[name], value.astype(jnp.bfloat16), err_msg=name)
 
 
-@pytest.mark.parametrize("quantise", ["none", "nf4"])
-def test_parameters_go_where_they_are_wanted(tmp_path, quantise):
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_parameters_go_where_they_are_wanted(tmp_path, quantize):
     raw = {**RAW, "intermediate_size": 128}
     config, host = config_from_hf(raw), pinned_host(jax.devices()[0])
     save_tensors(tmp_path / "model", parameters(random_model(config, dtype=jnp.float32, seed=3)))
@@ -55,9 +55,9 @@ def test_parameters_go_where_they_are_wanted(tmp_path, quantise):
     def place(name, value=None):
         return host if name.startswith("model.layers.") else None
 
-    drawn = random_model(replace(config, quantise=quantise), dtype=jnp.float32, seed=3, place=place)
-    loaded = load_model(tmp_path / "model", dtype=jnp.float32, quantise=quantise, place=place)
-    here = load_model(tmp_path / "model", dtype=jnp.float32, quantise=quantise)
+    drawn = random_model(replace(config, quantize=quantize), dtype=jnp.float32, seed=3, place=place)
+    loaded = load_model(tmp_path / "model", dtype=jnp.float32, quantize=quantize, place=place)
+    here = load_model(tmp_path / "model", dtype=jnp.float32, quantize=quantize)
     for model in (drawn, loaded):
         chex.assert_trees_all_equal(*(jax.device_get(parameters(m)) for m in (model, here)))
         kinds = {name: value.sharding.memory_kind for name, value in parameters(model).items()}

@@ -16,7 +16,7 @@ from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import flatten_names, set_parameters, split_model
 from jaxglue.ops.moe import auxiliary_loss, route, z_loss
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
 from jaxglue.ops.segments import pack_segments
 
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 3}
@@ -68,8 +68,8 @@ def objective(model, batch, router_losses):
 
 def run_executor(model, batch, policy="full", **options):
     """(loss, gradients of the adapters by layer)."""
-    structure, trainable, frozen = split_model(model, nnx.LoRAParam)
-    executor = Executor(structure, model.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    executor = Executor(graphdefs, model.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
     loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(batch.loss_weights.sum()))
     return loss, gradients["layers"]
 
@@ -85,8 +85,8 @@ def test_router_losses_are_in_the_gradients_but_not_in_the_loss(moe_model, rando
     model, batch = moe_model(**ONE_TYPE), random_batch(LENGTHS, seq_len=16)
     add_random_lora(model)
     loss, gradients = run_executor(model, batch, router_losses=losses)
-    structure = nnx.DiffState(0, nnx.LoRAParam)
-    grad = nnx.jit(nnx.value_and_grad(objective, argnums=structure, has_aux=True))
+    graphdefs = nnx.DiffState(0, nnx.LoRAParam)
+    grad = nnx.jit(nnx.value_and_grad(objective, argnums=graphdefs, has_aux=True))
     (_, expected_loss), expected = grad(model, batch, losses)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     expected = nnx.to_pure_dict(expected)["layers"]
@@ -95,14 +95,14 @@ def test_router_losses_are_in_the_gradients_but_not_in_the_loss(moe_model, rando
 
 def test_two_programs_for_windows_and_full_attention(moe_model):
     model = moe_model(num_hidden_layers=6)
-    structure, *_ = split_model(model, nnx.LoRAParam)
-    assert len(set(structure.layers)) == 2
+    graphdefs, *_ = split_model(model, nnx.LoRAParam)
+    assert len(set(graphdefs.layers)) == 2
     assert [layer.self_attn.window for layer in model.layers] == [3, None] * 3
 
 
 def test_two_programs_for_dense_and_sparse_layers(moe_model):
-    structure, *_ = split_model(moe_model("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=3), nnx.LoRAParam)
-    assert len(set(structure.layers)) == 2
+    graphdefs, *_ = split_model(moe_model("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=3), nnx.LoRAParam)
+    assert len(set(graphdefs.layers)) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,7 +124,7 @@ def expand(model, config):
     for name in [name for name in parameters if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")
         packed = MXFP4(blocks=parameters.pop(name), scales=parameters.pop(f"{stem}_scales"))
-        parameters[stem] = dequantise(packed, jnp.float32).mT
+        parameters[stem] = dequantize(packed, jnp.float32).mT
     abstract = nnx.eval_shape(lambda: build_model(config.expanded, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     return set_parameters(abstract, parameters)
 
@@ -142,8 +142,8 @@ def test_adapters_train_on_blocks_as_on_what_they_stand_for(moe_model, random_ba
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_continues_as_the_whole_model_does(moe_model, family):
     model = moe_model(family)
-    structure, *trees = split_model(model, nnx.LoRAParam)
-    generator = Generator(structure, model.config, dtype=jnp.float32)
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    generator = Generator(graphdefs, model.config, dtype=jnp.float32)
     prompt = [3, 14, 15, 92, 65]
     tokens = list(generator.stream(*trees, prompt, SamplingConfig(max_tokens=6, temperature=0.0)))
     text = np.array([prompt + tokens])

@@ -18,7 +18,7 @@ from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.ops.quant.nf4 import NF4, dequantise, quantise_nf4
+from jaxglue.ops.quant.nf4 import NF4, dequantize, quantize_nf4
 
 LENGTHS = [[5, 1, 7], [12]]
 
@@ -31,7 +31,7 @@ def raw(tiny_config):
 
 class Pair(NamedTuple):
     config: Any
-    structure: Any
+    graphdefs: Any
     trainable: Any
     frozen: Any
     expanded_structure: Any
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
     def executors(self, policy: str):
         options = {"policy": parse_policy(policy), "dtype": jnp.float32}
-        return [Executor(graph, self.config, **options) for graph in (self.structure, self.expanded_structure)]
+        return [Executor(graph, self.config, **options) for graph in (self.graphdefs, self.expanded_structure)]
 
 
 def _is_nf4(leaf):
@@ -51,14 +51,14 @@ def pair(raw):
     """A model in NF4 with adapters that do something, and the same model with its weights expanded."""
     config = config_from_hf(raw)
     parts = []
-    for quantise in ("nf4", "none"):
-        model = random_model(replace(config, quantise=quantise), dtype=jnp.float32)
+    for quantize in ("nf4", "none"):
+        model = random_model(replace(config, quantize=quantize), dtype=jnp.float32)
         add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
         parts.append(split_model(model, nnx.LoRAParam))
-    structure, trainable, frozen = parts[0]
+    graphdefs, trainable, frozen = parts[0]
     trainable = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) * 0.1, trainable)
-    expanded = jax.tree.map(lambda x: dequantise(x, jnp.float32) if _is_nf4(x) else x, frozen, is_leaf=_is_nf4)
-    return Pair(config, structure, trainable, frozen, parts[1][0], expanded)
+    expanded = jax.tree.map(lambda x: dequantize(x, jnp.float32) if _is_nf4(x) else x, frozen, is_leaf=_is_nf4)
+    return Pair(config, graphdefs, trainable, frozen, parts[1][0], expanded)
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_the_expanded_weights(pair, random_batch
 @pytest.mark.parametrize("policy", ["none", "dots", "full"])
 def test_no_expanded_weight_is_kept_for_the_backward_pass(pair, random_batch, policy):
     stored, expanded = pair.executors(policy)
-    x, contexts = stored._ends.enter(pair.trainable, pair.frozen, random_batch(LENGTHS, 14), None)
+    x, contexts = stored._embed_head.embed(pair.trainable, pair.frozen, random_batch(LENGTHS, 14), None)
 
     def kept(executor, frozen):
         arguments = pair.trainable["layers"][0], frozen["layers"][0], x, contexts[0]
@@ -92,25 +92,25 @@ def test_the_layers_take_half_a_byte_a_weight(pair):
     assert stored - fixed == sum(np.prod(linear.shape) for linear in linears) * (1 / 2 + 1 / 64)
 
 
-def test_a_folder_is_quantised_as_it_is_loaded(raw, tmp_path):
+def test_a_folder_is_quantized_as_it_is_loaded(raw, tmp_path):
     (tmp_path / "model").mkdir()
     original = flatten_names(split_model(random_model(config_from_hf(raw), dtype=jnp.float32), nnx.Param)[1])
     save_tensors(tmp_path / "model", original)
     (tmp_path / "model/config.json").write_text(json.dumps(raw))
-    loaded = load_model(tmp_path / "model", dtype=jnp.bfloat16, quantise="nf4")
+    loaded = load_model(tmp_path / "model", dtype=jnp.bfloat16, quantize="nf4")
     linear = loaded.layers[1].mlp.up_proj.weight.get_value()
     weight = original["model.layers.1.mlp.up_proj.weight"].astype(jnp.bfloat16)
-    chex.assert_trees_all_equal(linear, quantise_nf4(weight))
+    chex.assert_trees_all_equal(linear, quantize_nf4(weight))
     assert loaded.output_weight.dtype == jnp.bfloat16  # embeddings and output projection stay as they are
-    drawn = random_model(replace(config_from_hf(raw), quantise="nf4"), dtype=jnp.float32)
-    expected = quantise_nf4(original["model.layers.1.mlp.up_proj.weight"])
+    drawn = random_model(replace(config_from_hf(raw), quantize="nf4"), dtype=jnp.float32)
+    expected = quantize_nf4(original["model.layers.1.mlp.up_proj.weight"])
     chex.assert_trees_all_equal(drawn.layers[1].mlp.up_proj.weight.get_value(), expected)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 96}, "--quantise nf4 needs multiples of 64, got hidden_size=96: leave it out"),
+        ({"hidden_size": 96}, "--quantize nf4 needs multiples of 64, got hidden_size=96: leave it out"),
         ({"num_attention_heads": 6}, r"got num_attention_heads × head_dim=96"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
@@ -120,4 +120,4 @@ def test_a_folder_is_quantised_as_it_is_loaded(raw, tmp_path):
 )
 def test_what_nf4_cannot_hold_is_refused(raw, changes, message):
     with pytest.raises(ValueError, match=message):
-        replace(config_from_hf({**raw, **changes}), quantise="nf4")
+        replace(config_from_hf({**raw, **changes}), quantize="nf4")

@@ -94,7 +94,7 @@ def test_matmuls_add_to_each_other_on_a_gpu(h200):
     assert text.count("__cublas$lt$matmul") == 3 + 3 + 1 + 3 + 1 + 3 + 1 + 3  # three, or one, of each kind
 
 
-class _Neighbour:
+class _Neighbor:
     """A layer context in which a token attends to the one before it."""
 
     dropout_key = router_losses = None
@@ -115,11 +115,11 @@ def test_small_products_of_adapters_reach_the_residual_stream(tiny_model):
     def change(dtype):
         layer = nnx.merge(graph, jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.bfloat16 else a, state))
         x = jax.random.normal(jax.random.key(2), (1, 4096, 32), jnp.bfloat16).astype(dtype)
-        without = layer(x, _Neighbour())
+        without = layer(x, _Neighbor())
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             shape = linear.lora_B[...].shape
             linear.lora_B = nnx.LoRAParam(0.001 * jax.random.normal(jax.random.key(3), shape))
-        return (layer(x, _Neighbour()).astype(jnp.float32) - without).ravel()
+        return (layer(x, _Neighbor()).astype(jnp.float32) - without).ravel()
 
     got, exact = change(jnp.bfloat16), change(jnp.float32)
     assert jnp.std(exact) < 2**-9  # half of what numbers around 1 are apart

@@ -93,7 +93,7 @@ def test_recomputation_is_counted(planner):
     from jaxglue.planner.cost import matmul_flops
 
     def flops(policy):
-        layer = LayerFunctions(planner._model._structure.layers[0], parse_policy(policy))
+        layer = LayerFunctions(planner._model._graphdefs.layers[0], parse_policy(policy))
         trees = planner._model.trainable["layers"][0], planner._model.frozen["layers"][0]
         x, context = abstract_input(planner.workload)
         y, residuals, _ = jax.eval_shape(layer._forward, *trees, x, context)
@@ -197,8 +197,8 @@ def test_devices_with_experts_of_their_own_have_room_for_the_tokens_of_all(tiny_
     moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     config = config_from_hf({**tiny_config, **moe, "hidden_size": 512, "num_hidden_layers": 2})
     work = Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), visible_keys=512)
-    structure, *trees = abstract_parts(work)
-    layer, keep = structure.layers[0], parse_policy("save:expert_gate_up")
+    graphdefs, *trees = abstract_parts(work)
+    layer, keep = graphdefs.layers[0], parse_policy("save:expert_gate_up")
     with tracing_for((9, 0)):
         one, four = (layer_programs(layer, keep, work, [t["layers"][0] for t in trees], experts=n) for n in (1, 4))
     tokens, rows = 1024 * 512 * 2, 1024 * 2 * 2 * 256 * 2

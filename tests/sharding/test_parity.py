@@ -30,16 +30,16 @@ CONFIG = {
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
-"""What blocks of quantised weights divide."""
+"""What blocks of quantized weights divide."""
 
 
 @cache
-def parts(kind: str, dtype, quantise=None, **changes):
+def parts(kind: str, dtype, quantize=None, **changes):
     config = config_from_hf(CONFIG | changes)
-    if quantise == "mxfp4":
+    if quantize == "mxfp4":
         config = replace(config, moe=replace(config.moe, mxfp4=True))
-    elif quantise:
-        config = config.quantised(quantise)
+    elif quantize:
+        config = config.quantized(quantize)
     model = build_model(config, dtype=dtype if kind == "lora" else jnp.float32, rngs=nnx.Rngs(0))
     if kind == "lora":
         add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
@@ -51,19 +51,19 @@ def parts(kind: str, dtype, quantise=None, **changes):
 
 def on_one_device(kind: str, batches, dtype=jnp.float32, stored=None, **changes):
     """(loss, gradients) in a dtype, of frozen weights rounded to another one."""
-    config, structure, trainable, frozen = parts(kind, stored or dtype, **changes)
+    config, graphdefs, trainable, frozen = parts(kind, stored or dtype, **changes)
     frozen = jax.tree.map(lambda w: w.astype(dtype) if w.dtype == (stored or dtype) else w, frozen)
-    executor = Executor(structure, config, policy=parse_policy("dots"), dtype=dtype, router_losses=LOSSES)
+    executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=dtype, router_losses=LOSSES)
     return jax.device_get(executor.loss_and_gradients(trainable, frozen, batches, _weight(batches)))
 
 
 def on_mesh(mesh, kind: str, policy: str, batches, dtype=jnp.float32, **changes):
     """(loss, gradients) on a mesh, where nothing is compiled for a second step and gradients lie as parameters do."""
-    config, structure, *trees = parts(kind, dtype, **changes)
+    config, graphdefs, *trees = parts(kind, dtype, **changes)
     layout = Layout(mesh, dtype)
-    trainable, frozen = (jax.device_put(tree, layout.shardings(layout.stored(tree))) for tree in trees)
+    trainable, frozen = (jax.device_put(tree, layout.shardings(layout.param_specs(tree))) for tree in trees)
     options = {"policy": parse_policy(policy), "dtype": dtype, "router_losses": LOSSES, "mesh": mesh}
-    executor = Executor(structure, config, **options)
+    executor = Executor(graphdefs, config, **options)
     placed = jax.device_put(batches, batch_sharding(mesh))
     step = partial(executor.loss_and_gradients, trainable, frozen, placed, _weight(batches))
     got = step()
@@ -100,9 +100,9 @@ CASES = [
     ("full", "fsdp=4,tensor=2", "dots", TIED),
     ("lora", "data=2,expert=4", "dots", MOE),
     ("full", "fsdp=4,expert=2", "full", GPT_OSS),
-    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | {"quantise": "mxfp4"}),
-    ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantise": "nf4"}),
-    ("lora", "fsdp=8", "full", WIDE | {"quantise": "int8"}),
+    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | {"quantize": "mxfp4"}),
+    ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
+    ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
 ]
 
 

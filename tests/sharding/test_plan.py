@@ -34,18 +34,18 @@ def work_of(tiny_config):
 def planned(work, mesh: str):
     shape = MeshShape.parse(mesh)
     layout, parts = Layout(shape.abstract, jnp.bfloat16), abstract_parts(work)[1:]
-    return plan_split(layout, work.config, *parts, tokens=B // shape.rows * T, accumulation=1)
+    return plan_split(layout, work.config, *parts, tokens=B // shape.rows * T, gradient_accumulation_steps=1)
 
 
 def programs(work, mesh: str):
     """The forward and backward programs of a layer, which gathers for another one like it."""
     layout = Layout(MeshShape.parse(mesh).abstract, jnp.bfloat16)
-    structure, *trees = abstract_parts(work)
+    graphdefs, *trees = abstract_parts(work)
     weights = [tree["layers"][1] for tree in trees]
     in_parts = jax.tree.map(
-        lambda leaf, spec: leaf if "fsdp" in layout.axes(spec) else None, weights, layout.stored(weights)
+        lambda leaf, spec: leaf if "fsdp" in layout.axes(spec) else None, weights, layout.param_specs(weights)
     )
-    layer = LayerFunctions(structure.layers[1], parse_policy("full"), layout)
+    layer = LayerFunctions(graphdefs.layers[1], parse_policy("full"), layout)
     x, context = abstract_input(work)
     with tracing_for((9, 0)):
         forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*weights, x, context, in_parts)

@@ -24,7 +24,7 @@ def abstract(state):
 
 
 def assert_same(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert jax.tree.graphdefs(actual) == jax.tree.graphdefs(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)

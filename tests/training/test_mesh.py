@@ -17,7 +17,14 @@ def losses(folder):
 
 
 def test_full_fine_tuning_continues_on_another_mesh(make_config, tmp_path, monkeypatch, caplog):
-    options = {"batch_size": 8, "accumulation": 2, "seq_len": 48, "steps": 4, "method": "full", "learning_rate": 1e-3}
+    options = {
+        "batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "seq_len": 48,
+        "steps": 4,
+        "method": "full",
+        "learning_rate": 1e-3,
+    }
     train(make_config(**options, output=tmp_path / "whole", mesh="data=2,fsdp=4"))
     assert "compiled programs again" not in caplog.text
     dispatch, trainers = Trainer._dispatch_step, []

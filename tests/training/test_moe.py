@@ -63,8 +63,8 @@ def test_the_probe_sees_how_tokens_are_spread(tiny_model, random_batch, skew):
     if skew:
         for layer in model.layers[1:]:
             layer.mlp.gate.weight[...] = jnp.zeros_like(layer.mlp.gate.weight[...])  # of equals the first is chosen
-    structure, *trees = split_model(model, nnx.LoRAParam)
-    probe = RoutingProbe(structure, model.config, dtype=jnp.float32)
+    graphdefs, *trees = split_model(model, nnx.LoRAParam)
+    probe = RoutingProbe(graphdefs, model.config, dtype=jnp.float32)
     figures = probe.read(*trees, random_batch([[20, 12], [30]], seq_len=32))
     assert figures["expert_dropped"] == 0
     if skew:

@@ -1,4 +1,4 @@
-"""The optimiser, part by part, is optax's AdamW on the whole tree."""
+"""The optimizer, part by part, is optax's AdamW on the whole tree."""
 
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ def random_tree(seed, layers=10):
 
 @pytest.fixture
 def on_kernels(interpreted, monkeypatch):
-    """Makes the optimiser run our kernels on the CPU."""
+    """Makes the optimizer run our kernels on the CPU."""
     from jaxglue.ops.adam import triton as adam_triton
 
     adam_class = interpreted(adam_triton.TritonAdam)
@@ -87,13 +87,13 @@ def test_eight_bit_moments_are_those_of_bitsandbytes():
     golden = load_file(Path(__file__).parents[1] / "goldens/adam8bit.safetensors")
     adam = AdamW(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1, moments="8bit")
     parameter = jnp.asarray(golden["parameter"])
-    mean, square = adam.init(parameter)
+    mu, nu = adam.init(parameter)
     update = jax.jit(partial(adam.update, decays=True))
     for step in range(4):
-        hyper = adam.hyper(jnp.float32(1), jnp.float32(0.01), jnp.int32(step))
-        parameter, mean, square = update(parameter, mean, square, golden[f"gradient{step}"], hyper)
+        scalars = adam.scalars(jnp.float32(1), jnp.float32(0.01), jnp.int32(step))
+        parameter, mu, nu = update(parameter, mu, nu, golden[f"gradient{step}"], scalars)
         np.testing.assert_allclose(parameter, golden[f"parameter{step}"], rtol=1e-5, atol=1e-6)
-        for name, moment in (("mean", mean), ("square", square)):
+        for name, moment in (("mean", mu), ("square", nu)):
             np.testing.assert_allclose(moment.absmax, golden[f"{name}_absmax{step}"], rtol=1e-5)
             assert np.mean(moment.codes != golden[f"{name}{step}"]) < 1e-3
 

@@ -17,7 +17,7 @@ from jaxglue.training.metrics import read_metrics
 from jaxglue.training.trainer import train
 
 NEVER = -1
-OPTIONS = {"steps": 12, "save_every": 2, "batch_size": 2, "accumulation": 2, "eval_fraction": 0.2}
+OPTIONS = {"steps": 12, "save_every": 2, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_fraction": 0.2}
 
 
 @pytest.fixture

@@ -44,10 +44,17 @@ def test_a_run_learns_and_writes_adapter_metrics_curve_and_checkpoints(make_conf
     assert json.loads((run / "summary.json").read_text())["last_loss"] == summary.last_loss
 
 
-@pytest.mark.parametrize(("dropout", "accumulation", "moments"), [(0.0, 2, "8bit"), (0.2, 1, "float32")])
-def test_a_resumed_run_is_bit_identical(make_config, tmp_path, monkeypatch, dropout, accumulation, moments):
+@pytest.mark.parametrize(("dropout", "gradient_accumulation_steps", "moments"), [(0.0, 2, "8bit"), (0.2, 1, "float32")])
+def test_a_resumed_run_is_bit_identical(
+    make_config, tmp_path, monkeypatch, dropout, gradient_accumulation_steps, moments
+):
     monkeypatch.setattr(adam, "SMALLEST", 64)
-    options = {"epochs": 3, "dropout": dropout, "accumulation": accumulation, "moments": moments}
+    options = {
+        "epochs": 3,
+        "dropout": dropout,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "moments": moments,
+    }
     whole = train(make_config(**options, output=tmp_path / "whole"))
     stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
     dispatch = Trainer._dispatch_step
@@ -85,7 +92,7 @@ def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tm
 
 
 def test_updating_in_the_backward_pass_changes_no_loss(make_config, tmp_path):
-    options = {"method": "full", "steps": 4, "learning_rate": 1e-3, "clip_norm": 0.0, "accumulation": 2}
+    options = {"method": "full", "steps": 4, "learning_rate": 1e-3, "clip_norm": 0.0, "gradient_accumulation_steps": 2}
     train(make_config(**options, output=tmp_path / "after"))
     train(make_config(**options, update_in_backward=True))
     expected, got = losses(tmp_path / "after"), losses(tmp_path / "run")
@@ -123,7 +130,7 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoints_from_before(make_config,
 def test_a_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsys):
     assert train(make_config(dry_run=True, epochs=2)) is None
     printed = capsys.readouterr().out
-    for part in ("parameters train", "packed", "2.00 epochs", "GiB for weights, gradients and optimiser"):
+    for part in ("parameters train", "packed", "2.00 epochs", "GiB for weights, gradients and optimizer"):
         assert part in printed
     assert not (tmp_path / "run").exists()
 

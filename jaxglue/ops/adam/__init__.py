@@ -28,15 +28,15 @@ class EightBit:
     """Each block's largest magnitude."""
 
 
-class Hyper(NamedTuple):
+class StepScalars(NamedTuple):
     """What a step's updates share, float32."""
 
     scale: Float[Array, ""]
     """Factor on the gradients, which clips them."""
     learning_rate: Float[Array, ""]
-    mean_correction: Float[Array, ""]
+    mu_correction: Float[Array, ""]
     """1 − beta1^t."""
-    square_correction: Float[Array, ""]
+    nu_correction: Float[Array, ""]
     """1 − beta2^t."""
 
 
@@ -51,34 +51,34 @@ class AdamW:
     moments: MomentFormat
 
     def init(self, parameter: Float[Array, "*S"]) -> tuple[Any, Any]:
-        """(mean, square) before the first step.
+        """(mu, nu) before the first step.
 
-        The square stays in float32 beside a mean in bfloat16, whose 8 bits cannot follow a decay of 0.999.
+        nu stays in float32 beside a bfloat16 mu, whose 8 bits cannot follow a decay of 0.999.
         """
         if self.moments == "8bit" and parameter.size >= SMALLEST:
             blocks = -(-parameter.size // BLOCK)
             zeros = EightBit(jnp.zeros_like(parameter, jnp.uint8), jnp.zeros(blocks, jnp.float32))
             return zeros, jax.tree.map(jnp.copy, zeros)
-        mean = jnp.bfloat16 if self.moments == "bfloat16" else jnp.float32
-        return jnp.zeros_like(parameter, mean), jnp.zeros_like(parameter, jnp.float32)
+        mu = jnp.bfloat16 if self.moments == "bfloat16" else jnp.float32
+        return jnp.zeros_like(parameter, mu), jnp.zeros_like(parameter, jnp.float32)
 
-    def update(self, parameter, mean, square, gradient, hyper: Hyper, *, decays: bool) -> tuple[Any, Any, Any]:
-        """(parameter, mean, square) after a step."""
-        gradient = gradient * hyper.scale
-        m = self.beta1 * _values(mean, signed=True) + (1 - self.beta1) * gradient
-        v = self.beta2 * _values(square, signed=False) + (1 - self.beta2) * gradient * gradient
-        step = m / hyper.mean_correction / (jnp.sqrt(v / hyper.square_correction) + self.epsilon)
+    def update(self, parameter, mu, nu, gradient, scalars: StepScalars, *, decays: bool) -> tuple[Any, Any, Any]:
+        """(parameter, mu, nu) after a step."""
+        gradient = gradient * scalars.scale
+        m = self.beta1 * _values(mu, signed=True) + (1 - self.beta1) * gradient
+        v = self.beta2 * _values(nu, signed=False) + (1 - self.beta2) * gradient * gradient
+        step = m / scalars.mu_correction / (jnp.sqrt(v / scalars.nu_correction) + self.epsilon)
         if decays:
             step += self.weight_decay * parameter
-        return parameter - hyper.learning_rate * step, _like(mean, m, signed=True), _like(square, v, signed=False)
+        return parameter - scalars.learning_rate * step, _like(mu, m, signed=True), _like(nu, v, signed=False)
 
-    def hyper(self, scale, learning_rate, step) -> Hyper:
+    def scalars(self, scale, learning_rate, step) -> StepScalars:
         """What the updates of the step after `step` others share."""
 
         def correction(beta: float) -> Array:  # 1 − beta^t without cancellation
             return -jnp.expm1((step + 1) * jnp.log(jnp.float32(beta))) if beta else jnp.float32(1)
 
-        return Hyper(scale, learning_rate, correction(self.beta1), correction(self.beta2))
+        return StepScalars(scale, learning_rate, correction(self.beta1), correction(self.beta2))
 
 
 def is_moment(leaf: object) -> bool:

@@ -28,23 +28,23 @@ def square_norm_kernel(tiles, gradients, out, TILE: tl.constexpr):
 
 @triton.jit
 def _step(
-    parameter, mean, square, gradient, hyper, decays,
+    parameter, mu, nu, gradient, scalars, decays,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """(parameter, mean, square) after a step, as `AdamW.update` computes it; hyper [4] is `Hyper`."""
-    gradient *= tl.load(hyper)
-    mean = BETA1 * mean + (1 - BETA1) * gradient
-    square = BETA2 * square + (1 - BETA2) * gradient * gradient
-    step = mean / tl.load(hyper + 2) / (tl.sqrt(square / tl.load(hyper + 3)) + EPSILON)
+    """(parameter, mu, nu) after a step, as `AdamW.update` computes it; scalars [4] is `StepScalars`."""
+    gradient *= tl.load(scalars)
+    mu = BETA1 * mu + (1 - BETA1) * gradient
+    nu = BETA2 * nu + (1 - BETA2) * gradient * gradient
+    step = mu / tl.load(scalars + 2) / (tl.sqrt(nu / tl.load(scalars + 3)) + EPSILON)
     step += DECAY * decays.to(tl.float32) * parameter
-    return parameter - tl.load(hyper + 1) * step, mean, square
+    return parameter - tl.load(scalars + 1) * step, mu, nu
 
 
 @triton.jit
 def adam_kernel(
-    tiles, hyper, gradients, parameters, means, squares,
+    tiles, scalars, gradients, parameters, mus, nus,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, DECAY: tl.constexpr,
-    MEAN: tl.constexpr, TILE: tl.constexpr,
+    MU: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile's parameters and moments in place; grid (n)."""
     row = tiles + 4 * tl.program_id(0)
@@ -53,16 +53,16 @@ def adam_kernel(
     inside = index < tl.load(row + 2)
     gradient = tl.load(_select(gradients, which, tl.float32) + index, mask=inside, other=0.0)
     parameter_at = _select(parameters, which, tl.float32) + index
-    mean_at, square_at = _select(means, which, MEAN) + index, _select(squares, which, tl.float32) + index
-    parameter, mean, square = _step(
+    mu_at, nu_at = _select(mus, which, MU) + index, _select(nus, which, tl.float32) + index
+    parameter, mu, nu = _step(
         tl.load(parameter_at, mask=inside, other=0.0),
-        tl.load(mean_at, mask=inside, other=0.0).to(tl.float32),
-        tl.load(square_at, mask=inside, other=0.0),
-        gradient, hyper, tl.load(row + 3), BETA1, BETA2, EPSILON, DECAY,
+        tl.load(mu_at, mask=inside, other=0.0).to(tl.float32),
+        tl.load(nu_at, mask=inside, other=0.0),
+        gradient, scalars, tl.load(row + 3), BETA1, BETA2, EPSILON, DECAY,
     )  # fmt: skip
     tl.store(parameter_at, parameter, mask=inside)
-    tl.store(mean_at, mean.to(MEAN), mask=inside)
-    tl.store(square_at, square, mask=inside)
+    tl.store(mu_at, mu.to(MU), mask=inside)
+    tl.store(nu_at, nu, mask=inside)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _store_blocks(values, codes_at, absmax_at, inside, midpoints):
 
 @triton.jit
 def adam_8bit_kernel(
-    tiles, hyper, tables, gradients, parameters, means, mean_absmax, squares, square_absmax,
+    tiles, scalars, tables, gradients, parameters, mus, mu_absmax, nus, nu_absmax,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, DECAY: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -99,17 +99,17 @@ def adam_8bit_kernel(
     inside, filled = index < size, block * BLOCK < size
     gradient = tl.load(_select(gradients, which, tl.float32) + index, mask=inside, other=0.0)
     parameter_at = _select(parameters, which, tl.float32) + index
-    mean_at, mean_absmax_at = _select(means, which, tl.uint8) + index, _select(mean_absmax, which, tl.float32) + block
-    square_at = _select(squares, which, tl.uint8) + index
-    square_absmax_at = _select(square_absmax, which, tl.float32) + block
-    mean = tl.load(tables + tl.load(mean_at, mask=inside, other=0).to(tl.int32))
-    square = tl.load(tables + 512 + tl.load(square_at, mask=inside, other=0).to(tl.int32))
-    parameter, mean, square = _step(
+    mu_at, mu_absmax_at = _select(mus, which, tl.uint8) + index, _select(mu_absmax, which, tl.float32) + block
+    nu_at = _select(nus, which, tl.uint8) + index
+    nu_absmax_at = _select(nu_absmax, which, tl.float32) + block
+    mu = tl.load(tables + tl.load(mu_at, mask=inside, other=0).to(tl.int32))
+    nu = tl.load(tables + 512 + tl.load(nu_at, mask=inside, other=0).to(tl.int32))
+    parameter, mu, nu = _step(
         tl.load(parameter_at, mask=inside, other=0.0),
-        mean * tl.load(mean_absmax_at, mask=filled, other=0.0)[:, None],
-        square * tl.load(square_absmax_at, mask=filled, other=0.0)[:, None],
-        gradient, hyper, tl.load(row + 3), BETA1, BETA2, EPSILON, DECAY,
+        mu * tl.load(mu_absmax_at, mask=filled, other=0.0)[:, None],
+        nu * tl.load(nu_absmax_at, mask=filled, other=0.0)[:, None],
+        gradient, scalars, tl.load(row + 3), BETA1, BETA2, EPSILON, DECAY,
     )  # fmt: skip
     tl.store(parameter_at, parameter, mask=inside)
-    _store_blocks(mean, mean_at, mean_absmax_at, inside, tables + 256)
-    _store_blocks(square, square_at, square_absmax_at, inside, tables + 768)
+    _store_blocks(mu, mu_at, mu_absmax_at, inside, tables + 256)
+    _store_blocks(nu, nu_at, nu_absmax_at, inside, tables + 768)

@@ -11,7 +11,7 @@ import numpy as np
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from jaxglue.ops.adam import BLOCK, AdamW, EightBit, Hyper
+from jaxglue.ops.adam import BLOCK, AdamW, EightBit, StepScalars
 from jaxglue.ops.adam.kernels import adam_8bit_kernel, adam_kernel, square_norm_kernel
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code, midpoints
@@ -41,13 +41,13 @@ class TritonAdam(Launcher):
         return jnp.sum(jnp.concatenate(parts))
 
     def update(
-        self, parameters: Sequence[Any], means, squares, gradients, decays: Sequence[bool], hyper: Hyper
+        self, parameters: Sequence[Any], mus, nus, gradients, decays: Sequence[bool], scalars: StepScalars
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """(parameters, means, squares) after a step; the moments in any of their formats."""
-        values = jnp.stack(hyper)
-        refs = jax.tree.map(jax.new_ref, (list(parameters), list(means), list(squares)))
-        eight = [number for number, mean in enumerate(means) if isinstance(mean, EightBit)]
-        whole = [number for number, mean in enumerate(means) if not isinstance(mean, EightBit)]
+        """(parameters, mus, nus) after a step; the moments in any of their formats."""
+        values = jnp.stack(scalars)
+        refs = jax.tree.map(jax.new_ref, (list(parameters), list(mus), list(nus)))
+        eight = [number for number, mu in enumerate(mus) if isinstance(mu, EightBit)]
+        whole = [number for number, mu in enumerate(mus) if not isinstance(mu, EightBit)]
         for numbers, launch, each in ((whole, self._update_whole, 4), (eight, self._update_eight, 6)):
             for some in batched(numbers, _per_launch(len(numbers), each)):
                 p, m, v = ([ref[i] for i in some] for ref in refs)
@@ -55,16 +55,16 @@ class TritonAdam(Launcher):
                 launch(tiles, values, tuple(gradients[i] for i in some), tuple(p), m, v)
         return jax.tree.map(jax.freeze, refs)
 
-    def _update_whole(self, tiles, hyper, gradients, parameters, means, squares) -> None:
+    def _update_whole(self, tiles, scalars, gradients, parameters, mus, nus) -> None:
         kind = tl.bfloat16 if self.adam.moments == "bfloat16" else tl.float32
-        arrays = (tiles, hyper, gradients, parameters, tuple(means), tuple(squares))
-        self._launch(adam_kernel, arrays, (), (len(tiles),), {**self._constants, "MEAN": kind})
+        arrays = (tiles, scalars, gradients, parameters, tuple(mus), tuple(nus))
+        self._launch(adam_kernel, arrays, (), (len(tiles),), {**self._constants, "MU": kind})
 
-    def _update_eight(self, tiles, hyper, gradients, parameters, means, squares) -> None:
+    def _update_eight(self, tiles, scalars, gradients, parameters, mus, nus) -> None:
         codes = dynamic_code(), dynamic_code(signed=False)
         tables = jnp.asarray(np.stack([row for code in codes for row in (code, np.append(midpoints(code), code[-1]))]))
-        moments = (tuple(getattr(moment, part) for moment in some) for some in (means, squares) for part in _PARTS)
-        arrays = (tiles, hyper, tables, gradients, parameters, *moments)
+        moments = (tuple(getattr(moment, part) for moment in some) for some in (mus, nus) for part in _PARTS)
+        arrays = (tiles, scalars, tables, gradients, parameters, *moments)
         self._launch(adam_8bit_kernel, arrays, (), (len(tiles),), {**self._constants, "BLOCK": BLOCK})
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Launch configuration of one kernel."""
+    """ProcessInfo configuration of one kernel."""
 
     block_m: int
     """Query rows (tokens × query heads of a group) in a tile."""

@@ -118,7 +118,7 @@ class _Sizes:
         return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
 
     def constants(self, window: int | None, scale: float) -> dict:
-        """What all kernels are specialised for."""
+        """What all kernels are specialized for."""
         sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
         return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": scale}
 

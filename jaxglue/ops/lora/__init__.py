@@ -15,9 +15,9 @@ from jaxglue.ops.backend import compute_capability, triton_capability, why_not_t
 __all__ = [
     "LowRankBackend",
     "ReferenceLowRank",
-    "expand_ranks",
     "expansion_gradients",
-    "project_adapter",
+    "lora_expand",
+    "lora_shrink",
 ]
 
 _WIDEST_RANK = 64
@@ -33,7 +33,7 @@ class LowRankBackend(Protocol):
         """(dy·matrix in dy's dtype, dyᵀ·hidden[:, first : first + R] in float32) for dy [M, N] and matrix [N, R]."""
 
 
-def expand_ranks(
+def lora_expand(
     hidden: Float[Array, "*B ranks"], matrices: Sequence[Float[Array, "out R"]]
 ) -> list[Float[Array, "*B out"]]:
     """hiddenᵢ·matrixᵢᵀ for float32 matrices whose ranks lie side by side in `hidden`, in hidden's dtype.
@@ -50,7 +50,7 @@ def expand_ranks(
 
 
 @jax.custom_vjp
-def project_adapter(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
+def lora_shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
     """x·matrixᵀ in x's dtype for a float32 matrix, whose gradient is not rounded to x's dtype on the way."""
     return _project(x, matrix.astype(x.dtype))
 
@@ -71,7 +71,7 @@ def _project_backward(residuals, dy):
     return dy @ matrix, gradient
 
 
-project_adapter.defvjp(_project_forward, _project_backward)
+lora_shrink.defvjp(_project_forward, _project_backward)
 
 
 def expansion_gradients(
@@ -79,7 +79,7 @@ def expansion_gradients(
     matrices: Sequence[Float[Array, "out R"]],
     cotangents: Sequence[Float[Array, "M out"]],
 ) -> tuple[Float[Array, "M ranks"], tuple[Float[Array, "out R"], ...]]:
-    """The gradients of `expand_ranks` to hidden and, in float32, to the matrices, for a rule of one's own."""
+    """The gradients of `lora_expand` to hidden and, in float32, to the matrices, for a rule of one's own."""
     backend = _backend(hidden.dtype, max(matrix.shape[1] for matrix in matrices))
     return _gradients(backend, hidden, matrices, cotangents)
 

@@ -7,9 +7,9 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import compute_capability, triton_capability, why_not_triton
-from jaxglue.ops.lora import expand_ranks, expansion_gradients, project_adapter
+from jaxglue.ops.lora import expansion_gradients, lora_expand, lora_shrink
 
-__all__ = ["Matrices", "SwigluBackend", "adapted_swiglu", "reference_swiglu"]
+__all__ = ["Matrices", "SwigluBackend", "lora_swiglu", "reference_swiglu"]
 
 Matrices = tuple[Float[Array, "F R"], Float[Array, "F R"], Float[Array, "R F"]]
 """float32: the second matrices of gate's and up's adapters, times their scale, and the first one of down's."""
@@ -21,13 +21,13 @@ class SwigluBackend(Protocol):
     """A forward and backward pass over rows. Hashable."""
 
     def forward(self, gate, up, hidden, matrices: Matrices) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
-        """See `adapted_swiglu`."""
+        """See `lora_swiglu`."""
 
     def backward(self, gate, up, hidden, matrices: Matrices, dout, dranks) -> tuple[Array, Array, Array]:
         """Gradients to gate and up in their dtype, and to down in float32."""
 
 
-def adapted_swiglu(
+def lora_swiglu(
     gate: Float[Array, "*B F"], up: Float[Array, "*B F"], hidden: Float[Array, "*B ranks"], matrices: Matrices
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
     """(y, y·downᵀ) of y = silu(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where hidden is h₁ and h₂ side by side.
@@ -62,11 +62,11 @@ def _backend(dtype, rank: int) -> SwigluBackend | None:
 
 
 def reference_swiglu(gate, up, hidden, matrices: Matrices) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
-    """`adapted_swiglu` by XLA, which differentiates it."""
+    """`lora_swiglu` by XLA, which differentiates it."""
     *second, down = matrices
-    gate_adapter, up_adapter = expand_ranks(hidden, second)
+    gate_adapter, up_adapter = lora_expand(hidden, second)
     out = jax.nn.silu(gate + gate_adapter) * (up + up_adapter)
-    return out, project_adapter(out, down)
+    return out, lora_shrink(out, down)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 
 Activation = Literal["swiglu", "gpt_oss"]
 GPT_OSS_ALPHA = 1.702
@@ -18,11 +18,11 @@ GPT_OSS_LIMIT = 7.0
 class ActivationBackend(Protocol):
     """One pass over the projections forward, one backward; what rows of no group get is unspecified."""
 
-    def activate(self, projected, weights, groups: Groups, activation: Activation) -> Float[Array, "S F"]:
+    def activate(self, projected, weights, groups: GroupMetadata, activation: Activation) -> Float[Array, "S F"]:
         """activation(projected[s]) · weights[s], in projected's dtype."""
 
     def activate_gradient(
-        self, projected, weights, groups: Groups, dout, activation: Activation
+        self, projected, weights, groups: GroupMetadata, dout, activation: Activation
     ) -> tuple[Array, Array]:
         """Gradients of projected and of weights."""
 
@@ -52,7 +52,7 @@ def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[A
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_activation(
-    spec: ActivationSpec, projected: Float[Array, "S 2F"], weights: Float[Array, " S"], groups: Groups
+    spec: ActivationSpec, projected: Float[Array, "S 2F"], weights: Float[Array, " S"], groups: GroupMetadata
 ) -> Float[Array, "S F"]:
     """`activate` times the weights of the rows, by a fused backend; what rows of no group get is unspecified."""
     return spec.backend.activate(projected, weights, groups, spec.activation)

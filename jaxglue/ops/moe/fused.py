@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
 from jaxglue.ops.moe.exchange import weighted_bias_gradients
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 from jaxglue.ops.moe.routing import Routing
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -50,17 +50,17 @@ class GroupedBackend(Protocol):
     """The products, which sum in float32, and what goes with them."""
 
     def matmul(
-        self, lhs: Rows, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None
+        self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
     ) -> Float[Array, "S N"]:
         """lhs[s] · rhs[group of s] (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
 
-    def outer(self, lhs: Rows, rhs: Rows, groups: Groups, dtype) -> Float[Array, "E K N"]:
+    def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype) -> Float[Array, "E K N"]:
         """Σ lhs[s]ᵀ rhs[s] over the rows of each group, of lhs [S, K] and rhs [S, N]."""
 
     def combine(self, rows: Float[Array, "S D"], inverse: Int[Array, "M k"], weights, expert_ids, bias) -> Array:
         """Σ rows[inverse] (+ weights · bias[expert_ids]) over k, summed in float32: [M, D]."""
 
-    def dequantise(self, packed: MXFP4, dtype) -> Array:
+    def dequantize(self, packed: MXFP4, dtype) -> Array:
         """The values of the packed array, exact where the dtype can hold them."""
 
 
@@ -81,7 +81,7 @@ def fused_grouped_matmul(
     rhs: Float[Array, "E K N"] | MXFP4,
     bias: Float[Array, "E N"] | None,
     adapter: Adapter | None,
-    groups: Groups,
+    groups: GroupMetadata,
     routing: Routing | None = None,
     weights: Float[Array, "M k"] | None = None,
 ) -> Float[Array, "S N"]:
@@ -95,7 +95,7 @@ def fused_grouped_matmul(
 
 def _dense(spec: GroupedSpec, rhs: Array | MXFP4, dtype) -> Array:
     """The matrices as an array of this dtype."""
-    return spec.backend.dequantise(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
+    return spec.backend.dequantize(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
 
 
 def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
@@ -125,7 +125,7 @@ def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> R
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["lhs", "hidden", "rhs", "bias", "adapter", "groups", "routing"],
-    meta_fields=["rhs_moves"],
+    meta_fields=["rhs_needs_grad"],
 )
 @dataclass(frozen=True, kw_only=True)
 class _Residuals:
@@ -139,24 +139,24 @@ class _Residuals:
     bias: Array | None
     adapter: Adapter | None
     """Wherever there is one: the gradient to lhs goes through it."""
-    groups: Groups
+    groups: GroupMetadata
     routing: Routing | None
-    rhs_moves: bool
+    rhs_needs_grad: bool
 
 
 def _forward(spec, *primals):
     lhs, rhs, bias, adapter, groups, routing, weights = jax.tree.map(lambda primal: primal.value, primals)
-    rhs_moves, bias_moves, adapter_moves = (_perturbed(tree) for tree in primals[1:4])
+    rhs_needs_grad, bias_needs_grad, adapter_needs_grad = (_perturbed(tree) for tree in primals[1:4])
     out, hidden = _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights)
     return out, _Residuals(
-        lhs=lhs if rhs_moves or adapter_moves else None,
-        hidden=hidden if adapter_moves else None,
+        lhs=lhs if rhs_needs_grad or adapter_needs_grad else None,
+        hidden=hidden if adapter_needs_grad else None,
         rhs=rhs,
-        bias=bias if bias_moves or _perturbed(primals[6]) else None,
+        bias=bias if bias_needs_grad or _perturbed(primals[6]) else None,
         adapter=adapter,
         groups=groups,
         routing=routing,
-        rhs_moves=rhs_moves,
+        rhs_needs_grad=rhs_needs_grad,
     )
 
 
@@ -175,7 +175,7 @@ def _backward(spec, r: _Residuals, dout):
         assert r.routing is not None
         dlhs = spec.backend.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)
     drhs = None
-    if r.rhs_moves and not isinstance(r.rhs, MXFP4):
+    if r.rhs_needs_grad and not isinstance(r.rhs, MXFP4):
         pair = (drows, lhs) if spec.transpose_rhs else (lhs, drows)
         drhs = spec.backend.outer(*pair, r.groups, r.rhs.dtype)
     dbias, dweights = _bias_backward(spec, r, dout)
@@ -209,7 +209,7 @@ def _adapter_backward(spec, r: _Residuals, lhs: Rows, drows: Rows):
 fused_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _group_sums(rows: Float[Array, "S N"], groups: Groups) -> Float[Array, "E N"]:
+def _group_sums(rows: Float[Array, "S N"], groups: GroupMetadata) -> Float[Array, "E N"]:
     """Sum of the rows of each group in float32. A product with zeros and ones: a scatter would contend for E rows."""
     rows = jnp.where(jnp.arange(rows.shape[0])[:, None] < groups.offsets[-1], rows, 0)
     member = jax.nn.one_hot(groups.row_group(rows.shape[0]), groups.sizes.shape[0], dtype=rows.dtype)

@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe.backends import choose_backend
 from jaxglue.ops.moe.fused import Adapter, GroupedSpec, fused_grouped_matmul
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 from jaxglue.ops.moe.reference import reference_grouped_matmul
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
 
 if TYPE_CHECKING:
     from jaxglue.ops.moe.triton import TritonBackend
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def grouped_matmul(
     lhs: Float[Array, "S K"],
     rhs: Float[Array, "E K N"] | MXFP4,
-    group_sizes: Int[Array, " E"] | Groups,
+    group_sizes: Int[Array, " E"] | GroupMetadata,
     *,
     bias: Float[Array, "E N"] | None = None,
     adapter: Adapter | None = None,
@@ -34,22 +34,22 @@ def grouped_matmul(
         lhs: rows in the order of their groups.
         rhs: a matrix for each group, cast to lhs's dtype; [E, N, K] with `transpose_rhs`. An `MXFP4` is expanded on the
             way, forward and backward, and gets no gradient.
-        group_sizes: rows of each group, with S as their sum; or `Groups`, made once for several calls.
+        group_sizes: rows of each group, with S as their sum; or `GroupMetadata`, made once for several calls.
         bias: added to the rows of each group.
         adapter: added as (lhs[s] · Aᵀ) · Bᵀ with the matrices of the row's group.
         transpose_rhs: whether rhs holds its matrices transposed, as Hugging Face stores most of them.
         backend: one of `BACKENDS`; `auto` is decided by `choose_backend` from the dtype and the default device.
 
     Raises:
-        ValueError: shapes that do not fit, sizes that `Groups.of` refuses, or a named backend that cannot serve.
+        ValueError: shapes that do not fit, sizes that `GroupMetadata.of` refuses, or a named backend that cannot serve.
     """
-    groups = group_sizes if isinstance(group_sizes, Groups) else Groups.of(group_sizes, lhs.shape[0])
+    groups = group_sizes if isinstance(group_sizes, GroupMetadata) else GroupMetadata.of(group_sizes, lhs.shape[0])
     check_operands(lhs, rhs, groups, bias, adapter, transpose_rhs)
     fused = fused_backend(lhs.dtype, backend)
     if fused is not None:
         spec = GroupedSpec(backend=fused, transpose_rhs=transpose_rhs)
         return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups, None, None)
-    matrices = dequantise(rhs, lhs.dtype) if isinstance(rhs, MXFP4) else rhs
+    matrices = dequantize(rhs, lhs.dtype) if isinstance(rhs, MXFP4) else rhs
     out = reference_grouped_matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
         return out
@@ -68,7 +68,7 @@ def fused_backend(dtype, name: str) -> "TritonBackend | None":
     return TritonBackend.of(capability)
 
 
-def check_operands(lhs, rhs, groups: Groups, bias, adapter: Adapter | None, transpose_rhs: bool) -> None:
+def check_operands(lhs, rhs, groups: GroupMetadata, bias, adapter: Adapter | None, transpose_rhs: bool) -> None:
     """Raises ValueError for arguments that do not fit together."""
     if isinstance(rhs, MXFP4):
         rhs.check("rhs")

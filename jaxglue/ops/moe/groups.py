@@ -37,7 +37,7 @@ class RowTiles:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["sizes", "offsets", "tiles", "gathered_tiles"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class GroupMetadata:
     """Consecutive rows in E groups; a pytree that lives on the device, made once and shared by every matmul."""
 
     sizes: Int[Array, " E"]
@@ -49,7 +49,7 @@ class Groups:
     """Those for rows that are gathered as they are loaded."""
 
     @classmethod
-    def of(cls, sizes: Int[Array, " E"], rows: int, *, row_tile: int | None = None) -> "Groups":
+    def of(cls, sizes: Int[Array, " E"], rows: int, *, row_tile: int | None = None) -> "GroupMetadata":
         """The groups of `rows` rows.
 
         Args:

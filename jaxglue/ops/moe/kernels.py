@@ -16,10 +16,10 @@ import triton.language as tl
 @triton.jit
 def _banded(program, tiles_m, TILES_N: tl.constexpr, BAND: tl.constexpr):
     """(row tile, column tile) of a program: bands of BAND row tiles, so that what runs at one time shares its loads."""
-    band = program // (BAND * TILES_N)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
+    GROUP_M = program // (BAND * TILES_N)
+    height = tl.minimum(tiles_m - GROUP_M * BAND, BAND)
     within = program % (BAND * TILES_N)
-    return band * BAND + within % height, within // height
+    return GROUP_M * BAND + within % height, within // height
 
 
 @triton.jit

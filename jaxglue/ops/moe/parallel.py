@@ -11,14 +11,14 @@ from jaxtyping import Array, Float
 from jaxglue.ops.collectives import axis_size
 from jaxglue.ops.moe.groups import ROW_TILES
 from jaxglue.ops.moe.mlp import ExpertLora
-from jaxglue.ops.moe.routing import Routing, routing_of
+from jaxglue.ops.moe.routing import Routing, make_routing
 
 Mlp = Callable[[Float[Array, "M D"], Routing, ExpertLora], Float[Array, "M D"]]
 _gather = partial(jax.lax.all_gather, axis_name="expert", tiled=True)
 _scatter = partial(jax.lax.psum_scatter, axis_name="expert", scatter_dimension=0, tiled=True)
 
 
-def on_own_experts(mlp: Mlp, x: Float[Array, "M D"], routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
+def expert_parallel(mlp: Mlp, x: Float[Array, "M D"], routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
     """What all experts make of this device's tokens, each device along `expert` computing with those that it has.
 
     Every device gets the tokens of all of them and returns its experts' share of each: for k experts of a token on n
@@ -65,5 +65,5 @@ def _to_own(routing: Routing, expert_ids, weights, experts: int, devices: int) -
     ids = expert_ids - jax.lax.axis_index("expert") * experts
     here = (ids >= 0) & (ids < experts)
     row_tile = min(routing.groups.tiles.rows * devices, ROW_TILES[1])
-    own = routing_of(jnp.where(here, ids, experts), jnp.where(here, weights, 0), experts, row_tile=row_tile)
+    own = make_routing(jnp.where(here, ids, experts), jnp.where(here, weights, 0), experts, row_tile=row_tile)
     return replace(own, inverse=jnp.where(here, own.inverse, own.permutation.size))

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 
 
 def reference_grouped_matmul(
-    lhs: Float[Array, "S K"], rhs: Float[Array, "E K N"], groups: Groups, bias: Float[Array, "E N"] | None
+    lhs: Float[Array, "S K"], rhs: Float[Array, "E K N"], groups: GroupMetadata, bias: Float[Array, "E N"] | None
 ) -> Float[Array, "S N"]:
     """out[s] = lhs[s] · rhs[group of s] (+ bias[group of s]), summed in float32; lhs's dtype."""
     group = groups.row_group(lhs.shape[0])[:, None, None]

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 
 Order = Literal["softmax_topk", "topk_softmax"]
 
@@ -33,7 +33,7 @@ class Routing:
     """Assignment of each row."""
     inverse: Int[Array, "M k"]
     """Row of each assignment."""
-    groups: Groups
+    groups: GroupMetadata
     """The rows of each expert."""
 
     @property
@@ -63,7 +63,7 @@ def route(
     k: int,
     *,
     order: Order = "softmax_topk",
-    normalise: bool = False,
+    normalize: bool = False,
     row_tile: int | None = None,
 ) -> Routing:
     """Chooses k of E experts for each of M tokens.
@@ -72,9 +72,9 @@ def route(
         router_logits: any float dtype; computed in float32.
         k: experts for each token.
         order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
-        normalise: whether the chosen weights are divided by their sum (Qwen3's `norm_topk_prob`); `topk_softmax`
+        normalize: whether the chosen weights are divided by their sum (Qwen3's `norm_topk_prob`); `topk_softmax`
             always sums to one.
-        row_tile: rows in a tile of the kernels; see `Groups.of`.
+        row_tile: rows in a tile of the kernels; see `GroupMetadata.of`.
 
     Raises:
         ValueError: k is not between 1 and E, or the order is unknown.
@@ -82,11 +82,11 @@ def route(
     E = router_logits.shape[-1]
     if not 1 <= k <= E:
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
-    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalise)
-    return routing_of(expert_ids, weights, E, row_tile=row_tile)
+    weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize)
+    return make_routing(expert_ids, weights, E, row_tile=row_tile)
 
 
-def routing_of(
+def make_routing(
     expert_ids: Int[Array, "M k"], weights: Float[Array, "M k"], experts: int, *, row_tile: int | None = None
 ) -> Routing:
     """The routing for experts and weights that were chosen already: one stable sort, and everything else follows."""
@@ -101,17 +101,17 @@ def routing_of(
         weights=weights,
         permutation=permutation,
         inverse=inverse.reshape(expert_ids.shape),
-        groups=Groups.of(jnp.diff(bounds), rows.size, row_tile=row_tile),
+        groups=GroupMetadata.of(jnp.diff(bounds), rows.size, row_tile=row_tile),
     )
 
 
-def _choose(logits, k: int, order: Order, normalise: bool):
+def _choose(logits, k: int, order: Order, normalize: bool):
     if order == "topk_softmax":
         chosen, expert_ids = jax.lax.top_k(logits, k)
         return jax.nn.softmax(chosen, axis=-1), expert_ids
     if order == "softmax_topk":
         chosen, expert_ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
-        return chosen / chosen.sum(-1, keepdims=True) if normalise else chosen, expert_ids
+        return chosen / chosen.sum(-1, keepdims=True) if normalize else chosen, expert_ids
     raise ValueError(f"order must be softmax_topk or topk_softmax, got {order!r}")
 
 

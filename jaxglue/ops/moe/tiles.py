@@ -13,7 +13,7 @@ _HALVED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Launch configuration of one kernel."""
+    """ProcessInfo configuration of one kernel."""
 
     block_m: int
     """Rows in a tile of the output."""
@@ -24,13 +24,13 @@ class Tiles:
     num_warps: int
     num_stages: int
     """Depth of the software pipeline."""
-    band: int = 8
+    GROUP_M: int = 8
     """Row tiles that take turns before the next column of tiles: those that run at one time share what they load."""
 
     @property
     def constants(self) -> dict[str, int]:
         """What a kernel is compiled for."""
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "BAND": self.band}
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "BAND": self.GROUP_M}
 
     def tail(self, n: int) -> int:
         """Columns of the last tile: fewer where it would be half empty or more, as for GPT-OSS's 2880."""
@@ -67,7 +67,7 @@ def _tiles(*sizes: tuple[int, int, int, int, int]) -> KernelTiles:
     return KernelTiles(matmul=matmul, outer=outer)
 
 
-# (block_m, block_n, block_k, warps, stages) of matmul, outer; matmul's block_m follows the `Groups`' row_tile.
+# (block_m, block_n, block_k, warps, stages) of matmul, outer; matmul's block_m follows the `GroupMetadata`' row_tile.
 _HOPPER = _tiles((128, 256, 64, 8, 4), (128, 256, 64, 8, 3))
 _AMPERE = _tiles((128, 128, 32, 8, 4), (128, 128, 32, 8, 4))  # 164 KiB of shared memory in a block
 _SMALL = _tiles((128, 128, 32, 8, 3), (128, 128, 32, 8, 3))  # 99 KiB: 8.6, 8.9, 12.x

@@ -11,7 +11,7 @@ from jaxglue.ops.launch import Launcher, like
 from jaxglue.ops.moe import kernels, row_kernels
 from jaxglue.ops.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.fused import LowRank, Rows
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 from jaxglue.ops.moe.tiles import KernelTiles, fit, kernel_tiles, row_block, row_blocks
 from jaxglue.ops.quant.kernels import mxfp4_kernel
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -31,7 +31,9 @@ class TritonBackend(Launcher):
         """The backend for a GPU of this compute capability."""
         return cls(tiles=kernel_tiles(capability), compute_capability=triton_capability(capability))
 
-    def matmul(self, lhs: Rows, rhs, bias, groups: Groups, *, transpose_rhs: bool, low_rank: LowRank | None = None):
+    def matmul(
+        self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
+    ):
         """See `GroupedBackend`."""
         E, S, K = rhs.shape[0], lhs.number, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
@@ -65,7 +67,7 @@ class TritonBackend(Launcher):
         )
         return out
 
-    def outer(self, lhs: Rows, rhs: Rows, groups: Groups, dtype):
+    def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype):
         """See `GroupedBackend`."""
         E, S, K, N = groups.sizes.shape[0], lhs.number, lhs.array.shape[1], rhs.array.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
@@ -86,21 +88,21 @@ class TritonBackend(Launcher):
         )
         return out
 
-    def dequantise(self, packed: MXFP4, dtype):
+    def dequantize(self, packed: MXFP4, dtype):
         """See `GroupedBackend`."""
         packed.check()
         out_type, count = jax.ShapeDtypeStruct(packed.shape, dtype), packed.scales.size
         constants, grid = {"COUNT": count, "BLOCK": _MXFP4_BLOCKS}, (triton.cdiv(count, _MXFP4_BLOCKS),)
         return self._launch(mxfp4_kernel, (packed.blocks, packed.scales), (out_type,), grid, constants)[0]
 
-    def activate(self, projected, weights, groups: Groups, activation: Activation):
+    def activate(self, projected, weights, groups: GroupMetadata, activation: Activation):
         """See `ActivationBackend`."""
         S, F = projected.shape[0], projected.shape[1] // 2
         out_type, arrays = jax.ShapeDtypeStruct((S, F), projected.dtype), (projected, weights, groups.offsets)
         constants = _activation_constants(F, groups, activation)
         return self._launch_rows(row_kernels.activation_kernel, arrays, (out_type,), S, F, constants)[0]
 
-    def activate_gradient(self, projected, weights, groups: Groups, dout, activation: Activation):
+    def activate_gradient(self, projected, weights, groups: GroupMetadata, dout, activation: Activation):
         """See `ActivationBackend`."""
         (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
         out_types = tuple(map(like, (projected, weights)))
@@ -126,7 +128,7 @@ class TritonBackend(Launcher):
         return self.compute_capability >= 90 and aligned
 
 
-def _activation_constants(F: int, groups: Groups, activation: Activation) -> dict:
+def _activation_constants(F: int, groups: GroupMetadata, activation: Activation) -> dict:
     return {
         "F": F,
         "E": groups.sizes.shape[0],

@@ -33,12 +33,12 @@ class NormSpec:
     eps: float
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["weight_moves"])
+@partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["weight_needs_grad"])
 @dataclass(frozen=True, kw_only=True)
 class _NormResiduals:
     x: Array
     weight: Array
-    weight_moves: bool
+    weight_needs_grad: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -48,14 +48,14 @@ def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Arr
 
 
 def _norm_forward(spec, x, weight):
-    residuals = _NormResiduals(x=x.value, weight=weight.value, weight_moves=weight.perturbed)
+    residuals = _NormResiduals(x=x.value, weight=weight.value, weight_needs_grad=weight.perturbed)
     return (x.value, spec.backend.norm(x.value, weight.value, eps=spec.eps)), residuals
 
 
 def _norm_backward(spec, r: _NormResiduals, cotangents):
     dresidual, dout = map(_instantiated, cotangents)
     dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
-    if not r.weight_moves:
+    if not r.weight_needs_grad:
         return dx, None
     # By XLA in float32: only full fine-tuning asks for it.
     x, dout = _float32(r.x), _float32(dout)

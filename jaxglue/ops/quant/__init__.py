@@ -1,1 +1,1 @@
-"""Quantised weights: storage formats and what expands them."""
+"""Quantized weights: storage formats and what expands them."""

@@ -1,4 +1,4 @@
-"""Block-wise quantisation to the nearest of a table's values, and the dynamic 8-bit types."""
+"""Block-wise quantization to the nearest of a table's values, and the dynamic 8-bit types."""
 
 import jax.numpy as jnp
 import numpy as np

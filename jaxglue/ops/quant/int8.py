@@ -15,13 +15,13 @@ LARGEST = 127
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Int8Weight:
-    """A quantised matrix [out, in]. A pytree."""
+    """A quantized matrix [out, in]. A pytree."""
 
     codes: Int8[Array, "out in"]
     absmax: Float[Array, " out"]
     """Each row's largest magnitude, float32."""
     dtype: jnp.dtype = field(metadata={"static": True})
-    """Of the matrix that was quantised."""
+    """Of the matrix that was quantized."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -30,8 +30,8 @@ class Int8Weight:
 
 
 @jax.jit
-def quantise_int8(matrix: Float[Array, "out in"]) -> Int8Weight:
-    """Quantises a matrix row by row to the nearest code, as bitsandbytes does (its CUDA code divides less exactly)."""
+def quantize_int8(matrix: Float[Array, "out in"]) -> Int8Weight:
+    """Quantizes a matrix row by row to the nearest code, as bitsandbytes does (its CUDA code divides less exactly)."""
     values = matrix.astype(jnp.float32)
     absmax = jnp.abs(values).max(axis=1)
     factor = LARGEST / jnp.where(absmax > 0, absmax, 1)
@@ -40,7 +40,7 @@ def quantise_int8(matrix: Float[Array, "out in"]) -> Int8Weight:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def dequantise_int8(quantised: Int8Weight, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+def dequantize_int8(quantized: Int8Weight, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
     """The values in `dtype`: the product of code and scale in float32, rounded once."""
-    scales = quantised.absmax * (np.float32(1) / np.float32(LARGEST))
-    return (quantised.codes.astype(jnp.float32) * scales[:, None]).astype(dtype)
+    scales = quantized.absmax * (np.float32(1) / np.float32(LARGEST))
+    return (quantized.codes.astype(jnp.float32) * scales[:, None]).astype(dtype)

@@ -1,4 +1,4 @@
-"""Triton kernels that expand quantised weights. XLA's own takes four times as long as the bytes need."""
+"""Triton kernels that expand quantized weights. XLA's own takes four times as long as the bytes need."""
 
 import triton
 import triton.language as tl

@@ -14,7 +14,7 @@ BLOCK = 32
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class MXFP4:
-    """A quantised array; its last axis, of length I, is the one that blocks run along. A pytree."""
+    """A quantized array; its last axis, of length I, is the one that blocks run along. A pytree."""
 
     blocks: UInt8[Array, "*B I/32 16"]
     """Two values in a byte, the first in the low half."""
@@ -49,16 +49,16 @@ class MXFP4:
         return self
 
 
-def dequantise(quantised: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I"]:
+def dequantize(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I"]:
     """The values in `dtype`; exact in bfloat16 and float32 for every scale from 2^-125 on.
 
     Raises:
         ValueError: see `MXFP4.check`.
     """
-    quantised.check()
-    halves = jnp.stack([quantised.blocks & 0xF, quantised.blocks >> 4], axis=-1)
-    scale = _power_of_two(quantised.scales)[..., None, None]
-    return (_decode(halves) * scale).astype(dtype).reshape(quantised.shape)
+    quantized.check()
+    halves = jnp.stack([quantized.blocks & 0xF, quantized.blocks >> 4], axis=-1)
+    scale = _power_of_two(quantized.scales)[..., None, None]
+    return (_decode(halves) * scale).astype(dtype).reshape(quantized.shape)
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:

@@ -1,4 +1,4 @@
-"""NF4 (QLoRA, arXiv 2305.14314): blocks of 64 four-bit codes of normal quantiles, their scales quantised to 8 bits."""
+"""NF4 (QLoRA, arXiv 2305.14314): blocks of 64 four-bit codes of normal quantiles, their scales quantized to 8 bits."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ VALUES = (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class NF4:
-    """A quantised matrix [out, in]. A pytree."""
+    """A quantized matrix [out, in]. A pytree."""
 
     codes: UInt8[Array, "out in/2"]
     """Two values in a byte, the first in the high half."""
@@ -37,7 +37,7 @@ class NF4:
     scale_offset: Float[Array, ""]
     """The scales' mean, float32."""
     dtype: jnp.dtype = field(metadata={"static": True})
-    """Of the matrix that was quantised."""
+    """Of the matrix that was quantized."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,11 +46,11 @@ class NF4:
 
 
 @jax.jit
-def quantise_nf4(matrix: Float[Array, "out in"]) -> NF4:
-    """Quantises a matrix as bitsandbytes does with `compress_statistics`: every code is the nearest.
+def quantize_nf4(matrix: Float[Array, "out in"]) -> NF4:
+    """Quantizes a matrix as bitsandbytes does with `compress_statistics`: every code is the nearest.
 
     All parts equal those of bitsandbytes' CUDA and pure PyTorch code but for the last bit of the scales' mean, which
-    depends on the order of its sum, in bitsandbytes too. (Its C++ code for CPUs rounds some scales to a neighbour.)
+    depends on the order of its sum, in bitsandbytes too. (Its C++ code for CPUs rounds some scales to a neighbor.)
 
     Raises:
         ValueError: rows that blocks of 64 do not divide.
@@ -89,19 +89,19 @@ def _grouped(scales: Float[Array, "out blocks"]) -> Float[Array, "groups 256"]:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def dequantise(quantised: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+def dequantize(quantized: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
     """The values in `dtype`: the product of code and scale in float32, rounded once."""
-    out, columns = quantised.shape
-    codes = jnp.stack([quantised.codes >> 4, quantised.codes & 0xF], axis=-1)
-    values = _decode(codes).reshape(out, -1, BLOCK) * _scales(quantised)[..., None]
+    out, columns = quantized.shape
+    codes = jnp.stack([quantized.codes >> 4, quantized.codes & 0xF], axis=-1)
+    values = _decode(codes).reshape(out, -1, BLOCK) * _scales(quantized)[..., None]
     return values.astype(dtype).reshape(out, columns)
 
 
-def _scales(quantised: NF4) -> Float[Array, "out in/64"]:
-    factors = jnp.repeat(quantised.scale_absmax, GROUP)[: quantised.scales.size].reshape(quantised.scales.shape)
+def _scales(quantized: NF4) -> Float[Array, "out in/64"]:
+    factors = jnp.repeat(quantized.scale_absmax, GROUP)[: quantized.scales.size].reshape(quantized.scales.shape)
     # The barrier keeps XLA from fusing product and sum into one rounding, where bitsandbytes rounds twice.
-    products = jax.lax.optimization_barrier(jnp.asarray(dynamic_code())[quantised.scales] * factors)
-    return products + quantised.scale_offset
+    products = jax.lax.optimization_barrier(jnp.asarray(dynamic_code())[quantized.scales] * factors)
+    return products + quantized.scale_offset
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:

@@ -1,4 +1,4 @@
-"""Launches of the kernels that expand quantised weights."""
+"""Launches of the kernels that expand quantized weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

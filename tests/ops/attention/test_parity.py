@@ -99,7 +99,7 @@ def expected_of(case, inputs, segments, dout):
 
 def assert_close(got, expected, dout, tolerance):
     """‖got − expected‖ ≤ tolerance·‖expected‖ for every array; one that should vanish is measured against dout."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert jax.tree.graphdefs(got) == jax.tree.graphdefs(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         scale = np.linalg.norm(b) or np.linalg.norm(dout.astype(jnp.float32))
         assert np.linalg.norm(a - b) <= tolerance * scale

@@ -11,7 +11,7 @@ from closeness import assert_close, outputs_and_gradients
 from jaxglue.engine.compiler import LIBRARY_MATMULS
 from jaxglue.ops import lora as module
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora import ReferenceLowRank, expand_ranks, project_adapter
+from jaxglue.ops.lora import ReferenceLowRank, lora_expand, lora_shrink
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
@@ -47,9 +47,7 @@ def backend(request):
 def test_products_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
     arguments = random_case(*case)
-    assert_close(
-        outputs_and_gradients(expand_ranks, *arguments), outputs_and_gradients(by_definition, *arguments), 1e-5
-    )
+    assert_close(outputs_and_gradients(lora_expand, *arguments), outputs_and_gradients(by_definition, *arguments), 1e-5)
 
 
 @pytest.mark.gpu
@@ -59,7 +57,7 @@ def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, cotangents))
     with jax.default_matmul_precision("highest"):
         expected = outputs_and_gradients(by_definition, *wide)
-    assert_close(outputs_and_gradients(expand_ranks, arguments, cotangents), expected, 1e-2)
+    assert_close(outputs_and_gradients(lora_expand, arguments, cotangents), expected, 1e-2)
 
 
 def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
@@ -67,7 +65,7 @@ def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
     M, D, N, R = 2048, 512, 1024, 16
 
     def step(x, down, up, cotangents):
-        products, pull = jax.vjp(lambda x, down, up: expand_ranks(project_adapter(x, down), up), x, down, up)
+        products, pull = jax.vjp(lambda x, down, up: lora_expand(lora_shrink(x, down), up), x, down, up)
         return products, pull(cotangents)
 
     def shaped(*shape, dtype=jnp.bfloat16):
@@ -85,4 +83,4 @@ def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
 def test_ranks_that_do_not_add_up_are_refused():
     (hidden, matrices), _ = random_case(4, (8, 8), (2, 3))
     with pytest.raises(ValueError, match=r"ranks \[2, 3\] must add up to the 4 columns"):
-        expand_ranks(hidden[..., :4], matrices)
+        lora_expand(hidden[..., :4], matrices)

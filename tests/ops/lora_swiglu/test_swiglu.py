@@ -9,7 +9,7 @@ from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops import lora_swiglu as module
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora_swiglu import adapted_swiglu
+from jaxglue.ops.lora_swiglu import lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
 CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
@@ -35,7 +35,7 @@ def by_definition(gate, up, hidden, matrices):
 
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request):
-    """What `adapted_swiglu` uses: XLA, or the kernels on the CPU with small tiles."""
+    """What `lora_swiglu` uses: XLA, or the kernels on the CPU with small tiles."""
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
@@ -49,7 +49,7 @@ def backend(request):
 def test_outputs_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
     case = random_case(*case)
-    assert_close(outputs_and_gradients(adapted_swiglu, *case), outputs_and_gradients(by_definition, *case), 1e-5)
+    assert_close(outputs_and_gradients(lora_swiglu, *case), outputs_and_gradients(by_definition, *case), 1e-5)
 
 
 @pytest.mark.gpu
@@ -58,7 +58,7 @@ def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
     case = random_case(*case, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
         expected = outputs_and_gradients(by_definition, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
-    assert_close(outputs_and_gradients(adapted_swiglu, *case), expected, 1e-2)
+    assert_close(outputs_and_gradients(lora_swiglu, *case), expected, 1e-2)
 
 
 def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
@@ -67,7 +67,7 @@ def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
     shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (arguments, cotangents))
 
     def step(arguments, cotangents):
-        outputs, pull = jax.vjp(adapted_swiglu, *arguments)
+        outputs, pull = jax.vjp(lora_swiglu, *arguments)
         return outputs, pull(cotangents)
 
     with tracing_for((9, 0)):
@@ -82,4 +82,4 @@ def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
 def test_ranks_that_differ_are_refused():
     (gate, up, hidden, matrices), _ = random_case(4, 8, 2)
     with pytest.raises(ValueError, match=r"one rank R, and hidden 2R columns, got ranks 2 and 3 columns"):
-        adapted_swiglu(gate, up, hidden[..., :3], matrices)
+        lora_swiglu(gate, up, hidden[..., :3], matrices)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import Groups, choose_backend, grouped_matmul
+from jaxglue.ops.moe import GroupMetadata, choose_backend, grouped_matmul
 from jaxglue.ops.moe.fused import GroupedSpec, fused_grouped_matmul
 from jaxglue.ops.moe.tiles import KernelTiles, Tiles, kernel_tiles
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
 
 # name: (group sizes, K, N, transposed, bias)
 CASES = {
@@ -57,7 +57,7 @@ def output_and_gradients(function, lhs, rhs, bias, dout):
 
 
 def assert_close(got, expected, tolerance):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert jax.tree.graphdefs(got) == jax.tree.graphdefs(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
@@ -74,11 +74,11 @@ def test_the_reference_matches_numpy(name):
 @pytest.fixture
 def fused(interpreted_backend):
     """fused(sizes, transposed): the kernels in the interpreter, with small tiles."""
-    tiles = Tiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, band=2)
+    tiles = Tiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, GROUP_M=2)
     backend = interpreted_backend(tiles=KernelTiles(matmul=tiles, outer=tiles), compute_capability=80)
 
     def make(sizes, transposed):
-        groups = Groups.of(sizes, int(sizes.sum()), row_tile=16)
+        groups = GroupMetadata.of(sizes, int(sizes.sum()), row_tile=16)
         spec = GroupedSpec(backend=backend, transpose_rhs=transposed)
         return lambda lhs, rhs, bias: fused_grouped_matmul(spec, lhs, rhs, bias, None, groups, None, None)
 
@@ -106,7 +106,7 @@ def test_kernels_on_a_gpu_match_numpy(name, dtype):
 def test_few_last_rows_of_a_group_take_part_of_a_tile(row_tile, interpreted_backend):
     backend = interpreted_backend(tiles=kernel_tiles((9, 0)), compute_capability=80)
     rng, sizes = np.random.default_rng(0), np.array([140, 64, 0, 200, 300])
-    groups = Groups.of(sizes, 704, row_tile=row_tile)
+    groups = GroupMetadata.of(sizes, 704, row_tile=row_tile)
     lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((704, 20), (5, 20, 40)))
     spec = GroupedSpec(backend=backend, transpose_rhs=False)
     out, pull = jax.vjp(lambda lhs: fused_grouped_matmul(spec, lhs, rhs, None, None, groups, None, None), lhs)
@@ -128,7 +128,7 @@ def test_packed_matrices_are_expanded_forward_and_backward(fused):
     )
     lhs = jnp.asarray(rng.standard_normal((9, 32)), jnp.float32)
     out, pull = jax.vjp(lambda lhs: fused(sizes, True)(lhs, packed, None), lhs)
-    plain = dequantise(packed, jnp.float32)
+    plain = dequantize(packed, jnp.float32)
     expected = group_by_group(lhs, plain, None, out, sizes, True)
     assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
 
@@ -144,7 +144,7 @@ def random_mxfp4():
 def test_the_kernel_expands_mxfp4_as_xla_does(interpreted_backend):
     packed = random_mxfp4()
     backend = interpreted_backend(tiles=kernel_tiles((8, 0)), compute_capability=80)
-    got, expected = backend.dequantise(packed, jnp.float32), dequantise(packed, jnp.float32)
+    got, expected = backend.dequantize(packed, jnp.float32), dequantize(packed, jnp.float32)
     assert np.isnan(expected).any()
     np.testing.assert_array_equal(got, expected)
     number = ~np.isnan(expected)
@@ -157,7 +157,7 @@ def test_the_kernel_on_a_gpu_expands_mxfp4_as_xla_does():
 
     packed = random_mxfp4()
     backend = TritonBackend.of(compute_capability())
-    got, expected = backend.dequantise(packed, jnp.bfloat16), dequantise(packed, jnp.bfloat16)
+    got, expected = backend.dequantize(packed, jnp.bfloat16), dequantize(packed, jnp.bfloat16)
     np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
 
 

@@ -12,7 +12,7 @@ from jaxglue.ops.moe import ExpertLora, moe_mlp, route
 from jaxglue.ops.moe import grouped as grouped_module
 from jaxglue.ops.moe import mlp as mlp_module
 from jaxglue.ops.moe.activation import ActivationSpec, activate, fused_activation
-from jaxglue.ops.moe.groups import Groups
+from jaxglue.ops.moe.groups import GroupMetadata
 from jaxglue.ops.moe.tiles import KernelTiles, Tiles, kernel_tiles
 
 M, D, F, E, X, R = 19, 16, 24, 5, 2, 4
@@ -128,7 +128,7 @@ def test_activation_kernels_match_at_the_clamps_too(activation, interpreted_back
         jnp.asarray(rng.uniform(-12, 12, (7, 60)), jnp.float32),
         jnp.asarray(rng.random(7), jnp.float32),
     )
-    groups = Groups.of(jnp.array([3, 2]), 7)  # the last two rows are in none
+    groups = GroupMetadata.of(jnp.array([3, 2]), 7)  # the last two rows are in none
     plain = lambda projected, weights: activate(projected, activation) * weights[:, None]  # noqa: E731
     fused = lambda projected, weights: fused_activation(spec, projected, weights, groups)  # noqa: E731
     expected, pull = jax.vjp(plain, projected, weights)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.moe import Groups, auxiliary_loss, route, routing_statistics, z_loss
+from jaxglue.ops.moe import GroupMetadata, auxiliary_loss, route, routing_statistics, z_loss
 
 
 def random_logits(tokens=33, experts=7):
@@ -13,12 +13,12 @@ def random_logits(tokens=33, experts=7):
 
 
 @pytest.mark.parametrize(
-    ("order", "normalise", "sums_to_one"),
+    ("order", "normalize", "sums_to_one"),
     [("softmax_topk", False, False), ("softmax_topk", True, True), ("topk_softmax", False, True)],
 )
-def test_weights_follow_the_order_of_softmax_and_choice(order, normalise, sums_to_one):
+def test_weights_follow_the_order_of_softmax_and_choice(order, normalize, sums_to_one):
     logits = random_logits()
-    routing = route(logits, 3, order=order, normalise=normalise)
+    routing = route(logits, 3, order=order, normalize=normalize)
     chosen = np.argsort(-np.asarray(logits), axis=-1)[:, :3]
     np.testing.assert_array_equal(routing.expert_ids, chosen)
     expected = np.take_along_axis(np.exp(np.asarray(logits)), chosen, axis=-1)
@@ -61,7 +61,7 @@ def test_tiles_cover_every_row_once_and_hold_one_group(load):
 
 @pytest.mark.parametrize(("rows", "tile"), [(8, 16), (4 * 63, 32), (4 * 64, 64), (4 * 191, 128), (4 * 1000, 192)])
 def test_a_group_of_mean_size_fills_a_tile(rows, tile):
-    groups = Groups.of(np.array([rows, 0, 0, 0]), rows)
+    groups = GroupMetadata.of(np.array([rows, 0, 0, 0]), rows)
     assert (groups.tiles.rows, groups.gathered_tiles.rows) == (tile, min(tile, 128))
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.moe import grouped_matmul
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantise
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
 
 E2M1 = {
     "0000": 0.0, "0001": 0.5, "0010": 1.0, "0011": 1.5, "0100": 2.0, "0101": 3.0, "0110": 4.0, "0111": 6.0,
@@ -36,7 +36,7 @@ def written_out(tensor):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_decoding_is_exact_to_the_bit(dtype):
     tensor = random_tensor()
-    got, expected = dequantise(tensor, dtype), written_out(tensor)
+    got, expected = dequantize(tensor, dtype), written_out(tensor)
     np.testing.assert_array_equal(np.asarray(got, np.float64), expected)
     np.testing.assert_array_equal(np.signbit(np.asarray(got, np.float64)), np.signbit(expected))
 
@@ -44,9 +44,9 @@ def test_decoding_is_exact_to_the_bit(dtype):
 def test_every_byte_decodes_and_255_is_not_a_number():
     blocks = jnp.arange(256, dtype=jnp.uint8).reshape(16, 16)
     tensor = MXFP4(blocks=blocks, scales=jnp.full(16, 127, jnp.uint8))
-    np.testing.assert_array_equal(np.asarray(dequantise(tensor, jnp.float32)), written_out(tensor))
+    np.testing.assert_array_equal(np.asarray(dequantize(tensor, jnp.float32)), written_out(tensor))
     broken = MXFP4(blocks=blocks, scales=jnp.full(16, 255, jnp.uint8))
-    assert np.isnan(np.asarray(dequantise(broken, jnp.float32))).all()
+    assert np.isnan(np.asarray(dequantize(broken, jnp.float32))).all()
 
 
 def test_a_grouped_matmul_takes_the_packed_matrices():
@@ -54,7 +54,7 @@ def test_a_grouped_matmul_takes_the_packed_matrices():
     lhs = jnp.asarray(np.random.default_rng(1).standard_normal((10, 128)), jnp.float32)
     sizes = np.array([4, 0, 6])
     got = grouped_matmul(lhs, tensor, sizes, transpose_rhs=True)
-    expected = grouped_matmul(lhs, dequantise(tensor, jnp.float32), sizes, transpose_rhs=True)
+    expected = grouped_matmul(lhs, dequantize(tensor, jnp.float32), sizes, transpose_rhs=True)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -69,4 +69,4 @@ def test_a_grouped_matmul_takes_the_packed_matrices():
 def test_a_truncated_tensor_is_refused(change, message):
     tensor = random_tensor()
     with pytest.raises(ValueError, match=message):
-        dequantise(MXFP4(**{"blocks": tensor.blocks, "scales": tensor.scales} | change))
+        dequantize(MXFP4(**{"blocks": tensor.blocks, "scales": tensor.scales} | change))

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxglue.ops.quant.blocks import dynamic_code
-from jaxglue.ops.quant.nf4 import NF4, dequantise, quantise_nf4
+from jaxglue.ops.quant.nf4 import NF4, dequantize, quantize_nf4
 
 PARTS = ("codes", "scales", "scale_absmax", "scale_offset")
 
@@ -24,22 +24,22 @@ def stored(golden):
     return NF4(**{name: jnp.asarray(golden[name]) for name in PARTS}, dtype=jnp.dtype(jnp.float16))
 
 
-def test_quantising_gives_the_bits_of_bitsandbytes(golden):
+def test_quantizing_gives_the_bits_of_bitsandbytes(golden):
     np.testing.assert_array_equal(dynamic_code(), golden["scale_code"])
-    quantised = quantise_nf4(jnp.asarray(golden["weight"]))
+    quantized = quantize_nf4(jnp.asarray(golden["weight"]))
     for name in PARTS:
-        np.testing.assert_array_equal(getattr(quantised, name), golden[name], err_msg=name)
-    assert (quantised.shape, quantised.dtype) == ((130, 128), jnp.float16)
+        np.testing.assert_array_equal(getattr(quantized, name), golden[name], err_msg=name)
+    assert (quantized.shape, quantized.dtype) == ((130, 128), jnp.float16)
 
 
 def test_expanding_gives_the_bits_of_bitsandbytes(golden, stored):
-    values = np.asarray(dequantise(stored, jnp.float32))
+    values = np.asarray(dequantize(stored, jnp.float32))
     np.testing.assert_array_equal(values[:8], golden["first_rows"])
     np.testing.assert_array_equal(values[-8:], golden["last_rows"])
-    bits = np.asarray(dequantise(stored, jnp.bfloat16))[:8].view(np.uint16)
+    bits = np.asarray(dequantize(stored, jnp.bfloat16))[:8].view(np.uint16)
     np.testing.assert_array_equal(bits, golden["first_rows_bfloat16"])
 
 
 def test_rows_that_blocks_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"rows that are a multiple of 64 values long, got \[4, 96\]"):
-        quantise_nf4(jnp.zeros((4, 96)))
+        quantize_nf4(jnp.zeros((4, 96)))

@@ -1,4 +1,4 @@
-"""Runs with quantised frozen weights."""
+"""Runs with quantized frozen weights."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export import quantise_folder
+from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import config_from_hf
@@ -33,8 +33,8 @@ def nf4_folder(model_folder):
 
 
 @pytest.mark.parametrize("how", ["nf4", "int8"])
-def test_a_run_on_quantised_weights_learns(make_config, nf4_folder, tmp_path, how):
-    summary = train(make_config(steps=8, quantise=how, sample_prompt=("Hello",), sample_tokens=3))
+def test_a_run_on_quantized_weights_learns(make_config, nf4_folder, tmp_path, how):
+    summary = train(make_config(steps=8, quantize=how, sample_prompt=("Hello",), sample_tokens=3))
     assert summary.last_loss < summary.first_loss - 0.2
     _, tensors = load_adapter(tmp_path / "run/adapter")
     assert len(tensors) == 2 * 7 * 2
@@ -43,7 +43,7 @@ def test_a_run_on_quantised_weights_learns(make_config, nf4_folder, tmp_path, ho
 
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
 def test_plan_and_planner_count_what_is_stored(make_config, nf4_folder, how, bytes_each):
-    plain, stored = (prepare(make_config(quantise=quantise)) for quantise in ("none", how))
+    plain, stored = (prepare(make_config(quantize=quantize)) for quantize in ("none", how))
     assert plain.parameter_counts == stored.parameter_counts
     assert stored.plan()["dtype"] == f"float32, linear layers of the decoder layers in {how}"
     linears = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
@@ -62,17 +62,17 @@ def _specs(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-def test_a_quantised_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
+def test_a_quantized_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
     model = random_model(config_from_hf(read_config(nf4_folder)), dtype=jnp.float32)
     write_shards(nf4_folder, *_tensors(model), 10**9)
-    quantise_folder(nf4_folder, tmp_path / "stored", "nf4")
+    quantize_folder(nf4_folder, tmp_path / "stored", "nf4")
     for path in nf4_folder.glob("tokenizer*"):
         assert (tmp_path / "stored" / path.name).is_file()
     config = make_config(steps=2, model=str(tmp_path / "stored"), random_weights=False)
-    assert prepare(config).model.quantise == "nf4"
-    flagged = make_config(steps=2, random_weights=False, quantise="nf4", output=tmp_path / "flagged")
+    assert prepare(config).model.quantize == "nf4"
+    flagged = make_config(steps=2, random_weights=False, quantize="nf4", output=tmp_path / "flagged")
     assert train(config).last_loss == train(flagged).last_loss
-    with pytest.raises(ValueError, match=r"is quantised to nf4.*use --method lora, or the folder of the original"):
+    with pytest.raises(ValueError, match=r"is quantized to nf4.*use --method lora, or the folder of the original"):
         prepare(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
 
 
@@ -81,8 +81,8 @@ def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
         prepare(make_config(embeddings="host"))
     path = nf4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
-    host = make_config(steps=2, quantise="nf4", embeddings="host")
-    device = make_config(steps=2, quantise="nf4", output=tmp_path / "device")
+    host = make_config(steps=2, quantize="nf4", embeddings="host")
+    device = make_config(steps=2, quantize="nf4", output=tmp_path / "device")
     assert train(host).last_loss == train(device).last_loss
     assert prepare(device).weight_bytes - prepare(host).weight_bytes == 4 * 400 * 64
     with pytest.raises(ValueError, match="--embeddings host is for a frozen table"):
@@ -92,10 +92,10 @@ def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
 
 
 def test_full_fine_tuning_is_refused(make_config, nf4_folder):
-    with pytest.raises(ValueError, match=r"--quantise nf4 holds frozen weights.*use --method lora"):
-        make_config(quantise="nf4", method="full")
-    with pytest.raises(ValueError, match=r"--quantise int8 holds frozen weights"):
-        make_config(quantise="int8", method="full")
-    config = prepare(make_config(quantise="nf4")).model
-    with pytest.raises(ValueError, match="quantise=nf4 holds frozen weights, and all train: use adapters"):
+    with pytest.raises(ValueError, match=r"--quantize nf4 holds frozen weights.*use --method lora"):
+        make_config(quantize="nf4", method="full")
+    with pytest.raises(ValueError, match=r"--quantize int8 holds frozen weights"):
+        make_config(quantize="int8", method="full")
+    config = prepare(make_config(quantize="nf4")).model
+    with pytest.raises(ValueError, match="quantize=nf4 holds frozen weights, and all train: use adapters"):
         Workload(config=config, batch_size=1, seq_len=8, lora=None, visible_keys=4)

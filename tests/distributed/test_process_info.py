@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxglue.distributed import DistributedConfig, find_launch
-from jaxglue.distributed.processes import ALONE, Processes, share_gpus
+from jaxglue.distributed import DistributedConfig, find_process_info
+from jaxglue.distributed.processes import SINGLE_PROCESS, Processes, share_gpus
 
 SLURM = {
     "SLURM_JOB_ID": "812",
@@ -17,15 +17,18 @@ ONE_HOST = {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
 
 
 def test_without_flags_and_launcher_a_run_has_one_process():
-    assert find_launch(DistributedConfig(), {}) is None
-    assert find_launch(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert find_launch(DistributedConfig(), {"SLURM_JOB_ID": "812", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}) is None
+    assert find_process_info(DistributedConfig(), {}) is None
+    assert find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert (
+        find_process_info(DistributedConfig(), {"SLURM_JOB_ID": "812", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"})
+        is None
+    )
 
 
 def test_flags_name_a_process():
-    launch = find_launch(DistributedConfig(coordinator="node1:1234", num_processes=4, process_id=2), {})
+    launch = find_process_info(DistributedConfig(coordinator="node1:1234", num_processes=4, process_id=2), {})
     assert (launch.address, launch.num_processes, launch.process_id) == (("node1", 1234), 4, 2)
-    six = find_launch(DistributedConfig(coordinator="[fe80::1]:1234", num_processes=4, process_id=2), {})
+    six = find_process_info(DistributedConfig(coordinator="[fe80::1]:1234", num_processes=4, process_id=2), {})
     assert six.address == ("fe80::1", 1234)
 
 
@@ -34,18 +37,18 @@ def test_flags_name_a_process():
     [("gpu[003-004]", "gpu003"), ("a7,b[1-2]", "a7"), ("n[5,9-12]-ib,m1", "n5-ib"), ("login", "login")],
 )
 def test_slurm_says_everything(nodes, first):
-    launch = find_launch(DistributedConfig(), {**SLURM, "SLURM_STEP_NODELIST": nodes})
+    launch = find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_NODELIST": nodes})
     assert (launch.address[0], launch.num_processes, launch.process_id) == (first, 16, 9)
-    other = find_launch(DistributedConfig(), {**SLURM, "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": nodes})
+    other = find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": nodes})
     assert 61_000 <= launch.address[1] < 65_000 and launch.address[1] != other.address[1]
 
 
 def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several():
-    launch = find_launch(DistributedConfig(), {**MPI, **ONE_HOST})
+    launch = find_process_info(DistributedConfig(), {**MPI, **ONE_HOST})
     assert (launch.address[0], launch.num_processes, launch.process_id) == ("127.0.0.1", 8, 3)
     with pytest.raises(ValueError, match="--coordinator: not given and Open MPI does not say"):
-        find_launch(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    launch = find_launch(DistributedConfig(coordinator="node1:12355"), {**SLURM, **MPI})
+        find_process_info(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    launch = find_process_info(DistributedConfig(coordinator="node1:12355"), {**SLURM, **MPI})
     assert (launch.coordinator, launch.process_id) == ("node1:12355", 3)
 
 
@@ -62,7 +65,7 @@ def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several
 )
 def test_half_of_the_flags_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        find_launch(DistributedConfig(**given), {})
+        find_process_info(DistributedConfig(**given), {})
 
 
 def test_gpus_are_shared_by_the_processes_that_see_the_same_ones():
@@ -82,14 +85,14 @@ class _Recorded(Processes):
         super().__init__(count=1 + len(others))
         self._others = others
 
-    def exchange(self, value):
+    def all_gather_object(self, value):
         return [value, *self._others]
 
 
 def test_processes_that_disagree_are_told_where():
     mine = {"run": {"batch_size": 8, "seed": 0}, "data": "0a1b"}
     flat = {"run.batch_size": 8, "run.seed": 0, "data": "0a1b"}
-    ALONE.agree("configuration", mine)
+    SINGLE_PROCESS.agree("configuration", mine)
     _Recorded(flat).agree("configuration", mine)
     with pytest.raises(ValueError, match="the processes disagree on the configuration:") as error:
         _Recorded(flat, {**flat, "run.batch_size": 4, "data": "77"}).agree("configuration", mine)

@@ -1,4 +1,4 @@
-"""Folders that bitsandbytes quantised are read, and ours hold what it writes."""
+"""Folders that bitsandbytes quantized are read, and ours hold what it writes."""
 
 import json
 import shutil
@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.bitsandbytes import stored_specs, stored_tensors
 from jaxglue.hf.checkpoint import save_tensors
-from jaxglue.hf.export import export_adapter, quantise_folder
+from jaxglue.hf.export import export_adapter, quantize_folder
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig, add_lora
-from jaxglue.models.parameters import abstract_parameters, flatten_names, quantised_names, split_model
-from jaxglue.ops.quant.formats import is_quantised, quantise_matrix
+from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, split_model
+from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -28,10 +28,10 @@ HOWS = ("nf4", "int8")
 
 
 def weights(model) -> dict:
-    """Name → matrix of every quantised linear layer."""
+    """Name → matrix of every quantized linear layer."""
     flat = nnx.to_flat_state(nnx.state(model))
     found = {".".join(["model", *map(str, path)]): variable.get_value() for path, variable in flat}
-    return {name: weight for name, weight in found.items() if is_quantised(weight)}
+    return {name: weight for name, weight in found.items() if is_quantized(weight)}
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_what_is_read_is_written_as_it_was(how):
     path = GOLDENS / f"{how}_folder"
     model, theirs = load_model(path, dtype=jnp.float32), load_file(path / "model.safetensors")
     assert len(weights(model)) == 2 * 7
-    assert model.config.quantise == how
+    assert model.config.quantize == how
     for name, weight in weights(model).items():
         for part, ours in stored_tensors(name, weight).items():
             assert (ours.dtype, ours.shape) == (stored_specs(name, weight.shape, how)[part].dtype, ours.shape)
@@ -69,13 +69,13 @@ def test_what_is_read_is_written_as_it_was(how):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_quantising_the_original_gives_the_same_matrix(how):
+def test_quantizing_the_original_gives_the_same_matrix(how):
     path = GOLDENS / f"{how}_folder"
     original = jnp.asarray(load_file(path / "golden.safetensors")[MATRIX])
     if how == "int8":  # bitsandbytes casts to float16 first
         original = original.astype(jnp.float16)
     stored = weights(load_model(path, dtype=original.dtype))[MATRIX]
-    chex.assert_trees_all_equal(quantise_matrix(original, how), stored)
+    chex.assert_trees_all_equal(quantize_matrix(original, how), stored)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +90,14 @@ def original(tmp_path_factory, tiny_config):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_quantised_folder_loads_as_the_original_is_quantised(original, tmp_path, how):
-    quantise_folder(original, tmp_path / how, how, max_shard_bytes=40_000)
+def test_a_quantized_folder_loads_as_the_original_is_quantized(original, tmp_path, how):
+    quantize_folder(original, tmp_path / how, how, max_shard_bytes=40_000)
     assert len(list((tmp_path / how).glob("*.safetensors"))) > 2
-    stored, quantised = load_model(tmp_path / how), load_model(original, quantise=how)
-    chex.assert_trees_all_equal(nnx.state(stored), nnx.state(quantised))
-    assert quantised_names(stored) == quantised_names(quantised)
-    assert abstract_parameters(stored) == abstract_parameters(quantised)
-    assert load_model(tmp_path / how, quantise=how).config.quantise == how
+    stored, quantized = load_model(tmp_path / how), load_model(original, quantize=how)
+    chex.assert_trees_all_equal(nnx.state(stored), nnx.state(quantized))
+    assert quantized_names(stored) == quantized_names(quantized)
+    assert abstract_parameters(stored) == abstract_parameters(quantized)
+    assert load_model(tmp_path / how, quantize=how).config.quantize == how
 
 
 def rewrite(folder: Path, change) -> None:
@@ -130,7 +130,7 @@ STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
             {f"{MATRIX}.absmax": lambda a: a.astype(np.int32)},
             "absmax in .*: it holds int32, and uint8 is expected",
         ),
-        ("nf4", {STATE: lambda a: a[:-9]}, r"its quant_state cannot be read .* quantise the original model again"),
+        ("nf4", {STATE: lambda a: a[:-9]}, r"its quant_state cannot be read .* quantize the original model again"),
         ("nf4", {STATE: lambda a: np.frombuffer(a.tobytes().replace(b"64", b"32"), np.uint8)}, "quant_state says"),
         ("int8", {MATRIX: lambda a: a.astype(np.int32)}, "holds int32, and int8 is expected"),
         ("int8", {f"{MATRIX[:-6]}weight_format": lambda a: np.array(1, np.uint8)}, "weight_format"),
@@ -153,10 +153,10 @@ def test_tensors_that_do_not_fit_are_refused(folder, how, change, message):
     [
         (
             {"bnb_4bit_quant_type": "fp4"},
-            "says fp4, double quantisation True; only nf4, True is read: use the folder of",
+            "says fp4, double quantization True; only nf4, True is read: use the folder of",
         ),
-        ({"bnb_4bit_use_double_quant": False}, "double quantisation False"),
-        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, r"leaves model.layers.0.mlp unquantised"),
+        ({"bnb_4bit_use_double_quant": False}, "double quantization False"),
+        ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, r"leaves model.layers.0.mlp unquantized"),
         ({"quant_method": "awq"}, "quant_method 'awq' in config.json is not supported: use the folder of the original"),
     ],
 )
@@ -166,22 +166,22 @@ def test_other_formats_are_refused(folder, changes, message):
         load_model(path)
 
 
-def test_a_quantised_folder_is_not_quantised_otherwise(tmp_path):
-    with pytest.raises(ValueError, match=r"--quantise int8: the model's folder is quantised to nf4 already"):
-        load_model(GOLDENS / "nf4_folder", quantise="int8")
+def test_a_quantized_folder_is_not_quantized_otherwise(tmp_path):
+    with pytest.raises(ValueError, match=r"--quantize int8: the model's folder is quantized to nf4 already"):
+        load_model(GOLDENS / "nf4_folder", quantize="int8")
     for name, method in (("nf4_folder", "bitsandbytes"), ("gpt_oss_mxfp4", "mxfp4")):
-        with pytest.raises(ValueError, match=rf"is quantised already \({method}\), and a folder holds one format"):
-            quantise_folder(GOLDENS / name, tmp_path / "again", "nf4")
-    with pytest.raises(ValueError, match="quantise must be one of none, nf4, int8, got 'nf5'"):
-        load_model(GOLDENS.parent / "goldens/qwen3_tied", quantise="nf5")
+        with pytest.raises(ValueError, match=rf"is quantized already \({method}\), and a folder holds one format"):
+            quantize_folder(GOLDENS / name, tmp_path / "again", "nf4")
+    with pytest.raises(ValueError, match="quantize must be one of none, nf4, int8, got 'nf5'"):
+        load_model(GOLDENS.parent / "goldens/qwen3_tied", quantize="nf5")
 
 
-def test_an_adapter_is_not_merged_into_a_quantised_folder(original, tmp_path):
+def test_an_adapter_is_not_merged_into_a_quantized_folder(original, tmp_path):
     model = load_model(original)
     add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(0))
     adapter = flatten_names(split_model(model, nnx.LoRAParam)[1])
     save_adapter(tmp_path / "adapter", adapter, LoraConfig(rank=2), str(original))
-    quantise_folder(original, tmp_path / "nf4", "nf4")
-    with pytest.raises(ValueError, match=r"is quantised \(uint8\): merge into the unquantised checkpoint"):
+    quantize_folder(original, tmp_path / "nf4", "nf4")
+    with pytest.raises(ValueError, match=r"is quantized \(uint8\): merge into the unquantized checkpoint"):
         export_adapter(tmp_path / "adapter", tmp_path / "nf4", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()

@@ -30,7 +30,7 @@ class _Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.socket, self._lines, self._lock = connected, connected.makefile("rb"), threading.Lock()
         self.values: queue.Queue[Any] = queue.Queue()
-        """What `exchange` got from the other side and has not taken."""
+        """What `all_gather_object` got from the other side and has not taken."""
 
     def send(self, message: Any) -> None:
         """Does nothing where the other side is gone: whoever listens to it says so."""
@@ -51,7 +51,7 @@ class _Connection:
         self.socket.close()
 
 
-class Link:
+class ControlChannel:
     """The connections of one process: to all others if it is process 0, else to that.
 
     Args:
@@ -76,7 +76,7 @@ class Link:
         for peer in self._peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"process {peer}").start()
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every process's value, in their order; all must ask for it, and it is there when the last has."""
         if self._index:
             self._peers[0].send({"value": value})

@@ -1,11 +1,11 @@
-"""Writes `nf4_folder/` and `int8_folder/`: a tiny Qwen3 that transformers and bitsandbytes quantised and saved.
+"""Writes `nf4_folder/` and `int8_folder/`: a tiny Qwen3 that transformers and bitsandbytes quantized and saved.
 
 Run with torch, transformers and bitsandbytes installed (made with torch 2.13, transformers 5.17 and bitsandbytes 0.50.2
 on a CPU):
 
-    TORCHDYNAMO_DISABLE=1 python tests/goldens/make_quantised_folders.py
+    TORCHDYNAMO_DISABLE=1 python tests/goldens/make_quantized_folders.py
 
-Each has a `golden.safetensors`: a matrix as it was, and for NF4 tokens and the logits of the quantised model in float32
+Each has a `golden.safetensors`: a matrix as it was, and for NF4 tokens and the logits of the quantized model in float32
 (bitsandbytes' int8 rounds activations too). bitsandbytes' PyTorch code is used, see `make_nf4.py`.
 """
 
@@ -57,6 +57,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The C++ code for CPUs takes a neighbour of the nearest scale for about one in a thousand.
+    # The C++ code for CPUs takes a neighbor of the nearest scale for about one in a thousand.
     with mock.patch("ctypes.cdll.LoadLibrary", side_effect=OSError("not used here")):
         main()

@@ -34,7 +34,7 @@ class DistributedConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class ProcessInfo:
     """One process of several."""
 
     coordinator: str
@@ -48,7 +48,7 @@ class Launch:
         return host.strip("[]"), int(port)
 
 
-def find_launch(config: DistributedConfig, environ: Mapping[str, str]) -> Launch | None:
+def find_process_info(config: DistributedConfig, environ: Mapping[str, str]) -> ProcessInfo | None:
     """What the flags say, filled up with what SLURM or Open MPI says; None for a run in one process.
 
     Args:
@@ -69,7 +69,7 @@ def find_launch(config: DistributedConfig, environ: Mapping[str, str]) -> Launch
             f"{' and '.join(missing)}: not given{source}; give --coordinator, --num-processes and "
             "--process-id together, the same on every process but for the last (see docs/multi_node.md)"
         )
-    return Launch(**values)
+    return ProcessInfo(**values)
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxglue.distributed.link import Link
+from jaxglue.distributed.channel import ControlChannel
 
 
 @pytest.fixture
@@ -18,40 +18,44 @@ def port():
 
 @pytest.fixture
 def meet(port):
-    """meet(n) → the links of n processes and a queue of what they were told of lost ones."""
+    """meet(n) → the channels of n processes and a queue of what they were told of lost ones."""
     lost = queue.Queue()
 
     def open_link(index, count, timeout=20.0):
-        return Link(index, count, ("127.0.0.1", port), timeout=timeout, lost=lambda line: lost.put((index, line)))
+        return ControlChannel(
+            index, count, ("127.0.0.1", port), timeout=timeout, lost=lambda line: lost.put((index, line))
+        )
 
     def make(count):
         with ThreadPoolExecutor(count) as pool:
-            links = list(pool.map(lambda index: open_link(index, count), reversed(range(count))))
-        return links[::-1], lost
+            channels = list(pool.map(lambda index: open_link(index, count), reversed(range(count))))
+        return channels[::-1], lost
 
     make.open_link = open_link
     return make
 
 
-def together(links, function):
-    with ThreadPoolExecutor(len(links)) as pool:
-        return list(pool.map(function, links, range(len(links))))
+def together(channels, function):
+    with ThreadPoolExecutor(len(channels)) as pool:
+        return list(pool.map(function, channels, range(len(channels))))
 
 
 def test_every_process_gets_the_values_of_all_in_order(meet):
-    links, lost = meet(4)
+    channels, lost = meet(4)
     for turn in range(3):
-        results = together(links, lambda link, index, turn=turn: link.exchange({"id": index, "turn": turn}))
+        results = together(
+            channels, lambda channel, index, turn=turn: channel.all_gather_object({"id": index, "turn": turn})
+        )
         assert results == [[{"id": index, "turn": turn} for index in range(4)]] * 4
-    together(links, lambda link, index: link.close())
+    together(channels, lambda channel, index: channel.close())
     assert lost.empty()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_all_others_are_told_which_process_died(meet, victim):
-    links, lost = meet(3)
-    links[victim]._closing = True  # a dead process notices nothing; what the system does when it ends:
-    for peer in links[victim]._peers.values():
+    channels, lost = meet(3)
+    channels[victim]._closing = True  # a dead process notices nothing; what the system does when it ends:
+    for peer in channels[victim]._peers.values():
         peer.socket.shutdown(socket.SHUT_RDWR)
     told = dict(lost.get(timeout=10) for _ in range(2))
     assert set(told) == {0, 1, 2} - {victim}
@@ -59,15 +63,15 @@ def test_all_others_are_told_which_process_died(meet, victim):
 
 
 def test_a_process_that_waits_for_a_value_is_told_too(meet):
-    links, lost = meet(2)
-    threading.Thread(target=links[0].exchange, args=(1,), daemon=True).start()
-    links[1].fail("error: no such file: chats.jsonl")
+    channels, lost = meet(2)
+    threading.Thread(target=channels[0].all_gather_object, args=(1,), daemon=True).start()
+    channels[1].fail("error: no such file: chats.jsonl")
     assert lost.get(timeout=10) == (0, f"process 1 on {socket.gethostname()}: error: no such file: chats.jsonl")
-    assert links[0].broken.is_set()
+    assert channels[0].broken.is_set()
 
 
 def failures(meet, *processes, timeout=20.0):
-    """The messages of the processes, each an (index, count), that did not get a link."""
+    """The messages of the processes, each an (index, count), that did not get a channel."""
 
     def attempt(process):
         try:
@@ -105,8 +109,8 @@ def test_a_stranger_changes_nothing(meet, port):
                 pass
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         second = pool.submit(meet.open_link, 1, 2)
-        links = [first.result(20), second.result(20)]
-    assert together(links, lambda link, index: link.exchange(index)) == [[0, 1]] * 2
+        channels = [first.result(20), second.result(20)]
+    assert together(channels, lambda channel, index: channel.all_gather_object(index)) == [[0, 1]] * 2
 
 
 def test_a_taken_port_is_named(meet, port):
