@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {"llama": "llama_tied_llama3", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"}
-TINY = {"vocab_size": 512, "max_position_embeddings": 512, "hidden_size": 64, "intermediate_size": 128}
+TINY = {"vocab_size": 512, "max_position_embeddings": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 SHARED = {"data": "scripts/quickstart/chats.jsonl", "seq-len": 128, "steps": 20, "batch-size": 2, "log-every": 1}
 METHODS = {
     "full": {"method": "full", "random-weights": True, "learning-rate": 1e-3, "dtype": "float32"},
