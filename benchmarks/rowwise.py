@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
 
-from jaxglue.ops.lora_swiglu import lora_swiglu, reference_swiglu
+from jaxglue.ops.lora_swiglu import lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rotate_heads
 
 COPY = 4.3e12  # bytes/s of a device copy on an H200, read and written
@@ -78,7 +78,7 @@ def swiglu(backend, gate_up):
 
 
 def adapted(backend, wide, hidden, matrices):
-    return (reference_swiglu if backend == "reference" else lora_swiglu)(*wide, hidden, matrices)
+    return lora_swiglu(*wide, hidden, matrices, backend=backend)
 
 
 def adapted_gradient(backend, *arguments):

@@ -1,5 +1,6 @@
 """An embedding table in the host's memory, of which a step needs the rows of its tokens only."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,19 @@ from jaxtyping import Array, Float, Int
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step
 from jaxglue.models.parameters import Params
-from jaxglue.ops.backend import compute_capability, triton_capability, why_not_triton
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+
+
+def _load(capability: Capability, dtype) -> Callable[..., Array]:
+    from jaxglue.engine.host_table_triton import read_rows
+
+    return partial(read_rows, compute_capability=triton_capability(capability))
+
+
+TABLE_ROWS = Operation(
+    name="read of table rows",
+    backends={"triton": Backend(check=check_triton, load=_load, advantage="the GPU reads pinned memory itself")},
+)
 
 
 def embeddings_to_host(frozen: Params) -> Params:
@@ -25,8 +38,8 @@ def embeddings_to_host(frozen: Params) -> Params:
     """
     if not frozen["embed_tokens"] or not frozen.get("lm_head"):
         raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
-    reads = _gpu_reads(frozen["embed_tokens"]["weight"].dtype)
-    table = transfer.to_host(frozen["embed_tokens"]) if reads else jax.tree.map(np.asarray, frozen["embed_tokens"])
+    kernel = TABLE_ROWS.load(frozen["embed_tokens"]["weight"].dtype)
+    table = transfer.to_host(frozen["embed_tokens"]) if kernel else jax.tree.map(np.asarray, frozen["embed_tokens"])
     return {**frozen, "embed_tokens": table}
 
 
@@ -41,10 +54,6 @@ def needed_rows(table: Params, tokens: Any) -> tuple[Params, Any]:
         return table, tokens
     rows, numbers = _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
     return {"weight": rows}, numbers
-
-
-def _gpu_reads(dtype) -> bool:
-    return why_not_triton(dtype, compute_capability()) is None
 
 
 def _take(weight: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -64,8 +73,7 @@ def _address(weight: Array) -> np.ndarray:
 
 @partial(jit_step, static_argnames=("width", "dtype"))
 def _read(address: Array, tokens: Int[Array, "B T"], *, width: int, dtype) -> tuple[Float[Array, "B*T D"], Array]:
-    from jaxglue.engine.host_table_triton import read_rows
-
-    capability = triton_capability(compute_capability() or (0, 0))
-    rows = read_rows(address, tokens.reshape(-1), width, dtype, compute_capability=capability)
+    read_rows = TABLE_ROWS.load(dtype)
+    assert read_rows is not None
+    rows = read_rows(address, tokens.reshape(-1), width, dtype)
     return rows, jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)

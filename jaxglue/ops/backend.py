@@ -1,32 +1,119 @@
-"""Which backend of an operation serves, and why: what the choice depends on, and the choice between two."""
+"""Choice of an operation's backend: named implementations, what each needs, and the reason for the start-up log."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-BACKENDS = ("auto", "reference", "triton")
+Capability = tuple[int, int]
+"""Compute capability of an NVIDIA GPU, (major, minor)."""
+
+AMPERE, HOPPER = (8, 0), (9, 0)
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_planned_capability: ContextVar[Capability | None] = ContextVar("planned_capability", default=None)
+_overrides: ContextVar[Mapping["Operation", Any]] = ContextVar("overrides", default={})  # noqa: B039
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendChoice:
-    """A backend's name and the reason for it, to be logged at start-up."""
+    """A backend's name and the reason for it."""
 
     name: str
     reason: str
 
 
-_planned_capability: ContextVar[tuple[int, int] | None] = ContextVar("planned_capability", default=None)
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """An implementation of an operation by kernels."""
+
+    check: Callable[..., None]
+    """`check(capability, *call)` raises NotImplementedError, naming the reason, for a call that it cannot serve."""
+    load: Callable[..., Any]
+    """`load(capability, *call)` imports the kernels and returns the object that launches them."""
+    advantage: str
+    """Reason for preferring it where it can serve."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operation:
+    """An operation with a reference that runs anywhere, and backends that are faster where they can serve.
+
+    A call is described by the arguments of its backends' `check` and `load`, such as the dtype.
+    """
+
+    name: str
+    backends: Mapping[str, Backend]
+    """By name, in order of preference."""
+    order: Callable[..., Sequence[str]] | None = None
+    """`order(*call)` returns the names in order of preference, where it depends on the call."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what a user may name as the backend."""
+        return "auto", "reference", *self.backends
+
+    def choose(self, capability: Capability | None, *call: Any, backend: str = "auto") -> BackendChoice:
+        """Choose the backend for a call on a GPU of this compute capability (None: no NVIDIA GPU).
+
+        Raises:
+            ValueError: `backend` is unknown, or it is named explicitly and cannot serve.
+        """
+        if backend not in self.names:
+            raise ValueError(f"backend must be one of {', '.join(self.names)}, got {backend!r}")
+        if backend == "auto":
+            return self._choose(capability, *call)
+        if backend != "reference" and (obstacle := self._obstacle(backend, capability, *call)):
+            raise ValueError(f"backend={backend!r} cannot serve this {self.name}: {obstacle}")
+        return BackendChoice(name=backend, reason="asked for")
+
+    def load(self, *call: Any, backend: str = "auto") -> Any | None:
+        """Return the object that launches the chosen backend's kernels on the default device, None for the reference.
+
+        Raises:
+            ValueError: see `choose`.
+        """
+        if backend == "auto" and self in _overrides.get():
+            return _overrides.get()[self]
+        capability = compute_capability()
+        choice = self.choose(capability, *call, backend=backend)
+        return None if choice.name == "reference" else self.backends[choice.name].load(capability, *call)
+
+    @contextmanager
+    def using(self, loaded: Any | None) -> Iterator[None]:
+        """Let `auto` load this object (None: the reference) on any device, for tests and measurements."""
+        token = _overrides.set({**_overrides.get(), self: loaded})
+        try:
+            yield
+        finally:
+            _overrides.reset(token)
+
+    def _choose(self, capability: Capability | None, *call: Any) -> BackendChoice:
+        if capability is None:
+            return BackendChoice(name="reference", reason="no NVIDIA GPU")
+        obstacles: list[str] = []
+        for name in self.order(*call) if self.order else self.backends:
+            obstacle = self._obstacle(name, capability, *call)
+            if obstacle is None:
+                return BackendChoice(name=name, reason="; ".join(obstacles) or self.backends[name].advantage)
+            obstacles.append(f"not {name}: {obstacle}")
+        return BackendChoice(name="reference", reason="; ".join(obstacles))
+
+    def _obstacle(self, name: str, capability: Capability | None, *call: Any) -> str | None:
+        try:
+            self.backends[name].check(capability, *call)
+        except NotImplementedError as reason:
+            return str(reason)
+        return None
 
 
 @contextmanager
-def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, programs are traced for a GPU of this compute capability, which need not be here; they cannot run."""
+def tracing_for(capability: Capability | None) -> Iterator[None]:
+    """Trace for a GPU that need not be present; traced programs cannot execute."""
     token = _planned_capability.set(capability)
     try:
         yield
@@ -34,10 +121,11 @@ def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
         _planned_capability.reset(token)
 
 
-def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU, None for any other device.
+def compute_capability(device: jax.Device | None = None) -> Capability | None:
+    """Return the compute capability of an NVIDIA GPU, None for any other device.
 
-    The device is the default one unless given, or that of `tracing_for`.
+    Args:
+        device: by default the GPU of `tracing_for`, else the first local device.
     """
     if device is None and (planned := _planned_capability.get()) is not None:
         return planned
@@ -48,47 +136,35 @@ def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | No
     return int(major), int(minor)
 
 
-def triton_capability(capability: tuple[int, int]) -> int:
-    """Compute capability as Triton counts it: 90 for 9.0."""
+def triton_capability(capability: Capability) -> int:
+    """Return the compute capability in Triton's form: 90 for 9.0."""
     return 10 * capability[0] + capability[1]
 
 
-def choose(operation: str, advantage: str, dtype, *, backend: str, capability: tuple[int, int] | None) -> BackendChoice:
-    """The backend of an operation for this dtype on a GPU of this compute capability (None: no NVIDIA GPU).
-
-    Args:
-        operation: its name, for messages.
-        advantage: why the kernels are chosen where they can serve.
-        dtype: of what is computed.
-        backend: one of `BACKENDS`.
-        capability: as (major, minor).
-
-    Raises:
-        ValueError: `backend` is unknown, or it is named explicitly and cannot serve.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    obstacle = why_not_triton(dtype, capability)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' cannot serve this {operation}: {obstacle}")
-    if backend != "auto":
-        return BackendChoice(name=backend, reason="asked for")
-    if obstacle:
-        return BackendChoice(name="reference", reason=f"not triton: {obstacle}")
-    return BackendChoice(name="triton", reason=advantage)
+def has_jax_triton() -> bool:
+    """Return whether jax-triton is installed, without importing it."""
+    return find_spec("jax_triton") is not None
 
 
-def why_not_triton(dtype, capability: tuple[int, int] | None) -> str | None:
-    """The reason why our kernels cannot serve, or None."""
+def check_triton(capability: Capability | None, dtype=None) -> None:
+    """Raise NotImplementedError where our kernels cannot serve: GPU, installation, or a dtype that is not 16-bit."""
+    check_capability(capability, AMPERE)
+    if not has_jax_triton():
+        raise NotImplementedError("jax-triton is not installed: pip install 'jaxglue[cuda13]'")
+    if dtype is not None:
+        check_half(dtype)
+
+
+def check_capability(capability: Capability | None, least: Capability) -> None:
+    """Raise NotImplementedError without an NVIDIA GPU of at least this compute capability."""
     if capability is None:
-        return "no NVIDIA GPU"
-    if capability < (8, 0):
-        return f"the kernels need compute capability 8.0 (Ampere) or newer, got {capability[0]}.{capability[1]}"
-    if find_spec("jax_triton") is None:
-        return "jax-triton is not installed: pip install 'jaxglue[cuda13]'"
-    return why_not_half(dtype)
+        raise NotImplementedError("no NVIDIA GPU")
+    if capability < least:
+        needed, got = (".".join(map(str, version)) for version in (least, capability))
+        raise NotImplementedError(f"compute capability must be {needed} or newer, got {got}")
 
 
-def why_not_half(dtype) -> str | None:
-    """The reason why what serves 16-bit floats alone cannot serve, or None."""
-    return None if jnp.dtype(dtype) in _HALF else f"dtype must be bfloat16 or float16, got {dtype}"
+def check_half(dtype) -> None:
+    """Raise NotImplementedError unless the dtype is a 16-bit float."""
+    if jnp.dtype(dtype) not in _HALF:
+        raise NotImplementedError(f"dtype must be bfloat16 or float16, got {dtype}")

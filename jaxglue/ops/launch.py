@@ -44,6 +44,6 @@ class Launcher:
         )
 
 
-def like(x) -> jax.ShapeDtypeStruct:
-    """The type of an output with the shape and dtype of x."""
+def shape_dtype_of(x) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of x, for an output like it."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxglue.models.context import PackedContext
-from jaxglue.ops.attention.flash import FlashSpec, flash_attention
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD
 
 
@@ -23,7 +23,7 @@ class PlannedContext(PackedContext):
 
 @dataclass(frozen=True)
 class _ShapesOnly:
-    """A `FusedBackend` that stands for the kernels, which the planner knows by the names of these functions."""
+    """A `AttentionBackend` that stands for the kernels, which the planner knows by the names of these functions."""
 
     def forward(self, q, k, v, sinks, segments, *, window, scale):
         return _named(ATTENTION_FORWARD, lambda q, k, v: (q * 0, jnp.zeros(q.shape[:3], jnp.float32)))(q, k, v)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, interleave, parse_policies, parse_policy
 from jaxglue.engine.transfer import default_depth, is_streamed, keep_on_device, weights_depth
+from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner import schedule
 from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.schedule import Work
@@ -75,14 +75,14 @@ class Planner:
     """
 
     def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = 2):
-        if workload.config.moe is not None and find_spec("jax_triton") is None:
+        if workload.config.moe is not None and not has_jax_triton():
             raise ValueError(
                 f"{workload.config.model_type} has experts, and their plan needs the kernels' definitions: install "
                 "jax-triton and triton (part of jaxglue[cuda13])"
             )
         self.workload, self.gpu = workload, gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
-        self._model = TracedModel(workload, gpu, kernels=find_spec("jax_triton") is not None)
+        self._model = TracedModel(workload, gpu, kernels=has_jax_triton())
 
     def plans(self) -> list[Plan]:
         """Every setting that is considered, the fastest first."""

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -13,8 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
-from jaxglue.ops.adam import AdamW, MomentFormat, StepScalars, is_moment
-from jaxglue.ops.backend import compute_capability, triton_capability
+from jaxglue.ops.adam import ADAM, AdamW, MomentFormat, StepScalars, is_moment
 from jaxglue.sharding.layout import WHOLE, Layout
 
 if TYPE_CHECKING:
@@ -99,7 +97,7 @@ class Optimizer:
         self._scalars = jax.jit(self._step_scalars)
         self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
         self._update = jax.jit(self._update_parts, donate_argnums=(0, 1))
-        self._update_fused = jax.jit(self._fused_step, donate_argnums=(0, 1), static_argnames="clips")
+        self._update_fused = jax.jit(self._fused_step, donate_argnums=(0, 1), static_argnames=("kernels", "clips"))
 
     def init(self, trainable: Params) -> Params:
         """State before the first step: `mu` and `nu` of every part."""
@@ -120,8 +118,8 @@ class Optimizer:
         """
         everything = places(trainable)
         old, states, gradient = ([get_part(tree, at) for at in everything] for tree in (trainable, state, gradients))
-        if self._fuses(old):
-            new, new_states, values = self._update_fused(old, states, gradient, np.int32(step))
+        if kernels := self._kernels(old):
+            new, new_states, values = self._update_fused(old, states, gradient, np.int32(step), kernels=kernels)
         else:
             batches = [list(batch) for batch in itertools.batched(range(len(old)), _PARTS_PER_PROGRAM)]
             squares = [self._square_norm([gradient[i] for i in batch], squared=True) for batch in batches]
@@ -141,8 +139,8 @@ class Optimizer:
     ) -> tuple[Params, Params]:
         """(trainable, state) with one part updated, without clipping; the part's old arrays are donated."""
         parts = [get_part(trainable, place)], [get_part(state, place)], [gradient]
-        if self._fuses(parts[0]):
-            new, new_states, _ = self._update_fused(*parts, np.int32(step), clips=False)
+        if kernels := self._kernels(parts[0]):
+            new, new_states, _ = self._update_fused(*parts, np.int32(step), kernels=kernels, clips=False)
         else:
             new, new_states = self._update(*parts, self._scalars(None, np.int32(step))[0])
         return _with_parts(trainable, [place], new), _with_parts(state, [place], new_states)
@@ -169,31 +167,24 @@ class Optimizer:
         return rebuild(*zip(*new, strict=True))
 
     def _fused_step(
-        self, parts: list[Params], states: list[Params], gradients: list[Params], step: Array, clips: bool = True
+        self,
+        parts: list[Params],
+        states: list[Params],
+        gradients: list[Params],
+        step: Array,
+        *,
+        kernels: "TritonAdam",
+        clips: bool = True,
     ):
-        """(new parts, new states, what is reported)."""
-        kernels = _kernels(self._adam)
-        assert kernels is not None
+        """Return (new parts, new states, reported values)."""
         flat, rebuild = _flatten(parts, states, gradients)
         scalars, values = self._step_scalars([kernels.square_norm(flat[3])] if clips else None, step)
         parameters, mus, nus, slopes = flat
         return *rebuild(*kernels.update(parameters, mus, nus, slopes, _decays(parts), scalars)), values
 
-    def _fuses(self, parts: list[Params]) -> bool:
-        """Whether our kernels serve: on one NVIDIA GPU."""
-        leaves = jax.tree.leaves(parts)
-        one_device = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
-        return one_device and _kernels(self._adam) is not None
-
-
-def _kernels(adam: AdamW) -> "TritonAdam | None":
-    """Imported here, for only GPU installations have what it needs."""
-    capability = compute_capability()
-    if capability is None or capability < (8, 0) or find_spec("jax_triton") is None:
-        return None
-    from jaxglue.ops.adam.triton import TritonAdam
-
-    return TritonAdam(adam=adam, compute_capability=triton_capability(capability))
+    def _kernels(self, parts: list[Params]) -> "TritonAdam | None":
+        devices = {device for leaf in jax.tree.leaves(parts) for device in leaf.sharding.device_set}
+        return ADAM.load(self._adam, len(devices))
 
 
 def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:

@@ -19,10 +19,10 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.adam import MOMENT_BYTES
-from jaxglue.ops.attention import AttentionShape, choose_backend
+from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import choose_backend as choose_grouped_backend
-from jaxglue.ops.norm_rope import choose_backend as choose_rotation_backend
+from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.gpus import GIB
@@ -117,7 +117,7 @@ class Setup:
         epochs = self.total_steps / self.batches.steps_per_epoch
         attention = self._attention()
         memory, each = self.weight_bytes / GIB, " on each GPU" if self.mesh.devices > 1 else ""
-        rotation = choose_rotation_backend(self.config.model.compute_dtype, capability=compute_capability())
+        rotation = NORM_ROPE.choose(compute_capability(), self.config.model.compute_dtype)
         return {
             "model": f"{self.config.model.model} ({self.model.model_type}, {total:,} parameters)",
             "method": f"{self.config.model.method}, {trained:,} parameters train ({trained / total:.2%})",
@@ -162,10 +162,11 @@ class Setup:
             head_dim=self.model.head_dim,
             query_heads=self.model.num_attention_heads,
             kv_heads=self.model.num_key_value_heads,
+            seq_len=self.config.data.seq_len,
             segment_slots=self.batches.max_segments,
             window=next((window for window in self.model.layer_windows if window), None),
         )
-        return choose_backend(shape, backend=self.config.model.attention, capability=compute_capability())
+        return ATTENTION.choose(compute_capability(), shape, backend=self.config.model.attention)
 
 
 def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup:

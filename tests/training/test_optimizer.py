@@ -11,7 +11,8 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from jaxglue.ops.adam import AdamW, EightBit
+from jaxglue.ops.adam import ADAM, AdamW, EightBit
+from jaxglue.ops.backend import tracing_for
 from jaxglue.training import optimizer as optimizer_module
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig, learning_rate_schedule
 
@@ -33,7 +34,9 @@ def on_kernels(interpreted, monkeypatch):
     adam_class = interpreted(adam_triton.TritonAdam)
     monkeypatch.setattr(adam_triton, "_TILE", 4)  # several tiles in a tensor, the last not full
     monkeypatch.setattr(adam_triton, "_ADDRESSES", 20)  # several launches
-    monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: adam_class(adam=adam, compute_capability=90))
+    monkeypatch.setattr(adam_triton, "TritonAdam", adam_class)
+    with tracing_for((9, 0)):
+        yield
 
 
 @pytest.fixture(params=["xla", "kernels"])
@@ -106,23 +109,25 @@ def large_tiles(on_kernels, monkeypatch):
     monkeypatch.setattr(adam_triton, "_TILE", 1024)
 
 
-def test_kernels_for_eight_bits_are_the_reference(large_tiles, monkeypatch):
+def test_kernels_for_eight_bits_are_the_reference(large_tiles):
     shapes = [(40, 130), (5,), (64, 64), (4096,), (3, 1500)]  # last blocks that are not full; one too small for 8 bits
 
     def tree(seed):
         keys = jax.random.split(jax.random.key(seed), len(shapes))
         return {"norm": {}, "layers": [{"w": jax.random.normal(*pair)} for pair in zip(keys, shapes, strict=True)]}
 
-    results = []
-    for kernels in (optimizer_module._kernels, lambda adam: None):
-        monkeypatch.setattr(optimizer_module, "_kernels", kernels)
+    def two_steps():
         optimizer, trainable = Optimizer(OptimizerConfig(moments="8bit", weight_decay=0.1), total_steps=9), tree(0)
         state = optimizer.init(trainable)
         for step in range(2):
             trainable, state, _ = optimizer.update(trainable, state, tree(step + 1), step)
-        results.append((trainable, state))
-    chex.assert_trees_all_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
-    for got, expected in zip(*(jax.tree.leaves(state) for _, state in results), strict=True):
+        return trainable, jax.tree.leaves(state)
+
+    trainable, state = two_steps()
+    with ADAM.using(None):
+        expected_trainable, expected_state = two_steps()
+    chex.assert_trees_all_close(trainable, expected_trainable, rtol=1e-4, atol=1e-5)
+    for got, expected in zip(state, expected_state, strict=True):
         if got.dtype == jnp.uint8:
             assert np.mean(got != expected) < 1e-3
         else:
@@ -149,15 +154,16 @@ def test_small_tensors_keep_float32():
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, monkeypatch, moments):
+def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, moments):
     from jaxglue.ops.adam.triton import TritonAdam
 
-    monkeypatch.setattr(optimizer_module, "_kernels", lambda adam: TritonAdam(adam=adam, compute_capability=90))
     optimizer = Optimizer(OptimizerConfig(moments=moments), total_steps=30)
     parts = [{"lora_A": jnp.zeros((16, 256)), "lora_B": jnp.zeros((512, 16))} for _ in range(8)]
     states = [optimizer._init(part) for part in parts]
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (parts, states, parts))
-    compiled = optimizer._update_fused.lower(*abstract, jax.ShapeDtypeStruct((), jnp.int32, sharding=h200)).compile()
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=h200)
+    kernels = TritonAdam(adam=optimizer._adam, compute_capability=90)
+    compiled = optimizer._update_fused.lower(*abstract, step, kernels=kernels).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call') == 2
     assert " copy(" not in compiled.as_text()
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves((parts, states)))
@@ -166,7 +172,7 @@ def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, monkeypatch,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_kernels_on_a_gpu_are_the_reference(monkeypatch, moments):
+def test_kernels_on_a_gpu_are_the_reference(moments):
     config = OptimizerConfig(moments=moments, weight_decay=0.1, learning_rate=0.01)
     shapes = [(16, 4096), (12288, 16), (5,), (3, 1000)] * 40  # several launches, tensors of several tiles
 
@@ -174,16 +180,19 @@ def test_kernels_on_a_gpu_are_the_reference(monkeypatch, moments):
         keys = jax.random.split(jax.random.key(seed), len(shapes))
         return {"norm": {}, "layers": [{"w": jax.random.normal(*pair)} for pair in zip(keys, shapes, strict=True)]}
 
-    results = []
-    for kernels in (optimizer_module._kernels, lambda adam: None):
-        monkeypatch.setattr(optimizer_module, "_kernels", kernels)
+    def three_steps():
         optimizer, trainable = Optimizer(config, total_steps=9), tree(0)
         state = optimizer.init(trainable)
         for step in range(3):
             trainable, state, values = optimizer.update(trainable, state, tree(step + 1), step)
-        results.append((trainable, values["grad_norm"]))
-    # A stored moment between two values may go to either, which moves an update by a part of the learning rate.
-    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-5 if moments == "float32" else 0.1 * config.learning_rate)
+        return trainable, values["grad_norm"]
+
+    got = three_steps()
+    with ADAM.using(None):
+        expected = three_steps()
+    # A moment between two stored values may round to either, which moves an update by a part of the learning rate.
+    atol = 1e-5 if moments == "float32" else 0.1 * config.learning_rate
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.ops import adam
+from jaxglue.ops.adam import reference as adam
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.trainer import Trainer, train
 

@@ -1,102 +1,26 @@
-"""AdamW (arXiv 1711.05101) of one tensor, its moments in float32, bfloat16 or 8 bits."""
+"""AdamW updates, their moments in float32, bfloat16 or 8 bits."""
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxglue.ops.adam.reference import MOMENT_BYTES, AdamW, EightBit, MomentFormat, StepScalars, is_moment
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
 
-from jaxglue.ops.quant.blocks import dynamic_code, nearest
-
-MomentFormat = Literal["float32", "bfloat16", "8bit"]
-MOMENT_BYTES: dict[MomentFormat, float] = {"float32": 8, "bfloat16": 6, "8bit": 2 + 8 / 256}
-"""Of both moments of a value."""
-BLOCK = 256
-"""Values that share a scale in 8 bits."""
-SMALLEST = 4096
-"""Tensors of fewer values keep their moments in float32 instead of 8 bits, as in bitsandbytes."""
+__all__ = ["ADAM", "MOMENT_BYTES", "AdamW", "EightBit", "MomentFormat", "StepScalars", "is_moment"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class EightBit:
-    """A moment in 8 bits (arXiv 2110.02861): blocks of 256 codes of the dynamic type, in row-major order. A pytree."""
-
-    codes: UInt8[Array, "*S"]
-    absmax: Float[Array, " blocks"]
-    """Each block's largest magnitude."""
+def _check(capability: Capability | None, adam: AdamW, devices: int) -> None:
+    check_triton(capability)
+    if devices > 1:
+        raise NotImplementedError(f"parameters must be on one device, got {devices}")
 
 
-class StepScalars(NamedTuple):
-    """What a step's updates share, float32."""
+def _load(capability: Capability, adam: AdamW, devices: int) -> Any:
+    from jaxglue.ops.adam.triton import TritonAdam
 
-    scale: Float[Array, ""]
-    """Factor on the gradients, which clips them."""
-    learning_rate: Float[Array, ""]
-    mu_correction: Float[Array, ""]
-    """1 − beta1^t."""
-    nu_correction: Float[Array, ""]
-    """1 − beta2^t."""
+    return TritonAdam(adam=adam, compute_capability=triton_capability(capability))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """The constants of a run."""
-
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    moments: MomentFormat
-
-    def init(self, parameter: Float[Array, "*S"]) -> tuple[Any, Any]:
-        """(mu, nu) before the first step.
-
-        nu stays in float32 beside a bfloat16 mu, whose 8 bits cannot follow a decay of 0.999.
-        """
-        if self.moments == "8bit" and parameter.size >= SMALLEST:
-            blocks = -(-parameter.size // BLOCK)
-            zeros = EightBit(jnp.zeros_like(parameter, jnp.uint8), jnp.zeros(blocks, jnp.float32))
-            return zeros, jax.tree.map(jnp.copy, zeros)
-        mu = jnp.bfloat16 if self.moments == "bfloat16" else jnp.float32
-        return jnp.zeros_like(parameter, mu), jnp.zeros_like(parameter, jnp.float32)
-
-    def update(self, parameter, mu, nu, gradient, scalars: StepScalars, *, decays: bool) -> tuple[Any, Any, Any]:
-        """(parameter, mu, nu) after a step."""
-        gradient = gradient * scalars.scale
-        m = self.beta1 * _values(mu, signed=True) + (1 - self.beta1) * gradient
-        v = self.beta2 * _values(nu, signed=False) + (1 - self.beta2) * gradient * gradient
-        step = m / scalars.mu_correction / (jnp.sqrt(v / scalars.nu_correction) + self.epsilon)
-        if decays:
-            step += self.weight_decay * parameter
-        return parameter - scalars.learning_rate * step, _like(mu, m, signed=True), _like(nu, v, signed=False)
-
-    def scalars(self, scale, learning_rate, step) -> StepScalars:
-        """What the updates of the step after `step` others share."""
-
-        def correction(beta: float) -> Array:  # 1 − beta^t without cancellation
-            return -jnp.expm1((step + 1) * jnp.log(jnp.float32(beta))) if beta else jnp.float32(1)
-
-        return StepScalars(scale, learning_rate, correction(self.beta1), correction(self.beta2))
-
-
-def is_moment(leaf: object) -> bool:
-    """Whether this is a moment of one tensor; for `jax.tree.map(…, is_leaf=is_moment)`."""
-    return isinstance(leaf, EightBit)
-
-
-def _values(moment: Array | EightBit, *, signed: bool) -> Float[Array, "*S"]:
-    if not isinstance(moment, EightBit):
-        return moment.astype(jnp.float32)
-    scales = jnp.repeat(moment.absmax, BLOCK)[: moment.codes.size].reshape(moment.codes.shape)
-    return jnp.asarray(dynamic_code(signed=signed))[moment.codes] * scales
-
-
-def _like(moment: Array | EightBit, values: Float[Array, "*S"], *, signed: bool) -> Array | EightBit:
-    """The values as this moment is stored."""
-    if not isinstance(moment, EightBit):
-        return values.astype(moment.dtype)
-    blocks = jnp.pad(values.ravel(), (0, -values.size % BLOCK)).reshape(-1, BLOCK)
-    codes, absmax = nearest(blocks, dynamic_code(signed=signed))
-    return EightBit(codes.ravel()[: values.size].reshape(values.shape), absmax)
+ADAM = Operation(
+    name="optimizer update",
+    backends={"triton": Backend(check=_check, load=_load, advantage="many tensors in a launch")},
+)

@@ -11,8 +11,8 @@ import numpy as np
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from jaxglue.ops.adam import BLOCK, AdamW, EightBit, StepScalars
 from jaxglue.ops.adam.kernels import adam_8bit_kernel, adam_kernel, square_norm_kernel
+from jaxglue.ops.adam.reference import BLOCK, AdamW, EightBit, StepScalars
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code, midpoints
 

@@ -1,22 +1,93 @@
-"""Packed attention: one public function, several backends with one meaning."""
+"""Causal attention inside the segments of packed rows."""
 
+from dataclasses import dataclass
+
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.ops.attention.backends import BACKENDS, AttentionShape, choose_backend
-from jaxglue.ops.attention.flash import LSE_NAME, OUT_NAME, FlashSpec, FusedBackend, flash_attention
 from jaxglue.ops.attention.reference import reference_attention
-from jaxglue.ops.backend import compute_capability, triton_capability
+from jaxglue.ops.attention.vjp import LSE_NAME, OUT_NAME, AttentionBackend, FlashSpec, flash_attention
+from jaxglue.ops.backend import (
+    HOPPER,
+    Backend,
+    Capability,
+    Operation,
+    check_capability,
+    check_half,
+    check_triton,
+    triton_capability,
+)
 from jaxglue.ops.segments import PackedSegments
 
-__all__ = [
-    "BACKENDS",
-    "LSE_NAME",
-    "OUT_NAME",
-    "AttentionShape",
-    "choose_backend",
-    "packed_attention",
-]
+__all__ = ["ATTENTION", "BACKENDS", "LSE_NAME", "OUT_NAME", "AttentionShape", "packed_attention"]
+
+_TRITON_HEAD_DIMS = (64, 96, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The static properties of a call on which the choice of a backend depends."""
+
+    dtype: jnp.dtype
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+    seq_len: int
+    segment_slots: int
+    """S of `PackedSegments`: 1 when every row is one segment."""
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of key/value heads, got {self.query_heads} and {self.kv_heads}"
+            )
+
+
+def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
+    check_capability(capability, HOPPER)
+    if shape.head_dim > 256 or shape.head_dim % 8:
+        raise NotImplementedError(f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}")
+    check_half(shape.dtype)
+
+
+def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
+    from jaxglue.ops.attention.cudnn import CudnnAttention
+
+    return CudnnAttention()
+
+
+def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
+    check_triton(capability, shape.dtype)
+    if shape.head_dim not in _TRITON_HEAD_DIMS:
+        raise NotImplementedError(f"head dim must be one of {_TRITON_HEAD_DIMS}, got {shape.head_dim}")
+
+
+def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
+    from jaxglue.ops.attention.tiles import kernel_tiles
+    from jaxglue.ops.attention.triton import TritonAttention
+
+    mean_length = shape.seq_len // shape.segment_slots
+    tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, mean_length=mean_length)
+    return TritonAttention(tiles=tiles, compute_capability=triton_capability(capability))
+
+
+def _order(shape: AttentionShape) -> tuple[str, str]:
+    return ("cudnn", "triton") if shape.segment_slots == 1 and shape.window is None else ("triton", "cudnn")
+
+
+ATTENTION = Operation(
+    name="attention",
+    backends={
+        "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="one segment in a row leaves nothing to skip"),
+        "triton": Backend(
+            check=_check_triton, load=_load_triton, advantage="skips tiles outside of segments and windows"
+        ),
+    },
+    order=_order,
+)
+BACKENDS = ATTENTION.names
 
 
 def packed_attention(
@@ -30,33 +101,28 @@ def packed_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N H"]:
-    """Causal attention inside each packed segment; padding gives zeros and gets no gradient.
+    """Compute causal attention inside each packed segment; padding gives zeros and gets no gradient.
 
-    Under `jax.checkpoint`, a policy that saves the names `OUT_NAME` and `LSE_NAME` keeps a fused backend's forward
-    kernel from running twice.
+    Under `jax.checkpoint`, save the names `OUT_NAME` and `LSE_NAME` to run the forward kernel once.
 
     Args:
         q, k, v: N query heads share K key/value heads (N a multiple of K), head dim H.
-        segments: which tokens belong together.
-        window: a query sees this many tokens, itself included; None for all.
-        sinks: one learned logit per query head that joins the softmax's denominator (GPT-OSS).
+        segments: bounds of the segments.
+        window: tokens visible to a query, itself included; None for all.
+        sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
         scale: factor on the scores; 1/√H by default.
-        backend: one of `BACKENDS`; `auto` is decided by `choose_backend` from the shapes and the default device.
+        backend: one of `BACKENDS`; see `ATTENTION.choose`.
 
     Raises:
-        ValueError: shapes, dtypes or numbers that do not fit, or a named backend that cannot serve them.
+        ValueError: arguments that do not fit together, or a named backend that cannot serve them.
     """
     _check(q, k, v, segments, window, sinks, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    capability = compute_capability()
-    shape = _shape(q, k, segments, window)
-    choice = choose_backend(shape, backend=backend, capability=capability)
-    if choice.name == "reference":
+    kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
+    if kernels is None:
         out = reference_attention(q, k, v, segments, window=window, sinks=sinks, scale=scale)
         return checkpoint_name(out, OUT_NAME)
-    assert capability is not None
-    spec = FlashSpec(backend=_fused(choice.name, shape, q.shape[1], capability), window=window, scale=scale)
-    return flash_attention(spec, q, k, v, sinks, segments)
+    return flash_attention(FlashSpec(backend=kernels, window=window, scale=scale), q, k, v, sinks, segments)
 
 
 def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> AttentionShape:
@@ -65,27 +131,13 @@ def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> 
         head_dim=q.shape[3],
         query_heads=q.shape[2],
         kv_heads=k.shape[2],
+        seq_len=q.shape[1],
         segment_slots=segments.cu_seqlens.shape[1] - 1,
         window=window,
     )
 
 
-def _fused(name: str, shape: AttentionShape, tokens: int, capability: tuple[int, int]) -> FusedBackend:
-    """The backend's object; imported here, because only GPU installations have what it needs."""
-    if name == "cudnn":
-        from jaxglue.ops.attention.cudnn import CudnnBackend
-
-        return CudnnBackend()
-    from jaxglue.ops.attention.tiles import kernel_tiles
-    from jaxglue.ops.attention.triton import TritonBackend
-
-    mean_length = tokens // shape.segment_slots
-    tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, mean_length=mean_length)
-    return TritonBackend(tiles=tiles, compute_capability=triton_capability(capability))
-
-
 def _check(q, k, v, segments, window, sinks, scale) -> None:
-    """Raises ValueError for arguments that do not fit together."""
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, N, H], got shape {q.shape}")
     B, T, N, H = q.shape

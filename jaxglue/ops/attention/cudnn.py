@@ -1,4 +1,4 @@
-"""The cuDNN backend. JAX's packed entry point is private; everything that depends on it is in this file."""
+"""The cuDNN backend; the only file that uses JAX's private entry point for packed rows."""
 
 from dataclasses import dataclass
 
@@ -6,18 +6,18 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.attention.flash import Gradients
+from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.segments import PackedSegments
 
 _LAYOUT = "BTNH"
 
 
 @dataclass(frozen=True)
-class CudnnBackend:
-    """`FusedBackend` by cuDNN ≥ 9 on Hopper and newer. lse is [B·S, N, T]: a slot of T tokens for each segment."""
+class CudnnAttention:
+    """`AttentionBackend` by cuDNN ≥ 9 on Hopper and newer; lse is [B·S, N, T], T tokens for each segment slot."""
 
     def forward(self, q, k, v, sinks, segments, *, window, scale):
-        """Returns (out, lse)."""
+        """Return (out, lse)."""
         lengths, offsets = _ragged(segments)
         out, lse = fused.dot_product_attention(
             q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets, scale=scale,
@@ -29,7 +29,7 @@ class CudnnBackend:
         return _without_padding(out, segments), lse
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
-        """Returns (dq, dk, dv, dsinks). The sinks are already in `out` and `lse`, so that cuDNN needs not know them."""
+        """Return (dq, dk, dv, dsinks); cuDNN needs no sinks, for `out` and `lse` include them."""
         lengths, offsets = _ragged(segments)
         unused = jnp.zeros(0, q.dtype)
         offsets = unused if offsets is None else offsets
@@ -43,7 +43,7 @@ class CudnnBackend:
 
 
 def _ragged(segments: PackedSegments) -> tuple[Int[Array, "..."], Int[Array, "B S+1"] | None]:
-    """Lengths and offsets of the segments as JAX wants them: −1 in unused slots, no offsets for a single slot."""
+    """Return lengths and offsets of the segments in JAX's form: −1 in unused slots, no offsets for a single slot."""
     bounds = segments.cu_seqlens
     lengths = bounds[:, 1:] - bounds[:, :-1]
     if lengths.shape[1] == 1:
@@ -54,12 +54,12 @@ def _ragged(segments: PackedSegments) -> tuple[Int[Array, "..."], Int[Array, "B 
 
 
 def _without_padding(x: Float[Array, "B T N H"], segments: PackedSegments) -> Float[Array, "B T N H"]:
-    """Zeros for padding, which cuDNN leaves unwritten."""
+    """Set padding, which cuDNN leaves unwritten, to zero."""
     return jnp.where(segments.segment_ids[:, :, None, None] > 0, x, 0)
 
 
 def _token_lse(lse: Float[Array, "BS N T"], segments: PackedSegments) -> Float[Array, "B T N"]:
-    """The lse of each token. cuDNN numbers the used slots of all rows one after the other."""
+    """Return the lse of each token; cuDNN numbers the used slots of all rows consecutively."""
     used = (segments.cu_seqlens[:, 1:] > segments.cu_seqlens[:, :-1]).sum(1)
     slot = jnp.maximum((jnp.cumsum(used) - used)[:, None] + segments.segment_ids - 1, 0)
     return lse[slot, :, segments.positions]
@@ -73,7 +73,7 @@ def _add_sinks(out, lse, sinks, segments):
 
 
 def _sink_gradient(sinks, lse, out, dout, segments) -> Float[Array, " N"]:
-    """−Σ exp(sink − lse)·(dout·out): the sink is a key whose value is zero. Padding has out 0."""
+    """Compute −Σ exp(sink − lse)·(dout·out): a sink is a key with value zero; padding has out 0."""
     weight = jnp.exp(sinks.astype(jnp.float32) - _token_lse(lse, segments))
     weight = jnp.where(segments.segment_ids[:, :, None] > 0, weight, 0.0)
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels: a fixed table per GPU generation, because autotuning is not kept between runs.
+"""Tile sizes of the Triton kernels: a fixed table per GPU generation, so that every run compiles the same programs.
 
 Measured on an H200; the other generations have sizes that fit their shared memory.
 """
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """ProcessInfo configuration of one kernel."""
+class AttentionTiles:
+    """Launch configuration of one kernel."""
 
     block_m: int
     """Query rows (tokens × query heads of a group) in a tile."""
@@ -18,28 +18,28 @@ class Tiles:
     num_stages: int
     """Depth of the software pipeline."""
     registers: int | None = None
-    """The most that a thread may take, where one program more then fits on a multiprocessor."""
+    """Limit for a thread, where it makes room for one more program on a multiprocessor; None for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelTiles:
-    """The configurations of the three kernels."""
+class AttentionKernelTiles:
+    """Launch configurations of the three kernels."""
 
-    forward: Tiles
-    dq: Tiles
-    dkdv: Tiles
+    forward: AttentionTiles
+    dq: AttentionTiles
+    dkdv: AttentionTiles
 
 
-def _tiles(*sizes: tuple[int, ...]) -> KernelTiles:
+def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
     names = "block_m", "block_n", "num_warps", "num_stages", "registers"
-    forward, dq, dkdv = (Tiles(**dict(zip(names, size, strict=False))) for size in sizes)
-    return KernelTiles(forward=forward, dq=dq, dkdv=dkdv)
+    forward, dq, dkdv = (AttentionTiles(**dict(zip(names, size, strict=False))) for size in sizes)
+    return AttentionKernelTiles(forward=forward, dq=dq, dkdv=dkdv)
 
 
-Table = dict[int, KernelTiles]
-"""By the largest head dim; (block_m, block_n, warps, stages, registers) of forward, dq, dkdv."""
+Table = dict[int, AttentionKernelTiles]
+"""By largest head dim: (block_m, block_n, warps, stages, registers) of forward, dq, dkdv."""
 
-# Several small programs on a multiprocessor hide each other's start, which is most of the time of a short loop.
+# Several small programs on a multiprocessor hide their start, most of the time of a short loop.
 _HOPPER: Table = {
     64: _tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
     128: _tiles((64, 32, 4, 4), (64, 32, 4, 3, 168), (64, 64, 4, 2)),
@@ -71,14 +71,14 @@ _LONG_SEGMENTS = 4096
 
 def kernel_tiles(
     compute_capability: tuple[int, int], head_dim: int, *, window: int | None = None, mean_length: int = 1024
-) -> KernelTiles:
-    """The launch configurations for a GPU and a head dim up to 256.
+) -> AttentionKernelTiles:
+    """Return the launch configurations for a GPU and a head dim up to 256.
 
     Args:
         compute_capability: of the GPU, as (major, minor).
         head_dim: H.
-        window: tokens that a query sees; None for all.
-        mean_length: tokens in a row per segment slot: long segments want large tiles.
+        window: tokens visible to a query; None for all.
+        mean_length: tokens in a row per segment slot; long segments get large tiles.
     """
     table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, mean_length >= _LONG_SEGMENTS)
     return next(tiles for size, tiles in table.items() if head_dim <= size)

@@ -10,38 +10,38 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float
 
 from jaxglue.ops.attention import kernels
-from jaxglue.ops.attention.flash import Gradients
-from jaxglue.ops.attention.tiles import KernelTiles, Tiles
-from jaxglue.ops.launch import Launcher, like
+from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
+from jaxglue.ops.attention.vjp import Gradients
+from jaxglue.ops.launch import Launcher, shape_dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonBackend(Launcher):
-    """`FusedBackend` by our own kernels. lse is [B, N/P, T, P]: tiles hold P query heads of one key/value head."""
+class TritonAttention(Launcher):
+    """`AttentionBackend` by our own kernels; lse is [B, N/P, T, P] for tiles of P query heads of one key/value head."""
 
-    tiles: KernelTiles
+    tiles: AttentionKernelTiles
 
     @property
     def descriptors(self) -> bool:
-        """Whether tiles are loaded through the tensor memory accelerator."""
+        """Return whether tiles are loaded through the tensor memory accelerator."""
         return self.compute_capability >= 90
 
     def forward(self, q, k, v, sinks, segments, *, window, scale):
-        """Returns (out, lse)."""
+        """Return (out, lse)."""
         sizes, tiles = _Sizes.of(q, k), self.tiles.forward
         tokens = tiles.block_m // sizes.P
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
             kernels.forward_kernel,
             (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
-            (like(q), sizes.statistics()),
+            (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None} | by_descriptor,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
-        """Returns (dq, dk, dv, dsinks)."""
+        """Return (dq, dk, dv, dsinks)."""
         constants = _Sizes.of(q, k).constants(window, scale)
         dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
         dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
@@ -54,7 +54,7 @@ class TritonBackend(Launcher):
         return self._launch_tiles(
             kernels.dq_kernel,
             (q_tile, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
-            (like(q), sizes.statistics()),
+            (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
             constants | by_descriptor,
@@ -66,17 +66,17 @@ class TritonBackend(Launcher):
         return self._launch_tiles(
             kernels.dkdv_kernel,
             (q, k, v, segments.ends, lse, delta, dout),
-            (like(k), like(v)),
+            (shape_dtype_of(k), shape_dtype_of(v)),
             (triton.cdiv(sizes.T, tiles.block_n) * sizes.K, sizes.B),
             tiles,
             constants,
         )
 
-    def _query_tile(self, q, tiles: Tiles, sizes: "_Sizes"):
-        """(q, by descriptor where that is faster; the constant that says so).
+    def _query_tile(self, q, tiles: AttentionTiles, sizes: "_Sizes"):
+        """Return (q or its descriptor, the constant that tells which).
 
-        By descriptor it lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies it wrongly
-        where a tile has as many keys as a head has columns, so it never does with so many.
+        A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
+        it wrongly where a tile has as many keys as a head has columns.
         """
         width = triton.next_power_of_2(sizes.H)
         by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
@@ -84,10 +84,10 @@ class TritonBackend(Launcher):
         return tile, {"Q_DESCRIPTOR": by_descriptor}
 
     def _tiled(self, arrays, tokens: int, heads: int):
-        """The arrays as descriptors of [tokens, heads] tiles, where the GPU has them."""
+        """Return the arrays as descriptors of [tokens, heads] tiles where the GPU has them."""
         return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
 
-    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: Tiles, constants):
+    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, constants):
         blocks = {"DESCRIPTORS": self.descriptors, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
         compiled = tiles.num_warps, tiles.num_stages
         return self._launch(kernel, arrays, out_type, grid, constants | blocks, *compiled, registers=tiles.registers)
@@ -114,11 +114,11 @@ class _Sizes:
         return self.K * self.G // self.P
 
     def statistics(self) -> jax.ShapeDtypeStruct:
-        """Type of lse and delta."""
+        """Return the type of lse and delta."""
         return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
 
     def constants(self, window: int | None, scale: float) -> dict:
-        """What all kernels are specialized for."""
+        """Return the constants that all kernels share."""
         sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
         return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": scale}
 
@@ -131,6 +131,6 @@ def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDe
 def _sink_gradient(
     sinks: Float[Array, " N"], lse: Float[Array, "B N/P T P"], delta: Float[Array, "B N/P T P"]
 ) -> Float[Array, " N"]:
-    """−Σ exp(sink − lse)·delta: the sink is a key whose value is zero. Padding has delta 0."""
+    """Compute −Σ exp(sink − lse)·delta: a sink is a key with value zero; padding has delta 0."""
     sink = sinks.astype(jnp.float32).reshape(lse.shape[1], 1, lse.shape[3])
     return -(jnp.exp(sink - lse) * delta).sum((0, 2)).reshape(sinks.shape).astype(sinks.dtype)

@@ -8,47 +8,19 @@ import triton
 
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.lora import kernels
-from jaxglue.ops.lora.blocks import Blocks, block_constants
+from jaxglue.ops.lora.tiles import PRODUCT_TILES, GradientTiles, LoraTiles, block_constants, fitting_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles(Blocks):
-    """What a program reads: `columns` of `block_m` rows, `block_n` at a time."""
+class TritonLora(Launcher):
+    """`LoraBackend` by our own kernels."""
 
-    columns: int
-    block_n: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
-
-
-_SMALL = {"block_m": 128, "num_warps": 4}
-_SIZES = (
-    (Tiles(block_m=512, columns=1024), 128),
-    (Tiles(block_m=512, columns=512), 128),
-    (Tiles(**_SMALL, columns=512), 256),
-    (Tiles(**_SMALL, columns=256), 0),
-)
-"""Tiles from large to small, and the programs that they want: an H200 has 132 multiprocessors."""
-_PRODUCT_TILES = Blocks(block_m=64, block_n=128, num_warps=4, num_stages=1)
-
-
-def fitting_tiles(M: int, N: int) -> Tiles:
-    """The largest tiles of [M, N], which leave least to add up, of which there are enough for every multiprocessor."""
-    return next(
-        tiles for tiles, programs in _SIZES if triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.columns) >= programs
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TritonLowRank(Launcher):
-    """`LowRankBackend` by our own kernels."""
-
-    tiles: Tiles | None = None
-    """Of the gradients; None for those that fit."""
-    product_tiles: Blocks = _PRODUCT_TILES
+    gradient_tiles: GradientTiles | None = None
+    """None for `fitting_tiles`."""
+    product_tiles: LoraTiles = PRODUCT_TILES
 
     def product(self, hidden, matrix, first: int):
-        """See `LowRankBackend`."""
+        """See `LoraBackend`."""
         (M, stride), (N, R), tiles = hidden.shape, matrix.shape, self.product_tiles
         grid = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m)
         sizes = {"M": M, "N": N, "R": R, "STRIDE": stride, "FIRST": first}
@@ -58,9 +30,9 @@ class TritonLowRank(Launcher):
         return self._launch(kernels.product_kernel, (hidden, matrix), out_type, grid, constants, **compiled)[0]
 
     def gradients(self, dy, matrix, hidden, first: int):
-        """See `LowRankBackend`."""
+        """See `LoraBackend`."""
         (M, N), R = dy.shape, matrix.shape[1]
-        tiles = self.tiles or fitting_tiles(M, N)
+        tiles = self.gradient_tiles or fitting_tiles(M, N)
         grid = triton.cdiv(M, tiles.block_m), triton.cdiv(N, tiles.columns)
         out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((grid[1], M, R), (grid[0], N, R)))
         sizes = {"M": M, "N": N, "R": R, "STRIDE": hidden.shape[1], "FIRST": first}

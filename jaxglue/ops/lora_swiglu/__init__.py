@@ -1,88 +1,60 @@
-"""SwiGLU between adapters, whose products are formed where the gate and its gradient are: in no pass of their own."""
+"""SwiGLU between LoRA adapters, whose products are formed inside its kernels and not in passes of their own."""
 
-from functools import partial
-from typing import Protocol
-
-import jax
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import compute_capability, triton_capability, why_not_triton
-from jaxglue.ops.lora import expansion_gradients, lora_expand, lora_shrink
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
+from jaxglue.ops.lora_swiglu.vjp import LoraSwigluBackend, Matrices, fused_lora_swiglu
 
-__all__ = ["Matrices", "SwigluBackend", "lora_swiglu", "reference_swiglu"]
+__all__ = ["LORA_SWIGLU", "Matrices", "lora_swiglu"]
 
-Matrices = tuple[Float[Array, "F R"], Float[Array, "F R"], Float[Array, "R F"]]
-"""float32: the second matrices of gate's and up's adapters, times their scale, and the first one of down's."""
-
-_WIDEST_RANK = 32
+_LARGEST_RANK = 32
 
 
-class SwigluBackend(Protocol):
-    """A forward and backward pass over rows. Hashable."""
+def _check(capability: Capability | None, dtype, rank: int) -> None:
+    check_triton(capability, dtype)
+    if rank > _LARGEST_RANK:
+        raise NotImplementedError(f"rank must be at most {_LARGEST_RANK}, got {rank}")
 
-    def forward(self, gate, up, hidden, matrices: Matrices) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
-        """See `lora_swiglu`."""
 
-    def backward(self, gate, up, hidden, matrices: Matrices, dout, dranks) -> tuple[Array, Array, Array]:
-        """Gradients to gate and up in their dtype, and to down in float32."""
+def _load(capability: Capability, dtype, rank: int) -> LoraSwigluBackend:
+    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
+
+    return TritonLoraSwiglu(compute_capability=triton_capability(capability))
+
+
+LORA_SWIGLU = Operation(
+    name="SwiGLU between adapters",
+    backends={"triton": Backend(check=_check, load=_load, advantage="every wide array is read and written once")},
+)
 
 
 def lora_swiglu(
-    gate: Float[Array, "*B F"], up: Float[Array, "*B F"], hidden: Float[Array, "*B ranks"], matrices: Matrices
+    gate: Float[Array, "*B F"],
+    up: Float[Array, "*B F"],
+    hidden: Float[Array, "*B ranks"],
+    matrices: Matrices,
+    *,
+    backend: str = "auto",
 ) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
-    """(y, y·downᵀ) of y = silu(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where hidden is h₁ and h₂ side by side.
-
-    On NVIDIA GPUs one kernel each way reads and writes every wide array once. The gradients to matrices are float32.
+    """Compute (y, y·downᵀ) of y = silu(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where hidden is h₁ and h₂ side by side.
 
     Args:
         gate, up: the projections without their adapters.
         hidden: the input projected to the ranks of both.
-        matrices: B₁, B₂ and down, of one rank.
+        matrices: B₁, B₂ and down, of one rank, in float32 as are their gradients.
+        backend: `auto`, `reference` or `triton`; see `LORA_SWIGLU.choose`.
+
+    Raises:
+        ValueError: ranks that do not fit, or a named backend that cannot serve.
     """
     ranks = {*(matrix.shape[1] for matrix in matrices[:2]), matrices[2].shape[0]}
     if len(ranks) != 1 or hidden.shape[-1] != 2 * min(ranks):
         got = f"ranks {', '.join(map(str, sorted(ranks)))} and {hidden.shape[-1]} columns"
         raise ValueError(f"three adapters must have one rank R, and hidden 2R columns, got {got}")
-    backend = _backend(gate.dtype, min(ranks))
-    if backend is None:
-        return reference_swiglu(gate, up, hidden, matrices)
+    kernels = LORA_SWIGLU.load(gate.dtype, min(ranks), backend=backend)
+    if kernels is None:
+        return reference_lora_swiglu(gate, up, hidden, matrices)
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, hidden))
-    out, low = _fused(backend, *rows, matrices)
+    out, low = fused_lora_swiglu(kernels, *rows, matrices)
     return out.reshape(gate.shape), low.reshape(*gate.shape[:-1], -1)
-
-
-def _backend(dtype, rank: int) -> SwigluBackend | None:
-    """Imported here, for only GPU installations have what the kernels need."""
-    capability = compute_capability()
-    if capability is None or rank > _WIDEST_RANK or why_not_triton(dtype, capability):
-        return None
-    from jaxglue.ops.lora_swiglu.triton import TritonSwiglu
-
-    return TritonSwiglu(compute_capability=triton_capability(capability))
-
-
-def reference_swiglu(gate, up, hidden, matrices: Matrices) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
-    """`lora_swiglu` by XLA, which differentiates it."""
-    *second, down = matrices
-    gate_adapter, up_adapter = lora_expand(hidden, second)
-    out = jax.nn.silu(gate + gate_adapter) * (up + up_adapter)
-    return out, lora_shrink(out, down)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(backend: SwigluBackend, gate, up, hidden, matrices: Matrices):
-    return backend.forward(gate, up, hidden, matrices)
-
-
-def _forward(backend, *arguments):
-    return backend.forward(*arguments), arguments
-
-
-def _backward(backend, arguments, cotangents):
-    _, _, hidden, (*second, _) = arguments
-    dgate, dup, ddown = backend.backward(*arguments, *cotangents)
-    dhidden, dsecond = expansion_gradients(hidden, second, (dgate, dup))
-    return dgate, dup, dhidden, (*dsecond, ddown)
-
-
-_fused.defvjp(_forward, _backward)

@@ -6,50 +6,40 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from jaxglue.ops.launch import Launcher, like
-from jaxglue.ops.lora.blocks import Blocks, block_constants
+from jaxglue.ops.launch import Launcher, shape_dtype_of
+from jaxglue.ops.lora.tiles import block_constants
 from jaxglue.ops.lora_swiglu import kernels
+from jaxglue.ops.lora_swiglu.tiles import BACKWARD_TILES, FORWARD_TILES, LoraSwigluTiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles(Blocks):
-    """A program walks over `length` columns forward, or rows backward, in tiles of block_m rows and block_n columns."""
+class TritonLoraSwiglu(Launcher):
+    """`LoraSwigluBackend` by our own kernels."""
 
-    block_m: int = 64
-    block_n: int = 64
-    length: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class TritonSwiglu(Launcher):
-    """`SwigluBackend` by our own kernels."""
-
-    forward_tiles: Tiles = Tiles(length=1024)
-    backward_tiles: Tiles = Tiles(block_m=32, length=1024)
+    forward_tiles: LoraSwigluTiles = FORWARD_TILES
+    backward_tiles: LoraSwigluTiles = BACKWARD_TILES
 
     def forward(self, gate, up, hidden, matrices):
-        """See `SwigluBackend`."""
+        """See `LoraSwigluBackend`."""
         (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.forward_tiles
         parts = triton.cdiv(F, tiles.length)
-        out_type = like(gate), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
+        out_type = shape_dtype_of(gate), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
         grid, length = (triton.cdiv(M, tiles.block_m), parts), {"COLUMNS": tiles.length}
         arrays = gate, up, hidden, *matrices
         out, ranks = self._call(kernels.forward_kernel, arrays, out_type, grid, tiles, length, 6 * M * F * R)
         return out, ranks.sum(axis=0).astype(gate.dtype)
 
     def backward(self, gate, up, hidden, matrices, dout, dranks):
-        """See `SwigluBackend`."""
+        """See `LoraSwigluBackend`."""
         (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.backward_tiles
         parts = triton.cdiv(M, tiles.length)
-        out_type = like(gate), like(up), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
+        out_type = shape_dtype_of(gate), shape_dtype_of(up), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
         grid, length = (triton.cdiv(F, tiles.block_n), parts), {"ROWS": tiles.length}
         arrays = gate, up, hidden, *matrices, dout, dranks
         dgate, dup, ddown = self._call(kernels.backward_kernel, arrays, out_type, grid, tiles, length, 8 * M * F * R)
         return dgate, dup, ddown.sum(axis=0).T
 
-    def _call(self, kernel, arrays, out_type, grid, tiles: Tiles, length: dict[str, int], flops: int):
+    def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], flops: int):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]
         blocks = block_constants(tiles, R, arrays[0].dtype)
         constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages} | blocks | length

@@ -1,15 +1,33 @@
-"""Which backend serves a grouped matmul, and why."""
+"""Backends of the grouped matmul."""
 
-from jaxglue.ops.backend import BACKENDS, BackendChoice, choose
+from typing import Any
+
+from jaxglue.ops.backend import Backend, BackendChoice, Capability, Operation, check_triton
 
 __all__ = ["BACKENDS", "choose_backend"]
 
 
-def choose_backend(dtype, *, backend: str = "auto", capability: tuple[int, int] | None = None) -> BackendChoice:
+def _load(capability: Capability, dtype) -> Any:
+    from jaxglue.ops.moe.triton import TritonBackend
+
+    return TritonBackend.of(capability)
+
+
+GROUPED_MATMUL = Operation(
+    name="grouped matmul",
+    backends={
+        "triton": Backend(
+            check=check_triton, load=_load, advantage="work grows with the rows, not with rows times groups"
+        )
+    },
+)
+BACKENDS = GROUPED_MATMUL.names
+
+
+def choose_backend(dtype, *, backend: str = "auto", capability: Capability | None = None) -> BackendChoice:
     """The backend for rows of this dtype on a GPU of this compute capability (None: no NVIDIA GPU).
 
     Raises:
         ValueError: `backend` is unknown, or it is named explicitly and cannot serve.
     """
-    advantage = "work grows with the rows, not with rows times groups"
-    return choose("grouped matmul", advantage, dtype, backend=backend, capability=capability)
+    return GROUPED_MATMUL.choose(capability, dtype, backend=backend)

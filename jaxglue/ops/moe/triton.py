@@ -7,7 +7,7 @@ import triton
 from jax_triton.triton_lib import TensorDescriptor
 
 from jaxglue.ops.backend import triton_capability
-from jaxglue.ops.launch import Launcher, like
+from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import kernels, row_kernels
 from jaxglue.ops.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.fused import LowRank, Rows
@@ -105,7 +105,7 @@ class TritonBackend(Launcher):
     def activate_gradient(self, projected, weights, groups: GroupMetadata, dout, activation: Activation):
         """See `ActivationBackend`."""
         (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
-        out_types = tuple(map(like, (projected, weights)))
+        out_types = tuple(map(shape_dtype_of, (projected, weights)))
         constants = _activation_constants(F, groups, activation)
         return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
 

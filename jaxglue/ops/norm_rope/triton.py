@@ -1,11 +1,10 @@
-"""The Triton backend: launches of the kernels in `kernels.py`."""
+"""Launches of the kernels in `kernels.py`."""
 
 from dataclasses import dataclass
 
 import triton
 
-from jaxglue.ops.backend import triton_capability
-from jaxglue.ops.launch import Launcher, like
+from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import kernels
 
 _ROW_VALUES = 512
@@ -15,13 +14,8 @@ _HEADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonBackend(Launcher):
+class TritonNormRope(Launcher):
     """`NormBackend` and `RotateBackend` by our own kernels."""
-
-    @classmethod
-    def of(cls, capability: tuple[int, int]) -> "TritonBackend":
-        """The backend for a GPU of this compute capability."""
-        return cls(compute_capability=triton_capability(capability))
 
     def norm(self, x, weight, *, eps: float):
         """See `NormBackend`."""
@@ -32,10 +26,10 @@ class TritonBackend(Launcher):
         return self._rows(kernels.norm_gradient_kernel, (x, weight, dresidual, dout), eps)
 
     def _rows(self, kernel, arrays, eps: float):
-        """A program for each row of the last axis; the result is like the first array."""
+        """Launch a program for each row of the last axis; the result has the first array's shape."""
         shape, D = arrays[0].shape, arrays[0].shape[-1]
         rows = [x.reshape(-1, D) if x.ndim > 1 else x for x in arrays]
-        out_type = (like(rows[0]),)
+        out_type = (shape_dtype_of(rows[0]),)
         block = triton.next_power_of_2(D)
         constants = {"D": D, "EPS": eps, "BLOCK": block}
         warps = min(max(block // _ROW_VALUES, 1), 16)
@@ -51,13 +45,13 @@ class TritonBackend(Launcher):
         return self._heads(kernels.rotate_gradient_kernel, q, k, weights, (cos, sin, dq_out, dk_out), eps, {})
 
     def _heads(self, kernel, q, k, weights, arrays, eps: float, constants):
-        """A program for each token; the result has the shapes of q and k."""
+        """Launch a program for each token; the result has the shapes of q and k."""
         B, T, N, H = q.shape
         K = k.shape[2]
         sizes = {"N": N, "K": K, "H": H, "EPS": eps, "BLOCK_H": triton.next_power_of_2(H // 2)}
         blocks = {"BLOCK_N": min(_HEADS, triton.next_power_of_2(N)), "BLOCK_K": min(_HEADS, triton.next_power_of_2(K))}
         rows = [x.reshape(B * T, -1) for x in (q, k, *arrays)]
-        out_type = tuple(map(like, rows[:2]))
+        out_type = tuple(map(shape_dtype_of, rows[:2]))
         inputs = (*rows[:2], *weights, *rows[2:])
         out = self._launch(kernel, inputs, out_type, (B * T,), sizes | blocks | constants)
-        return tuple(x.reshape(like.shape) for x, like in zip(out, (q, k), strict=True))
+        return out[0].reshape(q.shape), out[1].reshape(k.shape)

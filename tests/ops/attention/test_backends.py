@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.attention import AttentionShape, choose_backend, packed_attention
+from jaxglue.ops.attention import ATTENTION, AttentionShape, packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.segments import pack_segments
 
-LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_heads=8, segment_slots=32)
+LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_heads=8, seq_len=8192, segment_slots=32)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_head
 )
 def test_auto_chooses_by_gpu_and_shape(changes, capability, expected):
     pytest.importorskip("jax_triton", reason="without jax-triton, auto never chooses triton")
-    choice = choose_backend(replace(LLAMA, **changes), capability=capability)
+    choice = ATTENTION.choose(capability, replace(LLAMA, **changes))
     assert choice.name == expected
     assert choice.reason
 
@@ -50,7 +50,7 @@ def test_auto_chooses_by_gpu_and_shape(changes, capability, expected):
 def test_a_named_backend_that_cannot_serve_says_why(backend, changes, capability, message):
     pytest.importorskip("jax_triton", reason="without jax-triton that is the obstacle that is named")
     with pytest.raises(ValueError, match=message):
-        choose_backend(replace(LLAMA, **changes), backend=backend, capability=capability)
+        ATTENTION.choose(capability, replace(LLAMA, **changes), backend=backend)
 
 
 def arguments(**changes):

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxglue.ops.attention import LSE_NAME, OUT_NAME
-from jaxglue.ops.attention.flash import FlashSpec, flash_attention
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.segments import PackedSegments
 
 
 def compile_step(sharding, *, T, N, K, H, window, policy):
     """The gradient of a checkpointed attention call, compiled."""
     from jaxglue.ops.attention.tiles import kernel_tiles
-    from jaxglue.ops.attention.triton import TritonBackend
+    from jaxglue.ops.attention.triton import TritonAttention
 
     def shaped(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -25,7 +25,7 @@ def compile_step(sharding, *, T, N, K, H, window, policy):
         ends=per_token,
         cu_seqlens=shaped((1, 33), jnp.int32),
     )
-    backend = TritonBackend(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
+    backend = TritonAttention(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
     spec = FlashSpec(backend=backend, window=window, scale=H**-0.5)
 
     def loss(q, k, v, sinks, segments):

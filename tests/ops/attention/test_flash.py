@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxglue.ops.attention import LSE_NAME, OUT_NAME
-from jaxglue.ops.attention.flash import FlashSpec, flash_attention
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.segments import pack_segments
 
 FORWARD_PRIMITIVE = "erf"  # stands for the forward kernel: nothing else in these programs uses it

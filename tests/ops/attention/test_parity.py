@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.attention import packed_attention
-from jaxglue.ops.attention.flash import FlashSpec, flash_attention
 from jaxglue.ops.attention.reference import reference_attention
-from jaxglue.ops.attention.tiles import KernelTiles, Tiles
+from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.segments import pack_segments
 
 
@@ -99,7 +99,7 @@ def expected_of(case, inputs, segments, dout):
 
 def assert_close(got, expected, dout, tolerance):
     """‖got − expected‖ ≤ tolerance·‖expected‖ for every array; one that should vanish is measured against dout."""
-    assert jax.tree.graphdefs(got) == jax.tree.graphdefs(expected)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         scale = np.linalg.norm(b) or np.linalg.norm(dout.astype(jnp.float32))
         assert np.linalg.norm(a - b) <= tolerance * scale
@@ -109,8 +109,10 @@ def assert_close(got, expected, dout, tolerance):
 def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backend):
     case = SMALL[name]
     inputs, segments, dout = case.inputs(jnp.float32)
-    tiles = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    backend = interpreted_backend(tiles=KernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80)
+    tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    backend = interpreted_backend(
+        tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
+    )
     spec = FlashSpec(backend=backend, window=case.window, scale=case.H**-0.5)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, segments), inputs, dout)
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)

@@ -9,9 +9,8 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.engine.compiler import LIBRARY_MATMULS
-from jaxglue.ops import lora as module
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora import ReferenceLowRank, lora_expand, lora_shrink
+from jaxglue.ops.lora import LORA, lora_expand, lora_shrink
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
@@ -35,19 +34,21 @@ def by_definition(hidden, matrices):
 def backend(request):
     """Computes the gradients; the kernel on the CPU, with small tiles."""
     if request.param == "reference":
-        return ReferenceLowRank()
+        return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.lora.triton import Tiles, TritonLowRank
+    from jaxglue.ops.lora.tiles import GradientTiles
+    from jaxglue.ops.lora.triton import TritonLora
 
-    tiles = Tiles(block_m=16, block_n=16, columns=32)
-    return interpreted(TritonLowRank)(compute_capability=90, tiles=tiles, product_tiles=tiles)
+    tiles = GradientTiles(block_m=16, block_n=16, columns=32)
+    return interpreted(TritonLora)(compute_capability=90, gradient_tiles=tiles, product_tiles=tiles)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_products_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
-    monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
+def test_products_and_gradients_are_those_of_the_definition(backend, case):
     arguments = random_case(*case)
-    assert_close(outputs_and_gradients(lora_expand, *arguments), outputs_and_gradients(by_definition, *arguments), 1e-5)
+    with LORA.using(backend):
+        got = outputs_and_gradients(lora_expand, *arguments)
+    assert_close(got, outputs_and_gradients(by_definition, *arguments), 1e-5)
 
 
 @pytest.mark.gpu

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from closeness import assert_close, outputs_and_gradients
 
-from jaxglue.ops import lora_swiglu as module
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora_swiglu import lora_swiglu
+from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
 CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
@@ -39,17 +38,19 @@ def backend(request):
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.lora_swiglu.triton import Tiles, TritonSwiglu
+    from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
+    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
 
-    tiles = Tiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
-    return interpreted(TritonSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
+    tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
+    return interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_the_definition(backend, case, monkeypatch):
-    monkeypatch.setattr(module, "_backend", lambda dtype, rank: backend)
+def test_outputs_and_gradients_are_those_of_the_definition(backend, case):
     case = random_case(*case)
-    assert_close(outputs_and_gradients(lora_swiglu, *case), outputs_and_gradients(by_definition, *case), 1e-5)
+    with LORA_SWIGLU.using(backend):
+        got = outputs_and_gradients(lora_swiglu, *case)
+    assert_close(got, outputs_and_gradients(by_definition, *case), 1e-5)
 
 
 @pytest.mark.gpu

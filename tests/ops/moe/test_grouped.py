@@ -57,7 +57,7 @@ def output_and_gradients(function, lhs, rhs, bias, dout):
 
 
 def assert_close(got, expected, tolerance):
-    assert jax.tree.graphdefs(got) == jax.tree.graphdefs(expected)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 

@@ -1,4 +1,4 @@
-"""The kernels over rows on the CPU."""
+"""The kernels on the CPU."""
 
 import pytest
 
@@ -6,6 +6,6 @@ import pytest
 @pytest.fixture(scope="session")
 def interpreted_backend(interpreted):
     """A Triton backend whose launches run on the CPU; float32 and float16 only."""
-    from jaxglue.ops.norm_rope.triton import TritonBackend
+    from jaxglue.ops.norm_rope.triton import TritonNormRope
 
-    return interpreted(TritonBackend)(compute_capability=80)
+    return interpreted(TritonNormRope)(compute_capability=80)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxglue.ops.norm_rope as rowwise
-from jaxglue.ops.norm_rope import branch_norm
+from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.norm_rope import NORM_ROPE, branch_norm
 
 EPS = 1e-3
 
@@ -37,11 +37,11 @@ def test_the_reference_matches_numpy():
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 64), (3, 1, 45)])
-def test_kernels_in_the_interpreter_match_the_reference(shape, interpreted_backend, monkeypatch):
+def test_kernels_in_the_interpreter_match_the_reference(shape, interpreted_backend):
     case = random_case(shape)
     expected = output_and_gradients("reference", *case)
-    monkeypatch.setattr(rowwise, "fused_backend", lambda dtype, name: interpreted_backend)
-    assert_close(output_and_gradients("auto", *case), expected, 1e-6)
+    with NORM_ROPE.using(interpreted_backend):
+        assert_close(output_and_gradients("auto", *case), expected, 1e-6)
 
 
 @pytest.mark.gpu
@@ -53,11 +53,7 @@ def test_kernels_on_a_gpu_match_the_reference(shape, dtype):
     assert_close(output_and_gradients("triton", *half), output_and_gradients("reference", *exact), 1e-2)
 
 
-def test_a_frozen_norm_costs_one_kernel_forward_and_one_backward(h200, monkeypatch):
-    from jaxglue.ops.norm_rope.triton import TritonBackend
-
-    monkeypatch.setattr(rowwise, "fused_backend", lambda dtype, name: TritonBackend.of((9, 0)))
-
+def test_a_frozen_norm_costs_one_kernel_forward_and_one_backward(h200):
     def step(x, weight, douts):
         out, pull = jax.vjp(lambda x: branch_norm(x, weight, EPS), x)
         return out[1], pull(douts)
@@ -66,7 +62,8 @@ def test_a_frozen_norm_costs_one_kernel_forward_and_one_backward(h200, monkeypat
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=h200)
 
     x = shaped(1, 4096, 2880)
-    compiled = jax.jit(step).lower(x, shaped(2880), (x, x)).compile()
+    with tracing_for((9, 0)):
+        compiled = jax.jit(step).lower(x, shaped(2880), (x, x)).compile()
     assert compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 2
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
 

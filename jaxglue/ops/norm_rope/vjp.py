@@ -1,4 +1,4 @@
-"""The differentiation rules of the fused backends: what is kept is what the kernels read again."""
+"""Differentiation rules of the fused backends; residuals are what the backward kernels read."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +16,18 @@ Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
 
 
 class NormBackend(Protocol):
-    """One pass over x forward, one backward."""
+    """Kernels that pass over x once forward and once backward."""
 
     def norm(self, x, weight, *, eps: float) -> Float[Array, "*B D"]:
-        """See `rms_norm`."""
+        """Return `rms_norm` of x."""
 
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float) -> Float[Array, "*B D"]:
-        """dresidual plus the gradient of the norm to x."""
+        """Return dresidual plus the norm's gradient to x."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """What is static in a call: it must be hashable."""
+    """Static, hashable arguments of `fused_branch_norm`."""
 
     backend: NormBackend
     eps: float
@@ -43,7 +43,7 @@ class _NormResiduals:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, Array]:
-    """(x, its norm) by a fused backend; the weight has a gradient where it is asked for."""
+    """Return x and its norm by a fused backend; the weight gets a gradient only where it trains."""
     return x, spec.backend.norm(x, weight, eps=spec.eps)
 
 
@@ -57,7 +57,7 @@ def _norm_backward(spec, r: _NormResiduals, cotangents):
     dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
     if not r.weight_needs_grad:
         return dx, None
-    # By XLA in float32: only full fine-tuning asks for it.
+    # By XLA in float32: only full fine-tuning trains norms.
     x, dout = _float32(r.x), _float32(dout)
     return dx, *jax.vjp(lambda weight: rms_norm(x, weight, spec.eps), r.weight)[1](dout)
 
@@ -74,18 +74,18 @@ def _float32(x: Array) -> Array:
 
 
 class RotateBackend(Protocol):
-    """One pass over q and k forward, one backward."""
+    """Kernels that pass over q and k once forward and once backward."""
 
     def rotate(self, q, k, weights: Weights | None, cos, sin, *, eps: float, inverse: bool = False) -> Heads:
-        """(q, k), normed with `weights` and rotated, or rotated back."""
+        """Return (q, k), normed with `weights` if any, and rotated, or rotated back."""
 
     def rotate_gradient(self, q, k, weights: Weights, cos, sin, dq_out, dk_out, *, eps: float) -> Heads:
-        """(dq, dk) of normed and rotated heads."""
+        """Return (dq, dk) of normed and rotated heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotateSpec:
-    """What is static in a call: it must be hashable."""
+    """Static, hashable arguments of `fused_rotate`."""
 
     backend: RotateBackend
     eps: float
@@ -94,16 +94,16 @@ class RotateSpec:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["heads", "weights", "cos", "sin"],
-    meta_fields=["weights_move"],
+    meta_fields=["weights_need_grad"],
 )
 @dataclass(frozen=True, kw_only=True)
 class _RotateResiduals:
     heads: Heads | None
-    """q and k; only for the norms."""
+    """q and k; None without norms."""
     weights: Weights | None
     cos: Array
     sin: Array
-    weights_move: bool
+    weights_need_grad: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,16 +114,16 @@ def fused_rotate(
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
 ) -> Heads:
-    """Norms and rotates by a fused backend; the tables have no gradient, the weights one where it is asked for."""
+    """Norm and rotate heads by a fused backend; weights get a gradient only where they train, the tables none."""
     return spec.backend.rotate(*heads, weights, cos, sin, eps=spec.eps)
 
 
 def _rotate_forward(spec, *primals):
     heads, weights, cos, sin = jax.tree.map(lambda primal: primal.value, primals)
-    move = any(primal.perturbed for primal in jax.tree.leaves(primals[1]))
+    needs_grad = any(primal.perturbed for primal in jax.tree.leaves(primals[1]))
     kept = None if weights is None else heads
     out = spec.backend.rotate(*heads, weights, cos, sin, eps=spec.eps)
-    return out, _RotateResiduals(heads=kept, weights=weights, cos=cos, sin=sin, weights_move=move)
+    return out, _RotateResiduals(heads=kept, weights=weights, cos=cos, sin=sin, weights_need_grad=needs_grad)
 
 
 def _rotate_backward(spec, r: _RotateResiduals, dout):
@@ -131,11 +131,11 @@ def _rotate_backward(spec, r: _RotateResiduals, dout):
     if r.heads is None or r.weights is None:
         return spec.backend.rotate(*dout, None, r.cos, r.sin, eps=spec.eps, inverse=True), None, None, None
     dheads = spec.backend.rotate_gradient(*r.heads, r.weights, r.cos, r.sin, *dout, eps=spec.eps)
-    return dheads, _weight_gradients(spec, r, dout) if r.weights_move else None, None, None
+    return dheads, _weight_gradients(spec, r, dout) if r.weights_need_grad else None, None, None
 
 
 def _weight_gradients(spec, r: _RotateResiduals, dout) -> Weights:
-    """By XLA in float32: only full fine-tuning asks for them."""
+    """Compute the norms' gradients by XLA in float32: only full fine-tuning trains norms."""
     assert r.heads is not None and r.weights is not None
     q, k = map(_float32, r.heads)
 

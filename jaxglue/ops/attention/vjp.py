@@ -1,4 +1,4 @@
-"""What the fused backends share: one differentiation rule, with residuals that a checkpoint policy can name."""
+"""Differentiation rule of the fused backends, with residuals that a checkpoint policy can name."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,21 +16,21 @@ LSE_NAME = "attention_lse"
 Gradients = tuple[Array, Array, Array, Array | None]
 
 
-class FusedBackend(Protocol):
-    """A forward and backward pass; `lse` is float32 in a layout of the backend's own and includes the sinks."""
+class AttentionBackend(Protocol):
+    """Kernels of a forward and backward pass; `lse` is float32, includes the sinks, and each backend has its layout."""
 
     def forward(self, q, k, v, sinks, segments, *, window: int | None, scale: float) -> tuple[Array, Array]:
-        """Returns (out, lse)."""
+        """Return (out, lse)."""
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window: int | None, scale: float) -> Gradients:
-        """Returns (dq, dk, dv, dsinks); dsinks is None without sinks."""
+        """Return (dq, dk, dv, dsinks); dsinks is None without sinks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashSpec:
-    """What is static in a call: it must be hashable."""
+    """Static, hashable arguments of `flash_attention`."""
 
-    backend: FusedBackend
+    backend: AttentionBackend
     window: int | None
     scale: float
 
@@ -44,10 +44,7 @@ def flash_attention(
     sinks: Float[Array, " N"] | None,
     segments: PackedSegments,
 ) -> Float[Array, "B T N H"]:
-    """Packed attention by a fused backend.
-
-    A checkpoint policy that saves `OUT_NAME` and `LSE_NAME` does not run the forward kernel again.
-    """
+    """Compute packed attention by a fused backend."""
     return spec.backend.forward(q, k, v, sinks, segments, window=spec.window, scale=spec.scale)[0]
 
 

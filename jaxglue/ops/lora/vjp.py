@@ -1,0 +1,76 @@
+"""Differentiation rules of both halves of adapters; the gradients to their matrices stay in float32."""
+
+import itertools
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class LoraBackend(Protocol):
+    """One product and its gradients, each in one pass; hashable."""
+
+    def product(self, hidden, matrix, first: int) -> Float[Array, "M N"]:
+        """Return hidden[:, first : first + R]·matrixᵀ in hidden's dtype."""
+
+    def gradients(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
+        """Return dy·matrix in dy's dtype and dyᵀ·hidden[:, first : first + R] in float32, of dy [M, N]."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def expand(
+    backend: LoraBackend, hidden: Float[Array, "M ranks"], matrices: tuple[Float[Array, "out R"], ...]
+) -> tuple[Float[Array, "M out"], ...]:
+    """See `lora_expand`."""
+    firsts = itertools.accumulate((matrix.shape[1] for matrix in matrices), initial=0)
+    return tuple(backend.product(hidden, matrix, first) for matrix, first in zip(matrices, firsts, strict=False))
+
+
+def _expand_forward(backend, hidden, matrices):
+    return expand(backend, hidden, matrices), (hidden, matrices)
+
+
+def _expand_backward(backend, residuals, cotangents):
+    hidden, matrices = residuals
+    return expand_gradients(backend, hidden, matrices, cotangents)
+
+
+def expand_gradients(backend: LoraBackend, hidden, matrices, cotangents):
+    """See `lora_expand_gradients`."""
+    dhidden, dmatrices, first = [], [], 0
+    for dy, matrix in zip(cotangents, matrices, strict=True):
+        part, dmatrix = backend.gradients(dy, matrix, hidden, first)
+        dhidden.append(part)
+        dmatrices.append(dmatrix)
+        first += matrix.shape[1]
+    return jnp.concatenate(dhidden, axis=-1), tuple(dmatrices)
+
+
+expand.defvjp(_expand_forward, _expand_backward)
+
+
+@jax.custom_vjp
+def lora_shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
+    """Compute x·matrixᵀ in x's dtype for a float32 matrix, whose gradient is never rounded to x's dtype."""
+    return _shrink(x, matrix.astype(x.dtype))
+
+
+def _shrink(x, matrix):
+    return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _shrink_forward(x, matrix):
+    matrix = matrix.astype(x.dtype)
+    return _shrink(x, matrix), (x, matrix)
+
+
+def _shrink_backward(residuals, dy):
+    x, matrix = residuals
+    tokens = tuple(range(x.ndim - 1))
+    gradient = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
+    return dy @ matrix, gradient
+
+
+lora_shrink.defvjp(_shrink_forward, _shrink_backward)
