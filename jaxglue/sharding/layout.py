@@ -124,8 +124,8 @@ class Layout:
 
     def context(self, context: PackedContext) -> Any:
         """The specs of what a layer is given beside its input."""
-        router_losses = None if context.router_losses is None else P()
-        key = None if context.dropout_key is None else P()
+        router_losses: Any = None if context.router_losses is None else P()
+        key: Any = None if context.dropout_key is None else P()
         rows: Any = {"segments": self.batch_spec, "cos": self.batch_spec, "sin": self.batch_spec}
         return dataclasses.replace(context, **rows, dropout_key=key, router_losses=router_losses)
 

@@ -153,7 +153,7 @@ def test_tensors_that_do_not_fit_are_refused(folder, how, change, message):
     [
         (
             {"bnb_4bit_quant_type": "fp4"},
-            "says fp4, double quantization True; only nf4, True is read: use the folder of",
+            "says fp4, double quantization True; only nf4, True is read: use the original model folder",
         ),
         ({"bnb_4bit_use_double_quant": False}, "double quantization False"),
         ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, r"leaves model.layers.0.mlp unquantized"),
