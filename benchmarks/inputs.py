@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.experts import part_shape, stored_places
+from jaxglue.hf.experts import checkpoint_layout, part_shape
 from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import build_model, config_from_hf
@@ -122,10 +122,10 @@ def make_model(folder: Path, config: dict) -> None:
     """Writes config.json, bf16 weights (normal, σ = 0.02; norms 1, biases 0) or MXFP4, a byte-level BPE tokenizer."""
     abstract = nnx.eval_shape(lambda: build_model(config_from_hf(config), rngs=nnx.Rngs(0)))
     parameters = abstract_parameters(abstract)
-    places = stored_places({name: spec.shape for name, spec in parameters.items()}, config)
+    layout = checkpoint_layout({name: spec.shape for name, spec in parameters.items()}, config)
     specs = {
         name: jax.ShapeDtypeStruct(part_shape(parameters[parameter].shape, index), parameters[parameter].dtype)
-        for name, (parameter, index) in places.items()
+        for name, (parameter, index) in layout.items()
     }
     block = (np.random.default_rng(0).standard_normal(2**24, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
     largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())

@@ -1,6 +1,55 @@
-"""jaxglue: fine-tune Llama, Qwen3 and GPT-OSS in JAX on NVIDIA GPUs."""
+"""Fine-tune Llama, Qwen3 and GPT-OSS in JAX on NVIDIA GPUs.
 
+Public names are imported on first use, so `import jaxglue` loads neither JAX nor Triton.
+"""
+
+import importlib
 import os
+from typing import Any
 
-# transformers is only asked for tokenizers: its advice to install PyTorch does not apply.
+# transformers only provides tokenizers here: its advice to install PyTorch does not apply.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+_MODULES = {
+    "training.config": ("TrainConfig",),
+    "training.trainer": ("train",),
+    "generation.chat": ("GenerateConfig", "generate"),
+    "planner.plan": ("plan",),
+    "planner.workload": ("Workload",),
+    "hf.loading": ("load_model",),
+    "ops.attention": ("packed_attention",),
+    "ops.cross_entropy": ("linear_cross_entropy",),
+    "ops.lora": ("lora_expand", "lora_shrink"),
+    "ops.lora_swiglu": ("lora_swiglu",),
+    "ops.moe": ("auxiliary_loss", "grouped_matmul", "moe_mlp", "route", "z_loss"),
+    "ops.norm_rope": ("rms_norm", "rotate_heads"),
+    "ops.rope": ("rope_tables",),
+    "ops.segments": ("pack_segments",),
+}
+_HOMES = {name: f"jaxglue.{module}" for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(["__version__", *_HOMES])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value = _version()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'jaxglue' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("jaxglue")
+    except PackageNotFoundError:
+        return "0+unknown"

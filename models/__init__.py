@@ -1,4 +1,4 @@
-"""Model families: a config.json in, a flax.nnx model out."""
+"""Model families: read config.json, build a flax.nnx model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 
 FAMILIES = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
-"""Hugging Face's `model_type` → the module that reads its config and builds it."""
+"""Family modules by Hugging Face's `model_type`."""
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder's shape from a parsed config.json.
+    """Read the decoder's shape from a parsed config.json.
 
     Raises:
         ValueError: the model type, rope type or activation is not supported, or a field is missing.
@@ -27,5 +27,5 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:
-    """A model with random weights in `dtype`; under `nnx.eval_shape` only its shapes."""
+    """Build a model with random weights in `dtype`; under `nnx.eval_shape`, shapes only."""
     return FAMILIES[config.model_type].build(config, dtype=dtype, rngs=rngs)

@@ -1,4 +1,4 @@
-"""A decoder's shape, read from Hugging Face's config.json."""
+"""The decoder's shape, read from Hugging Face's config.json."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +10,18 @@ from jaxglue.ops.rope import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """The feed-forward of a decoder's sparse layers: a few of many experts for each token."""
+    """Shape of the sparse feed-forward layers."""
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int
-    """F of one expert."""
+    """F of each expert."""
     sparse_layers: tuple[bool, ...]
-    """Whether each layer has experts; the others have a dense feed-forward."""
+    """Whether each layer has experts rather than a dense feed-forward."""
     norm_topk_prob: bool = True
-    """Whether the weights of a token's experts sum to one."""
+    """Normalize each token's expert weights to sum to one."""
     mxfp4: bool = False
-    """Whether the experts' matrices are kept in MXFP4, which cannot be trained."""
+    """Store the experts' matrices in MXFP4, which cannot be trained."""
 
     def __post_init__(self):
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -32,7 +32,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Shape of a decoder-only transformer; the fields carry Hugging Face's names."""
+    """Shape of a decoder-only transformer, in Hugging Face's field names."""
 
     model_type: str
     vocab_size: int
@@ -50,11 +50,11 @@ class DecoderConfig:
     mlp_bias: bool = False
     initializer_range: float = 0.02
     layer_windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer in tokens, None for full attention."""
+    """Sliding window of each layer in tokens; None for full attention."""
     moe: MoeConfig | None = None
-    """None when every layer is dense."""
+    """None for dense models."""
     quantize: Quantize = "none"
-    """How the decoder layers' linear layers are stored; embeddings, norms, routers and lm_head never are quantized."""
+    """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -70,50 +70,48 @@ class DecoderConfig:
 
     def _check_quantize(self) -> None:
         if self.quantize != "none" and self.moe and not self.moe.mxfp4:
-            raise ValueError(
-                f"--quantize {self.quantize} is not supported for experts that are not in MXFP4: leave it out"
-            )
+            raise ValueError(f"--quantize {self.quantize} needs the experts in MXFP4: leave out --quantize")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         check_format(self.quantize, sizes | heads)
 
     def quantized(self, how: Quantize) -> "DecoderConfig":
-        """The same model with its linear layers in this format; `none` leaves them as its folder has them.
+        """Return the config with linear layers in this format; `none` keeps the folder's format.
 
         Raises:
-            ValueError: the format cannot hold them, or the folder has them in another.
+            ValueError: the format cannot hold the layers, or the folder is quantized to another.
         """
         if how == "none" or how == self.quantize:
             return self
         if self.quantize != "none":
             raise ValueError(
-                f"--quantize {how}: the model's folder is quantized to {self.quantize} already; "
-                "leave it out, or name the folder of the original"
+                f"--quantize {how}: the model folder is already quantized to {self.quantize}; "
+                "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how)
 
     @property
     def embedding_values(self) -> int:
-        """V · D."""
+        """Return V · D."""
         return self.vocab_size * self.hidden_size
 
     @property
     def expanded(self) -> "DecoderConfig":
-        """The same model with its experts in the dtype of its other weights."""
+        """Return the config with experts in the dtype of the other weights."""
         return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self
 
 
 def require_fields(raw: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError when config.json lacks a field."""
+    """Raise ValueError for fields that config.json lacks."""
     if missing := [name for name in names if raw.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
 
 
 def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of every layer of these types, Hugging Face's `layer_types`.
+    """Return each layer's window from Hugging Face's `layer_types`.
 
     Raises:
-        ValueError: another type, or not one type for each layer.
+        ValueError: an unknown type, or a number of types other than the number of layers.
     """
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ValueError(
@@ -125,10 +123,10 @@ def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | No
 
 
 def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that all families read alike from config.json.
+    """Read the config.json fields shared by all families.
 
     Raises:
-        ValueError: a needed field is missing, or the activation or rope type is not supported.
+        ValueError: a required field is missing, or the activation or rope type is not supported.
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     require_fields(raw, needed)
@@ -152,15 +150,15 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stored_format(raw: Mapping[str, Any]) -> Quantize:
-    """How the folder holds its linear layers, by bitsandbytes' part of config.json.
+    """Return the folder's quantization format, from `quantization_config` in config.json.
 
     Raises:
-        ValueError: quantized by another tool, in another format of bitsandbytes, or only in part.
+        ValueError: quantized by another tool, in an unsupported bitsandbytes format, or in part.
     """
     stored = raw.get("quantization_config") or {}
     if not stored or raw["model_type"] == "gpt_oss":
         return "none"
-    remedy = "use the folder of the original model, with --quantize nf4 or int8"
+    remedy = "use the original model folder with --quantize nf4 or int8"
     if stored.get("quant_method") != "bitsandbytes":
         raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
     skipped = stored.get("llm_int8_skip_modules") or []

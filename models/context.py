@@ -1,4 +1,4 @@
-"""What a decoder layer is given beside its input: how to rotate and how to attend."""
+"""Layer contexts: rotation, attention and dropout, supplied to decoder layers by training or generation."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -13,34 +13,34 @@ from jaxglue.ops.segments import PackedSegments
 
 
 class RouterLosses(NamedTuple):
-    """Weights of the routers' auxiliary losses, load balancing and z-loss (see `jaxglue.ops.moe`)."""
+    """Weights of the auxiliary router losses, load balancing and z-loss (see `jaxglue.ops.moe`)."""
 
     balance: Float[Array, ""] | float = 0.0
     z: Float[Array, ""] | float = 0.0
 
 
 class LayerContext(Protocol):
-    """The part of a context that layers use; training packs segments, generation keeps a key/value cache."""
+    """Interface between layers and their caller: packed segments in training, a key/value cache in generation."""
 
     @property
     def dropout_key(self) -> PRNGKeyArray | None:
-        """The layer's own key, or None when nothing is dropped."""
+        """Return the layer's dropout key; None without dropout."""
 
     @property
     def router_losses(self) -> RouterLosses | None:
-        """None where the objective has no auxiliary losses of routers."""
+        """Return the router loss weights; None without auxiliary losses."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
-        """False for padding; None where there is none."""
+        """Return False for padding tokens; None without padding."""
 
     def observe_routing(self, routing: Routing) -> None:
-        """Is shown how the layer spread the tokens over its experts, for statistics."""
+        """Receive the layer's routing, for statistics."""
 
     def rotate(
         self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], norms: HeadNorms | None = None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Applies the norms of heads, where there are any, and the rotary embedding of the tokens' positions."""
+        """Apply the optional q/k norms and the rotary embedding at the tokens' positions."""
 
     def attend(
         self,
@@ -52,13 +52,13 @@ class LayerContext(Protocol):
         sinks: Float[Array, " N"] | None = None,
         scale: float | None = None,
     ) -> Float[Array, "B T N H"]:
-        """Causal attention of rotated queries over the keys that they may see."""
+        """Compute causal attention of rotated queries over their visible keys."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PackedContext:
-    """Packed rows: segments and rotary tables, built once per batch and shared by all layers."""
+    """Context of packed rows: segments and rotary tables, built once per batch and shared by all layers."""
 
     segments: PackedSegments
     cos: Float[Array, "B T half"]
@@ -69,16 +69,16 @@ class PackedContext:
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:
-        """False for padding."""
+        """Return False for padding tokens."""
         return self.segments.segment_ids.reshape(-1) > 0
 
     def observe_routing(self, routing: Routing) -> None:
-        """Training keeps no statistics."""
+        """Ignore the routing: training keeps no statistics."""
 
     def rotate(self, q, k, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Applies the norms of heads, where there are any, and the rotary embedding of the tokens' positions."""
+        """Apply the optional q/k norms and the rotary embedding at the tokens' positions."""
         return rotate_heads(q, k, self.cos, self.sin, norms=norms)
 
     def attend(self, q, k, v, *, window=None, sinks=None, scale=None) -> Float[Array, "B T N H"]:
-        """Causal attention inside each segment."""
+        """Compute causal attention within each segment."""
         return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, scale=scale, backend=self.backend)

@@ -1,4 +1,4 @@
-"""The causal language model around a family's decoder layers."""
+"""The causal language model: embedding, a family's decoder layers, norm and output projection."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ class CausalLM(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], segments: PackedSegments, *, dtype=jnp.float32, backend: str = "auto"
     ) -> Float[Array, "B T V"]:
-        """Logits in float32 of packed rows, all at once: for tests and small models."""
+        """Compute float32 logits of packed rows in one pass, for tests and small models."""
         context = packed_context(self.config, segments, backend=backend)
         x = self.embed_tokens(tokens, dtype)
         for layer in self.layers:
@@ -37,11 +37,11 @@ class CausalLM(nnx.Module):
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:
-        """The output projection, tied or not."""
+        """Return the output projection, tied or not."""
         return (self.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
 
 
 def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:
-    """Everything that all layers of a batch share, computed once."""
+    """Build the context shared by all layers of a batch."""
     cos, sin = rope_tables(segments.positions, config.rope, config.head_dim)
     return PackedContext(segments=segments, cos=cos, sin=sin, backend=backend)

@@ -1,4 +1,4 @@
-"""Blocks that the model families share. Parameters carry Hugging Face's names and shapes."""
+"""Blocks shared by the model families; parameters carry Hugging Face's names and shapes."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,17 +23,14 @@ from jaxglue.ops.quant.formats import Quantize, Quantized, quantize_matrix
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
-    """x·Wᵀ without a transposed copy of the weight among the residuals; in x's dtype unless `dtype` is given."""
+    """Compute x·Wᵀ in `dtype` (default: x's), without saving a transposed copy of the weight for the backward pass."""
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight.astype(x.dtype), contract_last, preferred_element_type=dtype or x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: Float[Array, "*B in"], count: int) -> tuple[Float[Array, "*B in"], ...]:
-    """x for each of its users. Their gradients are added one by one, each matmul to the sum of those before it.
-
-    XLA gives a sum to the first operand that is a matmul to form; JAX adds in an order in which it often cannot.
-    """
+    """Alias x `count` times; sum cotangents serially so that XLA fuses each add into a GEMM."""
     return (x,) * count
 
 
@@ -48,7 +45,7 @@ fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _sum_partials)
 
 
 class Linear(nnx.Module):
-    """y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ), weight [out, in], quantized or not; computes in x's dtype."""
+    """Linear layer y = x·Wᵀ (+ bias) (+ scale · dropout(x)·Aᵀ·Bᵀ) in x's dtype; weight [out, in], quantized or not."""
 
     def __init__(
         self,
@@ -71,7 +68,7 @@ class Linear(nnx.Module):
         self.dropout_salt = 0
 
     def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
-        """Adds a float32 adapter that starts as the identity: A uniform within ±1/√in, B zero (as PEFT does)."""
+        """Add a float32 adapter with zero initial output, as PEFT does: A uniform within ±1/√in, B zero."""
         out_features, in_features = self.weight.shape
         bound = in_features**-0.5
         self.lora_A = nnx.LoRAParam(jax.random.uniform(rngs.params(), (rank, in_features), minval=-bound, maxval=bound))
@@ -80,23 +77,23 @@ class Linear(nnx.Module):
         self.dropout_salt = zlib.crc32(name.encode())
 
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
-        """Applies the projection and its adapter."""
+        """Apply the projection and its adapter."""
         return project_together((self,), x, context)[0]
 
     def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """x·Wᵀ alone."""
+        """Compute x·Wᵀ, without bias and adapter."""
         weight: Any = self.weight.get_value()
         return project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight)
 
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
-        """The adapter's second matrix times its scale, None without an adapter."""
+        """Return scale · B of the adapter; None without an adapter."""
         if self.lora_B is None:
             return None
         return self.lora_B[...] if self.lora_scale == 1.0 else self.lora_scale * self.lora_B[...]
 
     def drop(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T in"]:
-        """The adapter's input: x, or in training what its own dropout leaves of it."""
+        """Apply the adapter's own dropout to x; the identity outside training."""
         if self.lora_dropout == 0.0 or context.dropout_key is None:
             return x
         key = jax.random.fold_in(context.dropout_key, self.dropout_salt)
@@ -105,15 +102,15 @@ class Linear(nnx.Module):
 
 
 def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], context: LayerContext) -> list[Array]:
-    """What linear layers make of one x; their adapters read it once, in one matmul to the ranks of all of them.
+    """Apply several linear layers to one input, shrinking it to all adapters' ranks in a single matmul.
 
-    An adapter's product is what the large matmul adds to.
+    Each base matmul accumulates onto its adapter's product.
     """
-    return _join(linears, *_project_apart(linears, x, context))
+    return _add_adapters(linears, *_project_base(linears, x, context))
 
 
-def _join(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None) -> list[Array]:
-    """What `_project_apart` gives, with the adapters' products and the biases."""
+def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None) -> list[Array]:
+    """Add adapters' products and biases to the outputs of `_project_base`."""
     adapters = {index: linear.scaled_b for index, linear in enumerate(linears) if linear.scaled_b is not None}
     if hidden is not None:
         for index, product in zip(adapters, lora_expand(hidden, list(adapters.values())), strict=True):
@@ -122,15 +119,15 @@ def _join(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None)
     return [y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
 
-def _project_apart(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
-    """(linear layers' outputs without adapters and biases, adapters' low-rank values if there are any)."""
+def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
+    """Return (base outputs without adapters and biases, low-rank values of the adapters or None)."""
     x, *copies = fan_out(x, 1 + len(linears))
     outputs = [linear.base(copy) for linear, copy in zip(linears, copies, strict=True)]
-    return outputs, _project_to_ranks(linears, x, context)
+    return outputs, _shrink_to_ranks(linears, x, context)
 
 
-def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"] | None:
-    """dropout(x)·Aᵀ of every adapter, one after the other along the last axis."""
+def _shrink_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"] | None:
+    """Compute dropout(x)·Aᵀ of every adapter, concatenated along the last axis."""
     adapters = [(linear, linear.lora_A[...]) for linear in linears if linear.lora_A is not None]
     if not adapters:
         return None
@@ -142,7 +139,7 @@ def _project_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Fl
 
 
 def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
-    """What all linear layers of a decoder layer's block share."""
+    """Return the `Linear` options shared within a decoder layer."""
     return {"std": config.initializer_range, "quantize": config.quantize, **options}
 
 
@@ -154,28 +151,28 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype) -> Float[Array, "B T D"]:
-        """Looks the tokens up, in `dtype`."""
+        """Look up the tokens' embeddings in `dtype`."""
         return jnp.take(self.weight[...], tokens, axis=0).astype(dtype)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
+    """Root-mean-square norm over the last axis, in float32 internally."""
 
     def __init__(self, size: int, eps: float, *, dtype):
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Returns x's dtype."""
+        """Normalize x, in x's dtype."""
         return rms_norm(x, self.weight[...], self.eps)
 
     def branch(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """(x, its norm), for a block whose output is added to x."""
+        """Return (x, norm of x) for a residual block."""
         return branch_norm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; norms on queries and keys, and sinks, where a family has them."""
+    """Grouped-query attention with rotary positions, optional q/k norms and sinks."""
 
     def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, window: int | None, dtype, rngs: nnx.Rngs):
         D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
@@ -193,7 +190,7 @@ class Attention(nnx.Module):
         self.head_dim, self.window = H, window
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Projects, rotates, attends and projects back."""
+        """Project, rotate, attend and project back."""
         projected = project_together((self.q_proj, self.k_proj, self.v_proj), x, context)
         q, k, v = (
             self._heads(checkpoint_name(y, name))
@@ -214,7 +211,7 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """The SwiGLU feed-forward: down(silu(gate(x)) · up(x))."""
+    """SwiGLU feed-forward: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
@@ -224,15 +221,15 @@ class GatedMLP(nnx.Module):
         self.down_proj = Linear(F, D, **options)
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Applies the feed-forward."""
-        if (matrices := self._matrices_around(context)) is not None:
-            return self._with_adapters_around(x, matrices, context)
+        """Apply the feed-forward."""
+        if (matrices := self._swiglu_matrices(context)) is not None:
+            return self._lora_swiglu(x, matrices, context)
         gate, up = project_together((self.gate_proj, self.up_proj), x, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         return self.down_proj(jax.nn.silu(gate) * up, context)
 
-    def _matrices_around(self, context: LayerContext) -> Matrices | None:
-        """Of the adapters around SwiGLU, where all three exist with nothing in between: no biases and no dropout."""
+    def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
+        """Return the matrices for `lora_swiglu`; None if an adapter is missing or a bias or dropout intervenes."""
         gate_b, up_b, down_a = self.gate_proj.scaled_b, self.up_proj.scaled_b, self.down_proj.lora_A
         biases = self.gate_proj.bias, self.up_proj.bias
         drops = context.dropout_key is not None and self.down_proj.lora_dropout > 0.0
@@ -240,17 +237,17 @@ class GatedMLP(nnx.Module):
             return None
         return gate_b, up_b, down_a[...]
 
-    def _with_adapters_around(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
-        """The feed-forward with its adapters' products formed by SwiGLU."""
-        (gate, up), hidden = _project_apart((self.gate_proj, self.up_proj), x, context)
+    def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
+        """Apply the feed-forward with the adapters' products computed inside `lora_swiglu`."""
+        (gate, up), hidden = _project_base((self.gate_proj, self.up_proj), x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
         hidden = checkpoint_name(hidden, names.LORA_HIDDEN)
-        return _join((self.down_proj,), [self.down_proj.base(y)], hidden)[0]
+        return _add_adapters((self.down_proj,), [self.down_proj.base(y)], hidden)[0]
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm decoder layer: attention and feed-forward, each added to the residual stream."""
 
     def __init__(
         self,
@@ -270,7 +267,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = mlp(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """One decoder layer."""
+        """Apply attention and feed-forward to the residual stream."""
         x = checkpoint_name(x, names.LAYER_INPUT)
         x, normed = self.input_layernorm.branch(x)
         x = checkpoint_name(x + reduce_from(self.self_attn(copy_to(normed), context)), names.ATTENTION_RESIDUAL)

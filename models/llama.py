@@ -11,12 +11,12 @@ from jaxglue.models.layers import DecoderLayer
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a `LlamaForCausalLM` config.json."""
+    """Read a `LlamaForCausalLM` config.json."""
     return DecoderConfig(**decoder_fields(raw), layer_windows=(None,) * raw["num_hidden_layers"])
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
-    """A Llama with random weights in `dtype`."""
+    """Build a Llama with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
         return DecoderLayer(config, window=config.layer_windows[index], dtype=dtype, rngs=rngs)

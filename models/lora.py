@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on the linear layers and the experts of a model."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers and experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Which linear layers get an adapter, and of what shape."""
+    """Targets, rank and scale of the adapters."""
 
     rank: int = 16
-    """Rank R of every adapter."""
+    """Rank R of each adapter."""
     alpha: float = 16.0
-    """The adapter's output is scaled by alpha / rank."""
+    """Scale adapter outputs by alpha / rank."""
     dropout: float = 0.0
-    """Probability of dropping an input of the adapter during training."""
+    """Dropout probability on adapter inputs during training."""
     rslora: bool = False
-    """Scale by alpha / √rank instead (arXiv 2312.03732)."""
+    """Scale by alpha / √rank instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linear layers to adapt, such as q_proj, or of the experts' gate_up_proj and down_proj; all-linear
-    for every one in the decoder layers, experts included and routers left out."""
+    """Linear layers to adapt, such as q_proj, or the experts' gate_up_proj and down_proj; all-linear selects every one
+    in the decoder layers, including experts, excluding routers."""
 
     def __post_init__(self):
         if self.rank < 1:
@@ -38,15 +38,15 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor on the adapter's output."""
+        """Return the factor on the adapter's output."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Adds an adapter to every targeted linear layer, or experts' projection, of the decoder layers, in place.
+    """Add an adapter in place to every targeted linear layer and expert projection of the decoder layers.
 
     Raises:
-        ValueError: a target that no layer has, or dropout on experts.
+        ValueError: an unknown target, or dropout on experts.
     """
     linears = list(_linears(model))
     known = {name.rsplit(".", 1)[-1] for name, _ in linears}
@@ -62,7 +62,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
 
 
 def _linears(model: CausalLM) -> Iterator[tuple[str, Linear | ExpertLinear]]:
-    """The linear layers and experts of the decoder layers with their paths, in the order of the model."""
+    """Yield (path, module) of the decoder layers' linear layers and experts, in model order."""
     for index, layer in enumerate(model.layers):
         for path, module in nnx.iter_modules(layer):
             if isinstance(module, Linear | ExpertLinear):

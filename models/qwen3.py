@@ -11,12 +11,12 @@ from jaxglue.models.layers import DecoderLayer
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a `Qwen3ForCausalLM` config.json."""
+    """Read a `Qwen3ForCausalLM` config.json."""
     return DecoderConfig(**decoder_fields({"head_dim": 128, **raw}), layer_windows=_windows(raw))
 
 
 def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The last layers, from `max_window_layers` on, slide when `use_sliding_window` says so."""
+    """Return the layers' windows; with `use_sliding_window`, layers from `max_window_layers` on slide."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     first = raw.get("max_window_layers", 28)
     types = raw.get("layer_types") or [
@@ -27,7 +27,7 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
-    """A Qwen3 with random weights in `dtype`."""
+    """Build a Qwen3 with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
         return DecoderLayer(config, qk_norm=True, window=config.layer_windows[index], dtype=dtype, rngs=rngs)

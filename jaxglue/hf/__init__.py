@@ -1,1 +1,1 @@
-"""Hugging Face folders and PEFT adapters, in and out."""
+"""Hugging Face folders and PEFT adapters: read and write."""

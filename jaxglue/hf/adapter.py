@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT stores them: adapter_config.json beside adapter_model.safetensors."""
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ TENSORS = "adapter_model.safetensors"
 
 _KEY = re.compile(r"base_model\.model\.(?P<name>model\.layers\.\d+\..+\.lora_[AB])\.weight")
 _READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "target_parameters"}
-_HARMLESS = {  # say where the adapter is from, or choose layers that the tensors' names show anyway
+_HARMLESS = {  # provenance, or layer choices already visible in tensor names
     "auto_mapping",
     "base_model_name_or_path",
     "exclude_modules",
@@ -30,23 +30,23 @@ _HARMLESS = {  # say where the adapter is from, or choose layers that the tensor
     "target_modules",
     "task_type",
 }
-_NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) change the base model's weights too
+_NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) also change the base weights
 
 
 def save_adapter(
     folder: str | Path, tensors: Mapping[str, jax.Array | np.ndarray], config: LoraConfig, base_model: str
 ) -> None:
-    """Writes an adapter that `peft.PeftModel.from_pretrained` loads.
+    """Write an adapter for `peft.PeftModel.from_pretrained`.
 
     Args:
-        folder: made if needed; an adapter in it is replaced, each file atomically.
-        tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R] and so on; for experts
+        folder: created if absent; an existing adapter is replaced, each file atomically.
+        tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R], …; for experts
             `model.layers.0.mlp.experts.down_proj.lora_A` [E, R, in], `….lora_B` [E, out, R].
-        config: what the adapter was trained with.
-        base_model: folder or hub name of the model that the adapter belongs to.
+        config: of the adapter.
+        base_model: folder or hub name of the base model.
 
     Raises:
-        OSError: the disk is full, ….
+        OSError: a failed write, such as on a full disk.
     """
     folder = Path(folder)
     experts = target_parameters(tensors)
@@ -63,7 +63,7 @@ def _key(name: str) -> str:
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    """The adapted layers' own names, such as q_proj."""
+    """Return the adapted layers' last name components, such as q_proj."""
     return sorted({name.split(".")[-2] for name in names})
 
 
@@ -87,14 +87,13 @@ def _to_peft(config: LoraConfig, targets: list[str], experts: list[str], base_mo
 
 
 def load_adapter(folder: str | Path) -> tuple[LoraConfig, dict[str, np.ndarray]]:
-    """Reads an adapter folder, ours or PEFT's.
+    """Read an adapter folder written by jaxglue or PEFT.
 
     Returns:
-        its config, with the adapted layers' names as `targets`, and its float32 tensors under the names of
-        `save_adapter`.
+        its config, with the adapted layers as `targets`, and float32 tensors named as in `save_adapter`.
 
     Raises:
-        ValueError: not an adapter folder, a corrupt file, or a PEFT feature that is not supported, by name.
+        ValueError: not an adapter folder, a corrupt file, or an unsupported PEFT feature, by name.
     """
     folder = Path(folder)
     for name in (CONFIG, TENSORS):
@@ -118,14 +117,14 @@ def load_adapter(folder: str | Path) -> tuple[LoraConfig, dict[str, np.ndarray]]
 def _not_an_adapter(folder: Path, missing: str) -> str:
     if missing == TENSORS and (folder / "adapter_model.bin").exists():
         return (
-            f"{folder} has only adapter_model.bin, which is pickled, and is not loaded: unpickling runs whatever code "
-            "the file holds. Save it again with peft: model.save_pretrained(folder, safe_serialization=True)"
+            f"{folder} has only adapter_model.bin, a pickle, which is refused because unpickling runs arbitrary code. "
+            "Save it again with peft: model.save_pretrained(folder, safe_serialization=True)"
         )
     return f"{folder} is not a PEFT adapter folder: {missing} is missing"
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
-    """Everything that is switched on must be known: what a newer PEFT adds is refused, not ignored."""
+    """Raise ValueError for any enabled but unknown option, so that features of a newer PEFT are not ignored."""
     if raw.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type {raw.get('peft_type')!r} is not supported: only 'LORA' is")
     if missing := [name for name in ("r", "lora_alpha") if name not in raw]:
@@ -139,7 +138,7 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _parameter(folder: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) -> tuple[str, np.ndarray]:
-    """Our name and array of one tensor."""
+    """Return the internal name and array of a PEFT tensor."""
     if not (match := _KEY.fullmatch(key)):
         raise ValueError(f"{folder / TENSORS}: {key} is not the LoRA matrix of a linear layer in model.layers")
     expert = from_peft(match["name"], array, raw.get("target_parameters") or (), raw["r"])

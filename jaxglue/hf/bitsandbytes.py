@@ -1,8 +1,8 @@
-"""Quantized linear layers as bitsandbytes stores them in model folders: what transformers reads, and we do.
+"""Quantized linear layers in bitsandbytes' folder format, shared with transformers.
 
-A matrix in NF4 is six tensors: `weight` with the codes, the two levels of scales, a table of values for each level, and
-a JSON text with sizes and the scales' mean, as bytes. One in int8 is `weight`, `SCB` (each row's largest magnitude) and
-`weight_format` (0: rows as they are). See bitsandbytes' `QuantState.as_dict` and `Linear8bitLt`.
+An NF4 matrix is six tensors: `weight` (codes), two levels of scales, a code table per level, and a JSON text with sizes
+and the scales' mean, as bytes. An int8 matrix is `weight`, `SCB` (largest magnitude per row) and `weight_format`
+(0: row-major). Source: bitsandbytes' `QuantState.as_dict` and `Linear8bitLt`.
 """
 
 import json
@@ -23,12 +23,12 @@ Specs = dict[str, jax.ShapeDtypeStruct]
 
 _STATE = "quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 256
-"""Room for the JSON text, which spaces fill: so the sizes of a folder's tensors are known before any is quantized."""
+"""Size of the space-padded JSON text: fixed, so that tensor sizes are known before quantization."""
 _REQUANTIZE = "quantize the original model again (scripts/export.py --quantize)"
 
 
 def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
-    """Tensors of a matrix [out, in] of this name (`….weight`) in NF4 or int8."""
+    """Return the stored tensors' shapes and dtypes for a matrix [out, in] named `….weight`, in NF4 or int8."""
     out, columns = shape
     if how == "int8":
         module = name.removesuffix("weight")
@@ -49,7 +49,7 @@ def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
 
 
 def stored_tensors(name: str, weight: Quantized) -> dict[str, np.ndarray]:
-    """The tensors of `stored_specs`."""
+    """Return the stored tensors of a quantized matrix, as `stored_specs` describes them."""
     if isinstance(weight, Int8Weight):
         parts = [weight.codes, weight.absmax, np.uint8(0)]
     else:
@@ -77,7 +77,7 @@ def _state(weight: NF4) -> str:
 def find_quantized(
     files: TensorFiles, name: str, shape: tuple[int, ...]
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[TensorFiles], Quantized]] | None:
-    """(shapes of the tensors that hold a matrix, what reads them), or None where these files do not quantize it."""
+    """Return (stored tensors' shapes, reader) of a quantized matrix; None if the files do not quantize it."""
     module = name.removesuffix("weight")
     if f"{name}.{_STATE}" in files.tensors:
         shapes = {part: spec.shape for part, spec in stored_specs(name, shape, "nf4").items()}
@@ -92,7 +92,7 @@ def find_quantized(
 
 
 def _read_nf4(files: TensorFiles, name: str, shape: tuple[int, ...]) -> NF4:
-    """Raises ValueError for a state or tables that are not those of NF4 with double quantization."""
+    """Read an NF4 matrix; raise ValueError unless state and tables are those of double-quantized NF4."""
     out, columns = shape
     try:
         state = json.loads(files.read(f"{name}.{_STATE}").tobytes())
@@ -101,10 +101,10 @@ def _read_nf4(files: TensorFiles, name: str, shape: tuple[int, ...]) -> NF4:
         raise _refused(files, name, f"its quant_state cannot be read ({error!r})") from error
     expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [out, columns], "nested_blocksize": GROUP}
     if wrong := {key: state.get(key) for key, value in expected.items() if state.get(key) != value}:
-        raise _refused(files, name, f"its quant_state says {wrong}, and {expected} is expected")
+        raise _refused(files, name, f"its quant_state says {wrong}, expected {expected}")
     for table, values in (("quant_map", np.array(VALUES, np.float32)), ("nested_quant_map", dynamic_code())):
         if not np.array_equal(files.read(f"{name}.{table}"), values):
-            raise _refused(files, name, f"its {table} holds other values than bitsandbytes'")
+            raise _refused(files, name, f"its {table} differs from bitsandbytes'")
     parts: dict[str, Any] = {
         "codes": _typed(files, name, np.uint8).reshape(out, columns // 2),
         "scales": _typed(files, f"{name}.absmax", np.uint8).reshape(out, columns // BLOCK),
@@ -117,14 +117,14 @@ def _read_nf4(files: TensorFiles, name: str, shape: tuple[int, ...]) -> NF4:
 def _read_int8(files: TensorFiles, name: str) -> Int8Weight:
     module = name.removesuffix("weight")
     if f"{module}weight_format" in files.tensors and int(files.read(f"{module}weight_format")) != 0:
-        raise _refused(files, name, "its rows are not stored one after the other (weight_format)")
+        raise _refused(files, name, "its weight_format is not row-major (0)")
     parts: dict[str, Any] = {"codes": _typed(files, name, np.int8), "absmax": _typed(files, f"{module}SCB", np.float32)}
     return Int8Weight(**parts, dtype=jnp.dtype(jnp.float16))
 
 
 def _typed(files: TensorFiles, name: str, dtype: type[np.generic]) -> np.ndarray:
     if (found := files.tensors[name].dtype) != dtype:
-        raise _refused(files, name, f"it holds {found}, and {np.dtype(dtype)} is expected")
+        raise _refused(files, name, f"its dtype is {found}, expected {np.dtype(dtype)}")
     return files.read(name)
 
 
@@ -133,7 +133,7 @@ def _refused(files: TensorFiles, name: str, why: str) -> ValueError:
 
 
 def quantization_config(how: str) -> dict[str, Any]:
-    """bitsandbytes' part of config.json."""
+    """Return bitsandbytes' `quantization_config` for config.json."""
     shared: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": how == "nf4",
@@ -151,18 +151,18 @@ def quantization_config(how: str) -> dict[str, Any]:
 
 
 class QuantizedReader:
-    """Tensors of a folder to be written, from those of the original; a matrix is quantized when a part is asked for.
+    """Reader of a quantized folder's tensors that quantizes each matrix when its first part is read.
 
-    What has been quantized and not been asked for is kept, which is at most what goes into one shard.
+    Holds the unread parts, at most one shard's worth.
     """
 
     def __init__(self, quantize: Callable[[str], Quantized], parts: Mapping[str, str], read: Callable[[str], Any]):
-        """`parts` maps the tensors of quantized matrices to the matrix's name; `read` reads any other tensor."""
+        """Take `parts`, from stored tensor to matrix name, and `read` for all other tensors."""
         self._quantize, self._parts, self._read = quantize, parts, read
         self._ready: dict[str, np.ndarray] = {}
 
     def __call__(self, name: str) -> np.ndarray:
-        """The tensor of this name; each part of a matrix can be asked for once."""
+        """Return the named tensor; each part of a matrix can be read once."""
         if name not in self._parts:
             return self._read(name)
         if name not in self._ready:

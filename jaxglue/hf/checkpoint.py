@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face's layout: config.json and safetensors, streamed in and out of parameters."""
+"""Model folders in Hugging Face's layout: config.json, and safetensors streamed to and from parameters."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +16,16 @@ from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.ops.quant.formats import Quantized
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Default size of a shard; transformers' and the hub's convention."""
+"""Default shard size in bytes, as in transformers."""
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 5
 _READERS = 4
-"""Tensors that are read at a time."""
+"""Tensors read concurrently."""
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's `config.json`.
+    """Read the folder's `config.json`.
 
     Raises:
         ValueError: no such folder, no config.json in it, or not a JSON object.
@@ -37,7 +37,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def model_folder(folder: str | Path) -> Path:
-    """The folder as a path, or a ValueError when it is not one."""
+    """Return the folder as a path; raise ValueError unless it is a directory."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: expected a local Hugging Face model folder (nothing is downloaded)")
@@ -45,11 +45,10 @@ def model_folder(folder: str | Path) -> Path:
 
 
 def open_checkpoint(folder: str | Path) -> TensorFiles:
-    """Opens `model.safetensors`, or every shard of the index, and checks their headers; loads nothing.
+    """Open `model.safetensors`, or every shard of the index, and check the headers; load nothing.
 
     Raises:
-        ValueError: no safetensors (with the remedy when there are pickles), a missing, truncated or corrupt shard, or
-            an index that disagrees with its shards.
+        ValueError: no safetensors, a missing, truncated or corrupt shard, or an index that disagrees with its shards.
     """
     folder = model_folder(folder)
     if (folder / SINGLE).exists():
@@ -61,7 +60,7 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))])
     if absent := [name for name in weight_map if name not in files.tensors]:
-        raise ValueError(f"{folder / INDEX} lists tensors that are in no shard: {_some(absent)}")
+        raise ValueError(f"{folder / INDEX} lists tensors absent from all shards: {_some(absent)}")
     return files
 
 
@@ -76,8 +75,8 @@ def _no_safetensors(folder: Path) -> str:
     if not pickles:
         return f"{folder} has neither {SINGLE} nor {INDEX}"
     return (
-        f"{folder} has only {_some(pickles)}, which is pickled: unpickling runs whatever code the file holds, so it is "
-        "never done here. Convert once with transformers: "
+        f"{folder} has only pickles ({_some(pickles)}), which are refused because unpickling runs arbitrary code. "
+        "Convert once with transformers: "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     )
 
@@ -87,23 +86,21 @@ def load_tensors(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     put: Callable[[str, Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """Streams the wanted parameters from a folder, casting each to its wanted dtype.
+    """Stream the wanted parameters from a folder, casting each to its wanted dtype.
 
-    Experts are taken as they are stored (see `find_source`): stacked, or expanded from MXFP4, where need be. What
-    bitsandbytes quantized comes as `Quantized`, which stands for an array of the wanted dtype.
-
-    A few tensors at a time are on the host, so that the disk reads one while another goes to its device: each is
-    waited for before the next one is read in its place.
+    Experts are stacked, or expanded from MXFP4, as needed (see `find_source`); matrices quantized by bitsandbytes
+    arrive as `Quantized` with the wanted dtype. Only a few tensors are on the host at a time: reads overlap transfers,
+    and each transfer completes before the next read takes its slot.
 
     Args:
         folder: a local Hugging Face model folder.
-        wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); a `sharding` in it is where the tensor
-            goes: every row that this process's devices need is read once.
-        put: what becomes of a cast array that has no such place, or is stored quantized; it is on the host unless it
-            was expanded. By default it goes to the default device. It is called from several threads.
+        wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); with a `sharding`, each row needed by
+            this process's devices is read once and placed accordingly.
+        put: places a cast array without sharding, or a quantized one; by default on the default device. The array is on
+            the host unless expanded. Called from several threads.
 
     Raises:
-        ValueError: what `open_checkpoint` raises; missing, extra or mis-shaped tensors, all named before any is loaded.
+        ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors, all named before any is loaded.
     """
     files = open_checkpoint(folder)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
@@ -124,7 +121,7 @@ def load_tensors(
 
 
 def _load_parts(read_rows: Callable[[int, int], Any], wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """A parameter of which every device holds some rows, or columns of them."""
+    """Assemble a sharded parameter, reading each range of rows once."""
     read: dict[tuple[int, int], Any] = {}
 
     def part(index: tuple[slice, ...] | None) -> Any:
@@ -151,13 +148,13 @@ def _check_tensors(folder: str | Path, files: TensorFiles, shapes: Mapping[str, 
     problems = {"missing": missing, "not part of the model": extra, "of another shape": misshaped}
     if any(problems.values()):
         lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
-        raise ValueError("\n".join([f"the tensors in {folder} are not those that its config.json describes:", *lines]))
+        raise ValueError("\n".join([f"the tensors in {folder} do not match its config.json:", *lines]))
     if _HEAD in found and _HEAD not in shapes:
         _check_tied(files)
 
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Buffers of old checkpoints, and the second copy of a tied embedding (compared in `_check_tied`)."""
+    """Return whether a tensor is a legacy rotary buffer or the copy of a tied embedding (see `_check_tied`)."""
     return name.endswith(".rotary_emb.inv_freq") or (name == _HEAD and _EMBEDDING in shapes)
 
 
@@ -175,16 +172,16 @@ def _check_tied(files: TensorFiles, rows: int = 4096) -> None:
 
 
 def save_tensors(folder: str | Path, tensors: Mapping[str, jax.Array], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes tensors as a safetensors folder, one at a time on the host.
+    """Write tensors as a safetensors folder, with one at a time on the host.
 
     Args:
-        folder: does not exist yet, or is empty; it appears complete or not at all.
-        tensors: by Hugging Face's full name, each written in its own dtype.
-        max_shard_bytes: a tensor that is larger alone has a shard of its own.
+        folder: absent or empty; it appears complete or not at all.
+        tensors: by Hugging Face's full name, written in their own dtypes.
+        max_shard_bytes: shard limit; a larger tensor gets a shard to itself.
 
     Raises:
-        ValueError: the folder is not empty, or a dtype that is not supported.
-        OSError: the disk is full, ….
+        ValueError: the folder is not empty, or an unsupported dtype.
+        OSError: a failed write, such as on a full disk.
     """
     specs = {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     with atomic_folder(Path(folder)) as temporary:

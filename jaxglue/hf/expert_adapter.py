@@ -1,7 +1,7 @@
-"""Adapters of experts in PEFT's convention, where the matrices of all experts lie in two of two dimensions.
+"""Expert adapters in PEFT's convention: the matrices of all experts concatenated into two 2-D tensors.
 
-PEFT (0.21) wraps the module of the experts once for each of its targeted parameters: `experts.lora_A` belongs to the
-outer wrapper, `experts.base_layer.lora_A` to the one inside. `gate_up_proj` is wrapped first, so it is the inner one.
+PEFT (0.21) wraps the experts' module once per targeted parameter: `experts.lora_A` belongs to the outer wrapper,
+`experts.base_layer.lora_A` to the inner one. `gate_up_proj` is wrapped first and thus is the inner one.
 """
 
 import re
@@ -16,17 +16,17 @@ _INNER, _OUTER = "gate_up_proj", "down_proj"
 
 
 def target_parameters(names: Iterable[str]) -> list[str]:
-    """What PEFT's config names for these tensors: `mlp.experts.down_proj` and the like."""
+    """Return PEFT's `target_parameters` for these tensors, such as `mlp.experts.down_proj`."""
     return sorted({f"mlp.experts.{match['projection']}" for name in names if (match := _OURS.fullmatch(name))})
 
 
 def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.ndarray]:
-    """PEFT's name and array of one tensor; those of other layers as they are.
+    """Convert an expert tensor to PEFT's name and shape; return other tensors unchanged.
 
     Args:
-        name: ours, `model.layers.0.mlp.experts.down_proj.lora_A` or of another layer.
-        tensor: [E, R, in] for an A, which becomes [E·R, in]; [E, out, R] for a B, which becomes [out, R·E].
-        targets: all `target_parameters`.
+        name: such as `model.layers.0.mlp.experts.down_proj.lora_A`.
+        tensor: A [E, R, in], to become [E·R, in], or B [E, out, R], to become [out, R·E].
+        targets: `target_parameters` of the adapter.
     """
     if not (match := _OURS.fullmatch(name)):
         return name, np.asarray(tensor)
@@ -40,10 +40,10 @@ def to_peft(name: str, tensor: Any, targets: Iterable[str]) -> tuple[str, np.nda
 
 
 def from_peft(name: str, array: np.ndarray, targets: Iterable[str], rank: int) -> tuple[str, np.ndarray] | None:
-    """The inverse of `to_peft` for experts; None for other names.
+    """Invert `to_peft` for an expert tensor; return None for other names.
 
     Raises:
-        ValueError: experts that the config does not target, or a shape that is not that of this rank.
+        ValueError: experts missing from `targets`, or a shape inconsistent with the rank.
     """
     if not (match := _THEIRS.fullmatch(name)):
         return None

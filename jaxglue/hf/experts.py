@@ -1,4 +1,4 @@
-"""How the experts of a layer lie in a checkpoint: in one tensor, in one for each expert, or in MXFP4 blocks."""
+"""Expert layouts in checkpoints: one tensor, one tensor per expert, or MXFP4 blocks."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -21,23 +21,23 @@ Shape = tuple[int, ...]
 
 _EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)")
 _SPLIT_EXPERTS = {"qwen3_moe"}
-"""Model types whose checkpoints hold a tensor for each expert."""
+"""Model types whose checkpoints hold one tensor per expert."""
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a parameter comes from."""
+    """Checkpoint tensors of a parameter, and how to read them."""
 
     shapes: dict[str, Shape]
-    """Tensors of the checkpoint that it needs, with the shapes that they must have."""
+    """Required shapes of the checkpoint tensors, by name."""
     read: Callable[[TensorFiles], np.ndarray | jax.Array | Quantized]
     read_rows: Callable[[TensorFiles, int, int], np.ndarray | jax.Array] | None = None
-    """Rows from, and up to, these of its first axis; None where it has to be read whole."""
+    """Reads rows start:stop of the first axis; None if the parameter must be read whole."""
 
 
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
-    """How to read the parameter of this name from these files, whatever they hold."""
+    """Return how to read a parameter from the files, in whichever layout they hold it."""
     if name not in files.tensors:
         if f"{name}_blocks" in files.tensors:
             return _expanded(name, shape)
@@ -54,9 +54,9 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
 
 
 def expert_parts(name: str, shape: Shape) -> dict[str, ExpertIndex]:
-    """Tensor of one expert → its place in the parameter of all of them, [E, out, in]; empty for other parameters.
+    """Map each per-expert tensor to its index in the stacked parameter [E, out, in]; empty for other parameters.
 
-    Qwen3-MoE's checkpoints hold `experts.3.gate_proj.weight`, where its modules in transformers 5 hold one
+    Qwen3-MoE's checkpoints hold `experts.3.gate_proj.weight`; its modules in transformers 5 hold
     `experts.gate_up_proj`.
     """
     if not (match := _EXPERTS.fullmatch(name)):
@@ -70,19 +70,19 @@ def expert_parts(name: str, shape: Shape) -> dict[str, ExpertIndex]:
     }
 
 
-def stored_places(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[str, Index]]:
-    """Tensor of a published checkpoint → the parameter that holds it, and where: the way back from `find_source`.
+def checkpoint_layout(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, tuple[str, Index]]:
+    """Map each published checkpoint tensor to its (parameter, index), inverting `find_source`.
 
     Args:
-        shapes: of the parameters, by name.
+        shapes: parameter shapes by name.
         config: the model's config.json.
     """
     splits = config.get("model_type") in _SPLIT_EXPERTS
-    places: dict[str, tuple[str, Index]] = {}
+    layout: dict[str, tuple[str, Index]] = {}
     for parameter, shape in shapes.items():
         parts: Mapping[str, Index] = expert_parts(parameter, shape) if splits else {}
-        places |= {name: (parameter, index) for name, index in (parts or {parameter: ()}).items()}
-    return places
+        layout |= {name: (parameter, index) for name, index in (parts or {parameter: ()}).items()}
+    return layout
 
 
 def _stacked(parts: dict[str, ExpertIndex], shape: Shape) -> Source:
@@ -98,7 +98,7 @@ def _stacked(parts: dict[str, ExpertIndex], shape: Shape) -> Source:
 
 
 def part_shape(shape: Shape, index: Index) -> Shape:
-    """Shape of a part of an array."""
+    """Return the shape of an indexed part of an array."""
     return np.broadcast_to(0, shape)[index].shape
 
 
@@ -114,7 +114,7 @@ def _expanded(name: str, shape: Shape) -> Source:
 
 
 def read_expanded(files: TensorFiles, name: str) -> jax.Array:
-    """The experts that `<name>_blocks` and `<name>_scales` hold, [E, in, out] in bfloat16, on the default device."""
+    """Expand `<name>_blocks` and `<name>_scales` to experts [E, in, out] in bfloat16, on the default device."""
     return _expand(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
 
 

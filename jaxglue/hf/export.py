@@ -1,4 +1,4 @@
-"""Complete Hugging Face model folders from what was trained, written tensor by tensor."""
+"""Export of complete Hugging Face model folders: trained, merged or quantized, written tensor by tensor."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
-from jaxglue.hf.experts import part_shape, read_expanded, stored_places
+from jaxglue.hf.experts import checkpoint_layout, part_shape, read_expanded
 from jaxglue.hf.files import atomic_folder, write_json
 from jaxglue.hf.merge import load_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
@@ -24,7 +24,7 @@ from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.quant.formats import Quantize, quantize_matrix
 from jaxglue.ops.quant.mxfp4 import BLOCK
 
-_COPIED = (  # what belongs to a model beside its weights; other files of the base's folder stay behind
+_COPIED = (  # other files of the base folder are not copied
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -41,19 +41,19 @@ _COPIED = (  # what belongs to a model beside its weights; other files of the ba
 def export_adapter(
     adapter: str | Path, base: str | Path, output: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes the base model with an adapter merged in: W + scale · B · A in float32, cast to the base's dtype.
+    """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
-    Where it changes experts that the base holds in MXFP4, all experts are written in bfloat16.
+    An adapter on MXFP4 experts makes all experts be written in bfloat16.
 
     Args:
         adapter: a PEFT folder.
-        base: the model folder that the adapter was trained on.
-        output: must not exist, or be empty; it appears complete or not at all.
-        max_shard_bytes: size at which a new file is begun.
+        base: the adapter's base model folder.
+        output: absent or empty; it appears complete or not at all.
+        max_shard_bytes: shard limit in bytes.
 
     Raises:
-        ValueError: an adapter that does not fit the base, bad input folders, or an output folder that is not empty.
-        OSError: the disk is full, ….
+        ValueError: an adapter of another model, bad input folders, or a non-empty output folder.
+        OSError: a failed write, such as on a full disk.
     """
     read_config(base)
     files = open_checkpoint(base)
@@ -73,7 +73,7 @@ def export_adapter(
 
 
 def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the merged folder holds: the base's tensors, those in MXFP4 expanded where wanted."""
+    """Return the merged folder's tensor specs: the base's, with MXFP4 expanded if `expands`."""
     specs = {}
     for name, info in tensors.items():
         if not expands or not name.endswith(("_blocks", "_scales")):
@@ -88,7 +88,7 @@ def _require_fit(
     name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path, base: str | Path
 ) -> None:
     if spec is None:
-        raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, which the base does not have")
+        raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, missing from the base")
     if spec.dtype.kind in "iub":
         raise ValueError(f"{name} in {base} is quantized ({spec.dtype}): merge into the unquantized checkpoint")
     if spec.shape != shape:
@@ -106,31 +106,31 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
 ) -> None:
-    """Writes a complete model folder from parameters in memory.
+    """Write a complete model folder from parameters in memory.
 
     Args:
-        folder: a model that an earlier call wrote there is replaced; it appears complete or not at all.
-        tensors: all parameters, by Hugging Face's full name.
-        base: the folder whose config.json and tokenizer belong to them.
-        dtype: of the written tensors, cast one by one; by default each keeps its own.
-        max_shard_bytes: size at which a new file is begun.
-        write: False on those of several processes that have a part of the tensors to give, but do not write.
+        folder: replaced if present; it appears complete or not at all.
+        tensors: all parameters by Hugging Face's full name.
+        base: source of config.json and tokenizer.
+        dtype: of the written tensors; by default each keeps its own.
+        max_shard_bytes: shard limit in bytes.
+        write: False on processes that only contribute their shards of the tensors.
 
     Raises:
-        OSError: the disk is full, ….
+        OSError: a failed write, such as on a full disk.
     """
-    places = stored_places({name: tensor.shape for name, tensor in tensors.items()}, read_config(base))
+    layout = checkpoint_layout({name: tensor.shape for name, tensor in tensors.items()}, read_config(base))
     specs = {
         name: jax.ShapeDtypeStruct(part_shape(tensors[parameter].shape, index), dtype or tensors[parameter].dtype)
-        for name, (parameter, index) in places.items()
+        for name, (parameter, index) in layout.items()
     }
 
-    @lru_cache(maxsize=1)  # the experts of a layer follow one another
+    @lru_cache(maxsize=1)  # tensors of one layer's experts are consecutive
     def whole(parameter: str) -> np.ndarray:
         return on_host(tensors[parameter].astype(dtype or tensors[parameter].dtype))
 
     def read(name: str) -> np.ndarray:
-        parameter, index = places[name]
+        parameter, index = layout[name]
         return whole(parameter)[index]
 
     if not write:
@@ -145,23 +145,23 @@ def save_model(
 def quantize_folder(
     base: str | Path, output: str | Path, how: Quantize, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes a model folder with the linear layers of its decoder layers in NF4 or int8, as bitsandbytes stores them.
+    """Write a model folder with the decoder layers' linear layers in bitsandbytes' NF4 or int8 format.
 
     Args:
         base: the model folder.
-        output: must not exist, or be empty; it appears complete or not at all.
+        output: absent or empty; it appears complete or not at all.
         how: the format.
-        max_shard_bytes: size at which a new file is begun, and what is in memory at a time.
+        max_shard_bytes: shard limit in bytes, which also bounds memory.
 
     Raises:
-        ValueError: the base is quantized already, or the format cannot hold it; a bad folder.
-        OSError: the disk is full, ….
+        ValueError: an already quantized base, sizes the format cannot hold, or a bad folder.
+        OSError: a failed write, such as on a full disk.
     """
     raw = read_config(base)
     if method := (raw.get("quantization_config") or {}).get("quant_method"):
         raise ValueError(
-            f"{base} is quantized already ({method}), and a folder holds one format: use it as it is, "
-            "or start from the folder of the original"
+            f"{base} is already quantized ({method}) and a folder holds one format: use it unchanged, "
+            "or start from the original folder"
         )
     config, files = config_from_hf(raw).quantized(how), open_checkpoint(base)
     linears = quantized_names(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
@@ -183,14 +183,14 @@ def quantize_folder(
 
 
 def on_host(tensor: jax.Array) -> np.ndarray:
-    """The whole of an array; all processes that have parts of it must ask."""
+    """Gather an array to the host; every process that holds shards must call."""
     if tensor.is_fully_addressable or tensor.is_fully_replicated:
         return np.asarray(tensor)
     return np.asarray(multihost_utils.process_allgather(tensor, tiled=True))
 
 
 def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:
-    """Copies what belongs to the base beside its weights; `names` are those of the weights in `output`."""
+    """Copy the base's non-weight files; `names` are the weights in `output`."""
     for pattern in _COPIED:
         for path in filter(Path.is_file, Path(base).glob(pattern)):
             shutil.copyfile(path, output / path.name)

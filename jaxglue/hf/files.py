@@ -1,4 +1,4 @@
-"""Writing files and folders so that nobody ever sees half of one."""
+"""Atomic writes of files and folders, and JSON."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from typing import Any
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path`; renamed to `path` on success, removed on any error.
+    """Yield a temporary name beside `path`, renamed to `path` on success and removed on any error.
 
     Raises:
-        OSError: from the writer (a full disk, …), naming `path`.
+        OSError: a failed write, naming `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -23,22 +23,24 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}: {path} was not written; what was there before stays") from error
+        raise OSError(
+            error.errno, f"{error.strerror}: {path} was not written; any previous file is unchanged"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`; renamed to `path` on success, removed on any error.
+    """Yield a temporary folder beside `path`, renamed to `path` on success and removed on any error.
 
     Args:
-        path: absent or an empty folder, unless `replace`.
-        replace: whether a folder that is there is deleted once the new one is complete.
+        path: absent or empty, unless `replace`.
+        replace: delete an existing folder once the new one is complete.
 
     Raises:
-        ValueError: `path` exists, is not an empty folder, and may not be replaced.
-        OSError: from the writer (a full disk, …), naming `path`.
+        ValueError: `path` is neither absent nor empty and `replace` is false.
+        OSError: a failed write, naming `path`.
     """
     if not replace:
         require_empty(path)
@@ -46,7 +48,7 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp's 0o700 would lock colleagues out
+        temporary.chmod(0o755)  # mkdtemp's 0o700 would exclude other users
         if replace and path.exists():
             os.replace(path, temporary.with_suffix(".old"))
         os.replace(temporary, path)
@@ -58,15 +60,15 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def require_empty(path: Path) -> None:
-    """Raises ValueError unless `path` is free to be written: absent, or an empty folder."""
+    """Raise ValueError unless `path` is absent or an empty folder."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file: name a folder that does not exist yet")
+        raise ValueError(f"{path} is a file: name a new folder")
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty: name another folder, or empty this one first")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Read the JSON object in `path`.
 
     Raises:
         ValueError: not UTF-8, not JSON (with line and column), or not an object.
@@ -81,6 +83,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` as indented JSON, atomically."""
+    """Write `content` as indented JSON, atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

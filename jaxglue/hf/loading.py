@@ -1,4 +1,4 @@
-"""Models from Hugging Face folders, or with random weights of their shapes."""
+"""Models loaded from Hugging Face folders, or initialized with random weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +21,7 @@ from jaxglue.ops.quant.formats import Quantize, Quantized, is_quantized, quantiz
 from jaxglue.sharding.mesh import put_whole
 
 Placement = Callable[[str, Any], Any]
-"""Where the parameter of this Hugging Face name and value goes: a sharding, or one for each of its parts where it is
-quantized; None for the default device."""
+"""Maps a parameter's Hugging Face name and value to its sharding, one per part if quantized; None: default device."""
 
 
 def load_model(
@@ -33,19 +32,18 @@ def load_model(
     quantize: Quantize = "none",
     place: Placement | None = None,
 ) -> CausalLM:
-    """The model in a local Hugging Face folder, its weights streamed to their places in `dtype`.
+    """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
 
     Args:
         folder: config.json and safetensors.
-        dtype: of all weights but experts in MXFP4.
-        expand_experts: whether experts in MXFP4 are expanded to `dtype` too.
-        quantize: `nf4` or `int8` quantizes each linear layer of the decoder layers as it arrives, a few at a time;
-            `none` leaves them as the folder has them, which may be quantized by bitsandbytes or `quantize_folder`.
-        place: where each parameter goes, straight from the file unless it has to be quantized first.
+        dtype: of all weights except MXFP4 experts.
+        expand_experts: also expand MXFP4 experts to `dtype`.
+        quantize: `nf4` or `int8` quantizes the decoder layers' linear layers while loading; `none` keeps the folder's
+            format.
+        place: sharding of each parameter; read directly into place unless quantized while loading.
 
     Raises:
-        ValueError: no such folder, a config.json that is not supported, or tensors that are not those it describes;
-            sizes that NF4's blocks do not divide.
+        ValueError: a bad folder, an unsupported config.json, mismatched tensors, or sizes not divisible by NF4 blocks.
     """
     config = config_from_hf(read_config(folder))
     if expand_experts:
@@ -56,18 +54,18 @@ def load_model(
 def random_model(
     config: DecoderConfig, *, dtype=jnp.bfloat16, seed: int = 0, place: Placement | None = None
 ) -> CausalLM:
-    """A model as Hugging Face initializes it: normal matrices, zero biases, norms that are the identity.
+    """Initialize a model as Hugging Face does: normal matrices, zero biases, unit norms.
 
-    Compiles one program per shape of a parameter, so a deep model starts as fast as a shallow one.
+    Compiles one program per parameter shape, whatever the depth.
     """
     std = config.initializer_range
     return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
 
 
 Put = Callable[[str, Any], jax.Array | Quantized]
-"""An array as the model holds the parameter of this name: in its place, quantized where it is so there."""
+"""Quantizes the named parameter's array if the model does, and places it."""
 Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
-"""What `Put` makes of an array for each parameter of these names, shapes and dtypes."""
+"""Produces every parameter of the given specs through `Put`."""
 
 
 def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill: Fill) -> CausalLM:
@@ -88,7 +86,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
 
 def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, std: float, key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, len(specs))
-    # One at a time: those on their way to the host must not pile up on the device.
+    # One at a time, so that transfers to the host do not accumulate on the device.
     return {
         name: jax.block_until_ready(put(name, _initial(name, spec, std, key)))
         for (name, spec), key in zip(specs.items(), keys, strict=True)
@@ -113,10 +111,10 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Ar
 
 
 def add_adapter(model: CausalLM, folder: str | Path) -> LoraConfig:
-    """Adds the PEFT adapter in this folder to the model, in place, and returns its config.
+    """Add a folder's PEFT adapter to the model in place, and return its config.
 
     Raises:
-        ValueError: not an adapter folder, or one of another model, naming a matrix that does not fit.
+        ValueError: not an adapter folder, or an adapter of another model, naming the mismatched matrix.
     """
     config, tensors = load_adapter(folder)
     add_lora(model, config, rngs=nnx.Rngs(0))
@@ -126,7 +124,7 @@ def add_adapter(model: CausalLM, folder: str | Path) -> LoraConfig:
         ours = adapter[name][1].shape if name in adapter else "missing"
         theirs = tensors[name].shape if name in tensors else "missing"
         if ours != theirs:
-            raise ValueError(f"{folder} does not fit the model: {name} is {theirs} in it, {ours} in the model")
+            raise ValueError(f"{folder} does not fit the model: {name} is {theirs}, expected {ours}")
     flat = [(path, variable.replace(jnp.asarray(tensors[name]))) for name, (path, variable) in adapter.items()]
     nnx.update(model, nnx.from_flat_state(flat))
     return config

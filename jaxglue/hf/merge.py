@@ -1,4 +1,4 @@
-"""What an adapter adds to the tensors of a checkpoint."""
+"""Weight deltas of an adapter, to merge into a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,34 +13,33 @@ from jaxglue.hf.tensor_files import TensorInfo
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """The change of one weight, scale · B · A, in factors; for all experts at once they have a leading axis."""
+    """A weight's delta scale · B · A in factors, with a leading axis for stacked experts."""
 
     b: np.ndarray
     a: np.ndarray
     transposed: bool = False
-    """Whether the weight is stored [in, out]."""
+    """The weight is stored as [in, out]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
+        """Return the weight's shape."""
         out_features, in_features = self.b.shape[-2], self.a.shape[-1]
         return (*self.b.shape[:-2], *((in_features, out_features) if self.transposed else (out_features, in_features)))
 
     def add_to(self, weight: np.ndarray) -> np.ndarray:
-        """The weight with its change, added in float32 and cast to the weight's dtype."""
+        """Add the delta to a weight in float32 and cast to the weight's dtype."""
         total = np.swapaxes(self.a, -1, -2) @ np.swapaxes(self.b, -1, -2) if self.transposed else self.b @ self.a
         total += weight.astype(np.float32)
         return total.astype(weight.dtype)
 
 
 def load_deltas(adapter: str | Path, base: Mapping[str, TensorInfo]) -> dict[str, Delta]:
-    """Name of a weight → its change, for every weight of the base that the adapter changes.
+    """Return the adapter's deltas by base weight name.
 
-    Experts go by what the base holds: a tensor for each, or one for all. Where that is in MXFP4, the name is that of
-    the expanded tensor.
+    Experts follow the base's layout: one tensor per expert or one for all; MXFP4 experts go by their expanded name.
 
     Raises:
-        ValueError: not an adapter folder, or one that is corrupt or not supported.
+        ValueError: a missing, corrupt or unsupported adapter.
     """
     config, lora = load_adapter(adapter)
     scale = np.float32(config.scale)

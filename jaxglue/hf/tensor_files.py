@@ -1,8 +1,8 @@
 """Safetensors files, read and written one tensor at a time.
 
-The format: 8 bytes with the header's length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, the
-data without gaps; https://github.com/huggingface/safetensors#format. The library reads; it can only write tensors that
-are all in memory at once, so the writer is here.
+The library only writes tensors that are all in memory, hence the writer here. Format: 8-byte little-endian header
+length, JSON header {name: {dtype, shape, data_offsets}}, data without gaps; see
+https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -36,7 +36,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What a header says about one tensor."""
+    """Header entry of a tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -44,10 +44,10 @@ class TensorInfo:
 
 
 class TensorFiles:
-    """Opened safetensors files: headers checked against file sizes, data read only when asked for.
+    """Open safetensors files with checked headers; data are read on request.
 
     Raises:
-        ValueError: a file that is missing, truncated or corrupt, an unsupported dtype, or a tensor in two files.
+        ValueError: a missing, truncated or corrupt file, an unsupported dtype, or a tensor in two files.
     """
 
     def __init__(self, paths: Iterable[Path]):
@@ -60,11 +60,11 @@ class TensorFiles:
                 self.tensors[name] = _info(path, handle, name)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in memory of its own."""
+        """Read a tensor into its own memory."""
         return self._handles[self.tensors[name].file].get_tensor(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows `start:stop` of one tensor, cut at its end as Python's slices are."""
+        """Read rows `start:stop` of a tensor, clipped to its end."""
         info = self.tensors[name]
         return self._handles[info.file].get_slice(name)[start : min(stop, info.shape[0])]
 
@@ -87,13 +87,13 @@ def _info(path: Path, handle, name: str) -> TensorInfo:
 
 
 def write_file(path: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]) -> None:
-    """Writes one file, asking `read` for each tensor in turn, so that one tensor at a time is in memory.
+    """Write a file, calling `read` for one tensor at a time.
 
     Raises:
-        ValueError: a dtype that is not supported.
-        OSError: the disk is full, …; the caller removes the unfinished file (`atomic_file`, `atomic_folder`).
+        ValueError: an unsupported dtype.
+        OSError: a failed write; the caller removes the partial file (`atomic_file`, `atomic_folder`).
     """
-    # Widest dtype first: then every tensor is aligned for whoever maps the file.
+    # Widest dtype first keeps every tensor aligned for memory mapping.
     names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
     with path.open("wb") as file:
         file.write(_header(names, specs))
@@ -120,17 +120,19 @@ def _header(names: Iterable[str], specs: Mapping[str, jax.ShapeDtypeStruct]) -> 
 
 def _code(name: str, dtype: np.dtype) -> str:
     if np.dtype(dtype) not in _CODES:
-        raise ValueError(f"tensor {name} has dtype {dtype}, which is not written; supported are {', '.join(_DTYPES)}")
+        raise ValueError(
+            f"tensor {name} has dtype {dtype}, which cannot be written; supported are {', '.join(_DTYPES)}"
+        )
     return _CODES[np.dtype(dtype)]
 
 
 def nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    """Size of a tensor in bytes."""
+    """Return a tensor's size in bytes."""
     return spec.size * spec.dtype.itemsize
 
 
 def plan_shards(specs: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int) -> list[list[str]]:
-    """Names in order, cut into groups of at most `max_bytes` (or one tensor, where that alone is larger)."""
+    """Split names in order into groups of at most `max_bytes`, or of one larger tensor."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
@@ -145,7 +147,7 @@ def plan_shards(specs: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int) -> li
 def write_shards(
     folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray], max_shard_bytes: int
 ) -> None:
-    """Writes `model.safetensors`, or numbered shards with their index, into an existing folder."""
+    """Write `model.safetensors`, or numbered shards and their index, into an existing folder."""
     shards = plan_shards(specs, max_shard_bytes)
     if len(shards) == 1:
         return write_file(folder / SINGLE, specs, read)

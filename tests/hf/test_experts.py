@@ -172,9 +172,7 @@ def test_targets_that_cannot_be_are_refused(base, config, message):
 def test_an_adapter_of_experts_does_not_fit_a_dense_model(tmp_path):
     with pytest.raises(ValueError, match="targets gate_up_proj do not exist in this model"):
         add_adapter(load_model(GOLDENS / "qwen3_tied", dtype=jnp.float32), GOLDENS / "qwen3_moe_adapter")
-    with pytest.raises(
-        ValueError, match=r"it adapts model\.layers\.0\.mlp\.experts\.\S+, which the base does not have"
-    ):
+    with pytest.raises(ValueError, match=r"it adapts model\.layers\.0\.mlp\.experts\.\S+, missing from the base"):
         export_adapter(GOLDENS / "qwen3_moe_adapter", GOLDENS / "qwen3_tied", tmp_path / "merged")
 
 

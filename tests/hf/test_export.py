@@ -105,7 +105,7 @@ def test_saved_model_takes_the_wanted_dtype(tmp_path, base):
         (
             "model.layers.7.self_attn.q_proj",
             (2, 8),
-            "it adapts model.layers.7.self_attn.q_proj.weight, which",
+            "it adapts model.layers.7.self_attn.q_proj.weight, missing from the base",
         ),
         ("model.layers.0.self_attn.q_proj", (2, 9), r"q_proj.weight it is \[12, 9\], the base \[12, 8\]"),
     ],

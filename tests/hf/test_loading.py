@@ -83,7 +83,7 @@ def test_random_weights_follow_the_config_and_the_seed():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("layers.1.mlp.down_proj", "layers.7.mlp.down_proj", r"layers.1.mlp.down_proj.lora_A is missing in it"),
+        ("layers.1.mlp.down_proj", "layers.7.mlp.down_proj", r"layers.1.mlp.down_proj.lora_A is missing, expected"),
         (
             "mlp.down_proj",
             "mlp.down_projection",

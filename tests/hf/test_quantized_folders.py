@@ -128,11 +128,11 @@ STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
         (
             "nf4",
             {f"{MATRIX}.absmax": lambda a: a.astype(np.int32)},
-            "absmax in .*: it holds int32, and uint8 is expected",
+            "absmax in .*: its dtype is int32, expected uint8",
         ),
         ("nf4", {STATE: lambda a: a[:-9]}, r"its quant_state cannot be read .* quantize the original model again"),
         ("nf4", {STATE: lambda a: np.frombuffer(a.tobytes().replace(b"64", b"32"), np.uint8)}, "quant_state says"),
-        ("int8", {MATRIX: lambda a: a.astype(np.int32)}, "holds int32, and int8 is expected"),
+        ("int8", {MATRIX: lambda a: a.astype(np.int32)}, "dtype is int32, expected int8"),
         ("int8", {f"{MATRIX[:-6]}weight_format": lambda a: np.array(1, np.uint8)}, "weight_format"),
     ],
 )
@@ -157,7 +157,7 @@ def test_tensors_that_do_not_fit_are_refused(folder, how, change, message):
         ),
         ({"bnb_4bit_use_double_quant": False}, "double quantization False"),
         ({"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}, r"leaves model.layers.0.mlp unquantized"),
-        ({"quant_method": "awq"}, "quant_method 'awq' in config.json is not supported: use the folder of the original"),
+        ({"quant_method": "awq"}, "quant_method 'awq' in config.json is not supported: use the original model folder"),
     ],
 )
 def test_other_formats_are_refused(folder, changes, message):
@@ -167,10 +167,10 @@ def test_other_formats_are_refused(folder, changes, message):
 
 
 def test_a_quantized_folder_is_not_quantized_otherwise(tmp_path):
-    with pytest.raises(ValueError, match=r"--quantize int8: the model's folder is quantized to nf4 already"):
+    with pytest.raises(ValueError, match=r"--quantize int8: the model folder is already quantized to nf4"):
         load_model(GOLDENS / "nf4_folder", quantize="int8")
     for name, method in (("nf4_folder", "bitsandbytes"), ("gpt_oss_mxfp4", "mxfp4")):
-        with pytest.raises(ValueError, match=rf"is quantized already \({method}\), and a folder holds one format"):
+        with pytest.raises(ValueError, match=rf"is already quantized \({method}\) and a folder holds one format"):
             quantize_folder(GOLDENS / name, tmp_path / "again", "nf4")
     with pytest.raises(ValueError, match="quantize must be one of none, nf4, int8, got 'nf5'"):
         load_model(GOLDENS.parent / "goldens/qwen3_tied", quantize="nf5")

@@ -1,0 +1,32 @@
+"""The planner's public entry."""
+
+from jaxglue.engine.policy import AUTO
+from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner.planner import Plan, Planner
+from jaxglue.planner.workload import Workload
+
+
+def plan(
+    workload: Workload,
+    gpu: str,
+    *,
+    remat: str = AUTO,
+    stream_weights: bool | None = None,
+    memory_limit: float | None = None,
+    host_memory: float = 64.0,
+) -> Plan:
+    """Predict time and memory of a training step, choosing the fastest policy that fits unless `remat` names one.
+
+    Args:
+        workload: model, batch and method, as shapes.
+        gpu: name of a known GPU, such as "RTX 4090"; it need not be present.
+        remat: a policy as `parse_policies` reads it, or `auto`.
+        stream_weights: frozen weights in host memory; None chooses.
+        memory_limit: usable GPU memory in GiB; nine tenths of the GPU's by default.
+        host_memory: host memory that may be pinned, GiB.
+
+    Raises:
+        ValueError: an unknown GPU or policy, or nothing fits.
+    """
+    planner = Planner(workload, find_gpu(gpu).limited(memory_limit))
+    return planner.resolve(remat, stream_weights=stream_weights, host_memory=host_memory * GIB)

@@ -1,0 +1,35 @@
+"""The package root: lazy, complete, and cheap to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+import jaxglue
+
+IMPORT = """
+import sys, time
+start = time.process_time()
+import jaxglue
+print(time.process_time() - start, *sorted({"jax", "numpy", "triton", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_import_is_fast_and_loads_no_jax():
+    runs = [subprocess.check_output([sys.executable, "-c", IMPORT], text=True).split() for _ in range(3)]
+    assert min(float(seconds) for seconds, *_ in runs) < 0.3
+    assert not any(loaded for _, *loaded in runs)
+
+
+@pytest.mark.parametrize("name", jaxglue.__all__)
+def test_every_public_name_resolves(name):
+    assert getattr(jaxglue, name)
+
+
+def test_dir_lists_public_names_only():
+    assert dir(jaxglue) == jaxglue.__all__
+
+
+def test_unknown_name_raises_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        jaxglue.nothing  # noqa: B018
