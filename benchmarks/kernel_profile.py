@@ -12,12 +12,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from trace import copy_overlap
 from typing import NamedTuple
 
 from jax.profiler import ProfileData
 from measure import table
 from programs import UNKNOWN, Work, read_programs
+from traces import copy_overlap
 
 MATMUL, COPY = 790e12, 4.3e12
 """FLOP/s and bytes/s that an H200 was measured to reach."""

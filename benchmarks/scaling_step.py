@@ -10,12 +10,12 @@ import json
 import tempfile
 import time
 from collections import deque
-from trace import collective_overlap
 
 import jax
 import numpy as np
 from measure import uniform_lengths
 from step import LENGTHS_SEED, memory, parameters, workload
+from traces import collective_overlap
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor

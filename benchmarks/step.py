@@ -15,7 +15,6 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from trace import copy_overlap
 from typing import get_args
 
 import jax
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from inputs import SHAPES
 from measure import uniform_lengths
+from traces import copy_overlap
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer

@@ -7,7 +7,7 @@ import pytest
 
 from jaxglue.ops.rope import ROPE_TYPES, RopeConfig, apply_rope, inverse_frequencies, rope_tables
 
-GOLDEN = json.loads((Path(__file__).parent / "goldens/rope.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "rope.json").read_text())
 CASES = GOLDEN["cases"]
 LLAMA3 = next(case["config"] for case in CASES if case["config"]["rope_type"] == "llama3")
 

@@ -1,7 +1,5 @@
 """Overlap of copies with kernels, from their times; and, on a GPU, from a real trace."""
 
-from trace import copy_overlap, exposure, overlap
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,7 +12,9 @@ from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import split_model
 
 
-def test_overlap_counts_only_what_runs_under_a_kernel():
+def test_overlap_counts_only_copies_under_kernels():
+    from traces import overlap
+
     found = overlap(to_host=[(0, 4)], to_device=[(3, 5), (8, 10)], kernels=[(1, 2), (2, 6), (1.5, 3), (9, 12)])
     assert found == (4, 4, 3 + 2 + 1, 5 + 3, 11)
     assert found.hidden_share == 6 / 8
@@ -22,18 +22,24 @@ def test_overlap_counts_only_what_runs_under_a_kernel():
 
 
 def test_a_collective_is_exposed_where_no_kernel_runs():
+    from traces import exposure
+
     events = [("gemm", (0, 4)), ("ncclDevKernel_AllGather", (3, 7)), ("fusion", (6, 9)), ("MemcpyD2D", (4, 6))]
     assert exposure(events) == (4, 2, 9)
     assert exposure([("gemm", (0, 4))]) == (0, 0, 4)
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path):
+    from traces import copy_overlap
+
     with pytest.raises(ValueError, match="holds no profiler trace"):
         copy_overlap(tmp_path)
 
 
 @pytest.mark.gpu
 def test_copies_run_under_computation(tiny_config, random_batch, tmp_path):
+    from traces import copy_overlap
+
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 6, "head_dim": 128}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     config = config_from_hf({**tiny_config, **sizes, **heads, "model_type": "qwen3"})
