@@ -1,7 +1,7 @@
 """Command lines and recipes from configuration dataclasses: every field is a flag and a TOML key.
 
-A configuration is a frozen keyword-only dataclass whose fields are plain values or groups, that is further such
-dataclasses. `--seq-len 4096` and the recipe below mean the same; a flag wins over a recipe, a recipe over a default.
+A configuration (`jaxglue.config.Config`) holds plain values and groups, which are further configurations.
+`--seq-len 4096` and the recipe below mean the same; a flag wins over a recipe, a recipe over a default.
 
     [data]
     seq_len = 4096
@@ -11,73 +11,32 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import itertools
 import json
 import sys
 import textwrap
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_ACCEPTS: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float), bool: (bool,), Path: (str,)}
-"""For each type of a field the TOML types that it is read from."""
-_NONE = "none"
-"""Stands for None, which TOML cannot say, wherever a field is optional."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """What a field holds: one scalar or a tuple of them, perhaps of named choices, perhaps None."""
-
-    scalar: type
-    optional: bool = False
-    many: bool = False
-    choices: tuple[Any, ...] = ()
-
-    def __str__(self) -> str:
-        what = " | ".join(map(str, self.choices)) or self.scalar.__name__
-        return ("list of " if self.many else "") + what + (f" | {_NONE}" if self.optional else "")
-
-    def read(self, value: Any, *, text: bool) -> Any:
-        """The field's value from a TOML value, or from the text of a flag; `ValueError` if it is of another type."""
-        if self.optional and value == _NONE:
-            return None
-        if self.many and not text:
-            if not isinstance(value, list):
-                raise ValueError(f"expected {self}, got {value!r}")
-            return tuple(self._read_one(item, text=False) for item in value)
-        return self._read_one(value, text=text)
-
-    def _read_one(self, value: Any, *, text: bool) -> Any:
-        try:
-            if not text and type(value) not in _ACCEPTS[self.scalar]:
-                raise TypeError
-            result = self.scalar(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"expected {self}, got {value!r}") from None
-        if self.choices and result not in self.choices:
-            raise ValueError(f"expected {self}, got {value!r}{_nearest(str(value), map(str, self.choices))}")
-        return result
+from jaxglue.config import NONE, Kind, groups, nearest, plain_fields
 
 
 def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, description: str | None = None) -> C:
-    """The configuration that a command line asks for; a mistake ends the program with status 2 and one line on it.
+    """Parse a command line; a mistake ends the program with status 2 and one line that names it.
 
     Args:
-        cls: the configuration's dataclass; its first docstring line is the help's first line.
+        cls: class of the configuration; the first line of its docstring begins the help.
         argv: the arguments, by default those of the process.
-        description: what the program does, instead of the docstring.
+        description: replaces the docstring.
     """
     parser = _build_parser(cls, description or _summary(cls))
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], known)}; --help lists them all")
+        parser.error(f"unknown argument {unknown[0]}{nearest(unknown[0], known)}; --help lists them all")
     given = vars(flags)
     recipe = given.pop("config", None)
     try:
@@ -89,7 +48,7 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, descript
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the program with status 1 and one line on what a user can mend: a ValueError or an OSError inside."""
+    """End the program with status 1 and one line on a ValueError or an OSError inside: errors that a user can mend."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -97,17 +56,17 @@ def user_errors() -> Iterator[None]:
 
 
 def load_config[C](cls: type[C], path: Path) -> C:
-    """The configuration in a recipe; `ValueError` names the file, the key and the nearest known one."""
+    """Read a recipe; `ValueError` names the file, the key and the nearest known key."""
     return _construct(cls, _read_recipe(cls, path), {})
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The configuration in TOML's and JSON's types, groups as nested dictionaries, None as "none"."""
+    """Return a configuration in TOML's and JSON's types: groups as nested dictionaries, None as "none"."""
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def to_toml(config: Any) -> str:
-    """A recipe with every field, which `load_config` reads back as an equal configuration."""
+    """Write a recipe with every field; `load_config` reads it back as an equal configuration."""
     values = as_dict(config)
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     blocks = [_assignments({key: value for key, value in values.items() if key not in tables})]
@@ -121,7 +80,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if value is None:
-        return _NONE
+        return NONE
     return str(value) if isinstance(value, Path) else value
 
 
@@ -130,8 +89,8 @@ def _assignments(values: dict[str, Any]) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """A value in TOML, whose strings, booleans and lists of these are JSON's; its floats may also be inf or nan."""
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    """Format a TOML value; TOML's strings, numbers, booleans and lists are JSON's."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
@@ -144,50 +103,63 @@ def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
     recipe = "a recipe: a TOML file with a table for each group below; flags win over it"
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help=recipe)
     _add_fields(parser.add_argument_group("general"), cls)
-    for name, group in _groups(cls).items():
+    for name, group in groups(cls).items():
         _add_fields(parser.add_argument_group(name, _summary(group)), group)
     return parser
 
 
 def _add_fields(parser: argparse._ArgumentGroup, cls: type) -> None:
-    """A flag for each plain field; argparse refuses a name that two groups share."""
+    """Add a flag for each plain field; argparse refuses a name that two groups share."""
     helps = _field_docs(cls)
-    for field, kind in _plain_fields(cls).values():
-        flag = "--" + field.name.replace("_", "-")
-        text = f"{helps.get(field.name, '')} {_default_note(field)}".strip().replace("%", "%%")
+    for field, kind in plain_fields(cls).values():
+        flags = [_flag(name) for name in (field.name, *kind.aliases)]
+        text = f"{helps.get(field.name, '')} {_notes(field, kind)}".strip().replace("%", "%%")
         if kind.scalar is bool and not kind.many:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, help=text)
         else:
             nargs: Any = {"nargs": "*", "action": "extend"} if kind.many else {}
-            metavar = str(dataclasses.replace(kind, many=False)).replace(" | ", "|")
-            parser.add_argument(flag, type=_flag_type(kind), metavar=metavar, help=text, **nargs)
+            parser.add_argument(*flags, type=_flag_type(kind), metavar=_metavar(kind), help=text, **nargs)
 
 
-def _flag_type(kind: _Kind) -> Any:
-    """The `type=` of a flag: argparse shows the message of an `ArgumentTypeError` only."""
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(kind: Kind) -> str:
+    choices = kind.choices or (kind.scalar.__name__,)
+    return "|".join(map(str, [*choices, NONE] if kind.optional else choices))
+
+
+def _flag_type(kind: Kind) -> Any:
+    """Return the `type=` of a flag: argparse shows the message of an `ArgumentTypeError` only."""
 
     def read(text: str) -> Any:
         try:
-            return kind.read(text, text=True)
+            return kind.read_text(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
 
 
-def _default_note(field: dataclasses.Field) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    elif field.default is not dataclasses.MISSING:
-        value = field.default
-    else:
-        return "(required)"
-    plain = _plain(value)
-    return f"(default: {' '.join(map(str, plain)) if isinstance(plain, list) else plain})"
+def _notes(field: dataclasses.Field, kind: Kind) -> str:
+    """Describe default and range, such as "(default: 1; >= 1)"."""
+    notes = ["required" if _is_required(field) else f"default: {_default(field)}", str(kind.range)]
+    return f"({'; '.join(filter(None, notes))})"
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def _default(field: dataclasses.Field) -> str:
+    factory = field.default_factory
+    plain = _plain(field.default if factory is dataclasses.MISSING else factory())
+    return " ".join(map(str, plain)) if isinstance(plain, list) else str(plain)
 
 
 def _read_recipe(cls: type, path: Path) -> dict[str, Any]:
-    """The recipe's values by field name, those of groups one level down."""
+    """Return the recipe's values by field name, those of groups one level down."""
     try:
         with path.open("rb") as file:
             tables = tomllib.load(file)
@@ -195,69 +167,49 @@ def _read_recipe(cls: type, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot read this recipe: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
-    groups = _groups(cls)
-    values = _read_table({key: value for key, value in tables.items() if key not in groups}, cls, f"{path}: ", groups)
-    for name in groups.keys() & tables.keys():
+    subgroups = groups(cls)
+    plain = {key: value for key, value in tables.items() if key not in subgroups}
+    values = _read_table(plain, cls, f"{path}: ", subgroups)
+    for name in subgroups.keys() & tables.keys():
         if not isinstance(tables[name], dict):
             raise ValueError(f"{path}: {name} = {tables[name]!r}: expected the table [{name}]")
-        values[name] = _read_table(tables[name], groups[name], f"{path}: [{name}] ", ())
+        values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", ())
     return values
 
 
-def _read_table(table: dict[str, Any], cls: type, where: str, groups: Iterable[str]) -> dict[str, Any]:
-    fields = _plain_fields(cls)
-    values = {}
+def _read_table(table: dict[str, Any], cls: type, where: str, tables: Iterable[str]) -> dict[str, Any]:
+    """Return the values of one table by field name; `tables` are the names that a misspelled key may have meant."""
+    fields = plain_fields(cls)
+    names = {key: name for name, (_, kind) in fields.items() for key in (name, *kind.aliases)}
+    values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in fields:
+        if key not in names:
             noun = f"table [{key}]" if isinstance(value, dict) else f"key {key!r}"
-            raise ValueError(f"{where}unknown {noun}{_nearest(key, [*fields, *groups])}")
+            raise ValueError(f"{where}unknown {noun}{nearest(key, [*names, *tables])}")
+        if names[key] in values:
+            raise ValueError(f"{where}{key}: {names[key]} is given twice, by this name and another: leave one out")
         try:
-            values[key] = fields[key][1].read(value, text=False)
+            values[names[key]] = fields[names[key]][1].read(value)
         except ValueError as error:
             raise ValueError(f"{where}{key}: {error}") from None
     return values
 
 
 def _construct[C](cls: type[C], values: dict[str, Any], flags: dict[str, Any]) -> C:
-    """An instance of `cls` from a recipe's nested values and the flags' flat ones."""
-    fields = _plain_fields(cls)
-    groups = _groups(cls)
+    """Build a configuration from a recipe's nested values and the flags' flat ones."""
+    fields = plain_fields(cls)
     values = values | {name: flags[name] for name in fields.keys() & flags.keys()}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for field, _ in fields.values():
-        if field.name not in values and _default_note(field) == "(required)":
-            raise ValueError(f"--{field.name.replace('_', '-')} is missing: give the flag or its key in a recipe")
-    return cls(**values | {name: _construct(group, values.get(name, {}), flags) for name, group in groups.items()})
-
-
-def _groups(cls: type) -> dict[str, type]:
-    hints = typing.get_type_hints(cls)
-    names = (field.name for field in dataclasses.fields(cls) if field.init)
-    return {name: hints[name] for name in names if dataclasses.is_dataclass(hints[name])}
-
-
-def _plain_fields(cls: type) -> dict[str, tuple[dataclasses.Field, _Kind]]:
-    hints, groups = typing.get_type_hints(cls), _groups(cls)
-    fields = (field for field in dataclasses.fields(cls) if field.init and field.name not in groups)
-    return {field.name: (field, _kind(hints[field.name])) for field in fields}
-
-
-def _kind(hint: Any) -> _Kind:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        (inner,) = (arg for arg in args if arg is not types.NoneType)
-        return dataclasses.replace(_kind(inner), optional=True)
-    if origin is tuple:
-        assert args[1:] == (...,), f"only tuples of any length are supported, not {hint}"
-        return dataclasses.replace(_kind(args[0]), many=True)
-    if origin is typing.Literal:
-        return _Kind(scalar=type(args[0]), choices=args)
-    assert hint in _ACCEPTS, f"a configuration field cannot be {hint}"
-    return _Kind(scalar=hint)
+        if field.name not in values and _is_required(field):
+            raise ValueError(f"{_flag(field.name)} is missing: give the flag or its key in a recipe")
+    nested: dict[str, Any] = {
+        name: _construct(group, values.get(name, {}), flags) for name, group in groups(cls).items()
+    }
+    return cls(**values | nested)
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    """The string literals that stand below the fields of a class and its bases, on one line each."""
+    """Return the docstrings below the fields of a class and its bases, each on one line."""
     docs = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
@@ -269,8 +221,3 @@ def _field_docs(cls: type) -> dict[str, str]:
 
 def _summary(cls: type) -> str:
     return (inspect.getdoc(cls) or cls.__name__).splitlines()[0]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""

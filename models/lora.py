@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from flax import nnx
 
+from jaxglue.config import Config, PositiveInt, Range
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import Linear
 from jaxglue.models.moe_layers import ExpertLinear
@@ -13,14 +15,14 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Config):
     """Targets, rank and scale of the adapters."""
 
-    rank: int = 16
+    rank: PositiveInt = 16
     """Rank R of each adapter."""
     alpha: float = 16.0
     """Scale adapter outputs by alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Dropout probability on adapter inputs during training."""
     rslora: bool = False
     """Scale by alpha / √rank instead (rsLoRA, arXiv 2312.03732)."""
@@ -28,11 +30,8 @@ class LoraConfig:
     """Linear layers to adapt, such as q_proj, or the experts' gate_up_proj and down_proj; all-linear selects every one
     in the decoder layers, including experts, excluding routers."""
 
-    def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be at least 1")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+    def validate(self) -> None:
+        """Refuse adapters on nothing."""
         if not self.targets:
             raise ValueError("targets is empty: name linear layers, or use all-linear")
 

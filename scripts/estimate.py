@@ -6,7 +6,7 @@ python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 40
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxglue.cli import parse_config, user_errors
+from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
@@ -28,34 +29,34 @@ from jaxglue.sharding.mesh import MeshShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig:
+class EstimateConfig(Config):
     """Predict time and memory of a training step."""
 
     model: str
     """A Hugging Face model folder; its config.json is enough."""
     gpu: str
     """The GPU's name, such as "RTX 4090" or H200."""
-    seq_len: int = 8192
+    seq_len: PositiveInt = 8192
     """T: tokens in a packed row."""
-    batch_size: int = 1
+    batch_size: PositiveInt = 1
     """B: rows in a micro-batch, over all GPUs."""
     mesh: str = "data=1"
     """How GPUs of this name share the work, such as data=2,fsdp=4."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
     """Micro-batches in an optimizer step."""
     method: Literal["lora", "full"] = "lora"
     """Train adapters on frozen weights, or all weights."""
-    quantize: Quantize = "none"
+    quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
     moments: MomentFormat = "float32"
     """How AdamW's state is kept: float32, bfloat16 or 8bit."""
     embeddings: Literal["device", "host"] = "device"
     """Where the frozen embedding table is."""
-    document_tokens: int | None = None
+    document_tokens: PositiveInt | None = None
     """Mean length of the documents in a row; by default one document fills it."""
-    memory_limit: float | None = None
+    memory_limit: PositiveFloat | None = None
     """GPU memory that may be used, GiB; by default nine tenths of the GPU's."""
-    host_memory_gib: float = 64.0
+    host_memory_gib: NonNegativeFloat = 64.0
     """Host memory that may be pinned, GiB."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 

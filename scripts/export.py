@@ -6,15 +6,17 @@ python scripts/export.py --quantize nf4 --base models/Qwen3-8B --output models/Q
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from jaxglue.cli import parse_config, user_errors
+from jaxglue.config import Alias, Config, PositiveInt
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES
 from jaxglue.hf.export import export_adapter, quantize_folder
 from jaxglue.ops.quant.formats import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Config):
     """Merge an adapter into its base model, or quantize a model, as a new Hugging Face folder."""
 
     base: Path
@@ -23,12 +25,13 @@ class ExportConfig:
     """The new folder; must not exist, or be empty."""
     adapter: Path | None = None
     """PEFT adapter folder to merge."""
-    quantize: Quantize = "none"
+    quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Store the linear layers of the decoder layers in NF4 or int8, as bitsandbytes does."""
-    max_shard_bytes: int = MAX_SHARD_BYTES
+    max_shard_bytes: PositiveInt = MAX_SHARD_BYTES
     """Size at which a new file is begun, in bytes."""
 
-    def __post_init__(self):
+    def validate(self) -> None:
+        """Refuse both tasks at once, and neither."""
         if (self.adapter is None) == (self.quantize == "none"):
             raise ValueError(
                 "give either --adapter, to merge it, or --quantize; to do both, quantize the merged folder"

@@ -14,6 +14,7 @@ FLOORS = (
     {"models"},
     {"data"},
     {"cli", "distributed", "ops"},
+    {"config"},
 )
 """From the top; packages of one floor do not import each other."""
 

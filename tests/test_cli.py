@@ -1,31 +1,33 @@
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
 from jaxglue.cli import as_dict, load_config, parse_config, to_toml
+from jaxglue.config import Alias, Config, Range
+from jaxglue.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataGroup:
+class DataGroup(Config):
     """What to read."""
 
     data: Path
     """A folder of JSONL."""
-    seq_len: int = 128
+    seq_len: Annotated[int, Range(ge=1), Alias("max_length", "row_tokens")] = 128
     """Tokens in a row, 100%
     of them."""
     columns: tuple[str, ...] = ("messages",)
-    eval_share: float | None = 0.1
+    eval_share: Annotated[float, Range(ge=0, lt=1)] | None = 0.1
 
-    def __post_init__(self):
-        if self.seq_len < 1:
-            raise ValueError(f"seq_len={self.seq_len} must be positive")
+    def validate(self) -> None:
+        if len(self.columns) > 2:
+            raise ValueError("columns: at most two")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerGroup:
+class OptimizerGroup(Config):
     """How to learn."""
 
     learning_rate: float = 1e-5
@@ -35,7 +37,7 @@ class OptimizerGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class TrainGroup(Config):
     """Train something."""
 
     data: DataGroup
@@ -69,7 +71,7 @@ def write_recipe(tmp_path):
 def error_of(capsys):
     def run(*argv) -> str:
         with pytest.raises(SystemExit) as stop:
-            parse_config(Config, [str(arg) for arg in argv])
+            parse_config(TrainGroup, [str(arg) for arg in argv])
         assert stop.value.code == 2
         return capsys.readouterr().err
 
@@ -81,26 +83,39 @@ def test_flags_fill_fields_of_every_type():
         "--data x --seq-len 64 --columns a --columns b --eval-share none "
         "--learning-rate 3e-4 --schedule linear --full --seed 3"
     )
-    config = parse_config(Config, argv.split())
+    config = parse_config(TrainGroup, argv.split())
     assert config.data == DataGroup(data=Path("x"), seq_len=64, columns=("a", "b"), eval_share=None)
     assert config.optimizer == OptimizerGroup(learning_rate=3e-4, schedule="linear", full=True)
     assert config.seed == 3
 
 
-def test_a_flag_wins_over_the_recipe_and_the_recipe_over_the_default(write_recipe):
-    config = parse_config(Config, ["--config", str(write_recipe(RECIPE)), "--seq-len", "32", "--no-full"])
+@pytest.mark.parametrize("name", ["seq_len", "max_length", "row_tokens"])
+def test_aliases_serve_as_flags_and_keys(write_recipe, name):
+    flag = parse_config(TrainGroup, ["--data", "x", f"--{name.replace('_', '-')}", "64"])
+    key = parse_config(TrainGroup, ["--data", "x", "--config", str(write_recipe(f"[data]\n{name} = 64"))])
+    assert flag == key and flag.data.seq_len == 64
+
+
+def test_training_keeps_old_names_as_aliases():
+    argv = ["--model", "m", "--data", "d", "--accumulation", "4", "--quantise", "nf4"]
+    config = parse_config(TrainConfig, argv)
+    assert (config.run.gradient_accumulation_steps, config.model.quantize) == (4, "nf4")
+
+
+def test_flags_override_recipes_and_recipes_defaults(write_recipe):
+    config = parse_config(TrainGroup, ["--config", str(write_recipe(RECIPE)), "--seq-len", "32", "--no-full"])
     assert (config.seed, config.data.seq_len, config.data.columns) == (7, 32, ("a", "b"))
     assert config.optimizer == OptimizerGroup(learning_rate=1.0)
 
 
 @pytest.mark.parametrize("extra", [[], ["--name", 'a "quoted"\\ é', "--eval-share", "none", "--columns", "--full"]])
-def test_a_written_recipe_reads_back_equal(write_recipe, extra):
-    config = parse_config(Config, ["--data", "x", *extra])
-    assert load_config(Config, write_recipe(to_toml(config))) == config
+def test_recipe_round_trip(write_recipe, extra):
+    config = parse_config(TrainGroup, ["--data", "x", *extra])
+    assert load_config(TrainGroup, write_recipe(to_toml(config))) == config
 
 
-def test_as_dict_is_plain():
-    assert as_dict(Config(data=DataGroup(data=Path("x"))))["data"] == {
+def test_as_dict_has_plain_types():
+    assert as_dict(TrainGroup(data=DataGroup(data=Path("x"))))["data"] == {
         "data": "x",
         "seq_len": 128,
         "columns": ["messages"],
@@ -108,14 +123,14 @@ def test_as_dict_is_plain():
     }
 
 
-def test_help_has_groups_docstrings_and_defaults(capsys):
+def test_help_shows_groups_docstrings_defaults_and_ranges(capsys):
     with pytest.raises(SystemExit):
-        parse_config(Config, ["--help"])
+        parse_config(TrainGroup, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
         "Train something.",
         "data: What to read.",
-        "--seq-len int Tokens in a row, 100% of them. (default: 128)",
+        "--seq-len int, --max-length int, --row-tokens int Tokens in a row, 100% of them. (default: 128; >= 1)",
         "A folder of JSONL. (required)",
         "--schedule cosine|linear (default: cosine)",
         "--full, --no-full (default: False)",
@@ -128,13 +143,15 @@ def test_help_has_groups_docstrings_and_defaults(capsys):
     ("argv", "message"),
     [
         (["--data", "x", "--seqlen", "3"], "unknown argument --seqlen; did you mean --seq-len?"),
-        (["--data", "x", "--seq-len", "many"], "--seq-len: expected int, got 'many'"),
+        (["--data", "x", "--seq-len", "many"], "expected int >= 1, got 'many'"),
         (["--data", "x", "--schedule", "linaer"], "expected cosine | linear, got 'linaer'; did you mean linear?"),
-        (["--data", "x", "--seq-len", "0"], "seq_len=0 must be positive"),
+        (["--data", "x", "--max-length", "0"], "--max-length/--row-tokens: expected int >= 1, got 0"),
+        (["--data", "x", "--eval-share", "nan"], "expected float >= 0 and < 1 | none, got nan, which is not finite"),
+        (["--data", "x", "--columns", "a", "b", "c"], "columns: at most two"),
         ([], "--data is missing: give the flag or its key in a recipe"),
     ],
 )
-def test_a_wrong_flag_is_named(error_of, argv, message):
+def test_wrong_flag_is_named(error_of, argv, message):
     assert message in error_of(*argv)
 
 
@@ -142,18 +159,20 @@ def test_a_wrong_flag_is_named(error_of, argv, message):
     ("recipe", "message"),
     [
         ("[data]\nseqlen = 3", "[data] unknown key 'seqlen'; did you mean seq_len?"),
-        ("[optimizer]\nfull = true", "unknown table [optimizer]; did you mean optimizer?"),
-        ("[data]\nseq_len = '3'", "[data] seq_len: expected int, got '3'"),
-        ("[data]\nseq_len = true", "[data] seq_len: expected int, got True"),
-        ("[data]\ncolumns = 'a'", "[data] columns: expected list of str, got 'a'"),
+        ("[optimiser]\nfull = true", "unknown table [optimiser]; did you mean optimizer?"),
+        ("[data]\nseq_len = '3'", "[data] seq_len: expected int >= 1, got '3'"),
+        ("[data]\nseq_len = true", "[data] seq_len: expected int >= 1, got True"),
+        ("[data]\ncolumns = [1]", "[data] columns: expected list of str, got 1"),
+        ("[data]\nmax_length = 0", "[data] max_length: expected int >= 1, got 0"),
+        ("[data]\nmax_length = 4\nseq_len = 4", "[data] seq_len: seq_len is given twice"),
         ("data = 3", "data = 3: expected the table [data]"),
         ("[data", "not valid TOML"),
     ],
 )
-def test_a_wrong_recipe_is_named(error_of, write_recipe, recipe, message):
+def test_wrong_recipe_is_named(error_of, write_recipe, recipe, message):
     path = write_recipe(recipe)
     assert f"{path}: {message}" in error_of("--config", path, "--data", "x")
 
 
-def test_a_missing_recipe_is_named(error_of, tmp_path):
+def test_missing_recipe_is_named(error_of, tmp_path):
     assert "nowhere.toml: cannot read this recipe: No such file" in error_of("--config", tmp_path / "nowhere.toml")

@@ -89,7 +89,7 @@ def prepare_data(
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     tokenized, parts = [], []
-    for sources in filter(None, (config.sources, config.eval_sources)):
+    for sources in filter(None, (config.data, config.eval_data)):
         tokenized.append(tokenize(sources, config, tokenizer, progress))
         _check_vocabulary(tokenized[-1].store, vocab_size)
         parts.append(select_documents(tokenized[-1].store, config, sources))

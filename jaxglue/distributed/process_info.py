@@ -6,30 +6,31 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jaxglue.config import Config, NonNegativeInt, PositiveInt
+
 _FIRST_PORT, _PORTS = 61_000, 4_000
 """Above the ports that Linux hands out by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
+class DistributedConfig(Config):
     """A run in several processes; srun and mpirun say all of this themselves."""
 
     coordinator: str | None = None
     """HOST:PORT at which the processes find each other: process 0's host, and a port that is free there."""
-    num_processes: int | None = None
+    num_processes: PositiveInt | None = None
     """Processes of the run on all hosts."""
-    process_id: int | None = None
+    process_id: NonNegativeInt | None = None
     """Which of them this is, from 0."""
 
-    def __post_init__(self):
+    def validate(self) -> None:
+        """Refuse an address that is not HOST:PORT and a process that is not in the run."""
         if self.coordinator is not None and not re.fullmatch(r"[^:]+:\d+|\[.+\]:\d+", self.coordinator):
-            raise ValueError(f"--coordinator {self.coordinator}: expected HOST:PORT, such as node1:12355")
-        if self.num_processes is not None and self.num_processes < 1:
-            raise ValueError(f"--num-processes {self.num_processes} must be at least 1")
-        if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or self.process_id + 1):
+            raise ValueError(f"--coordinator: expected HOST:PORT, such as node1:12355, got {self.coordinator}")
+        if self.num_processes and self.process_id and self.process_id >= self.num_processes:
             raise ValueError(
-                f"--process-id {self.process_id} of --num-processes {self.num_processes}: they count from 0 to "
-                f"{(self.num_processes or 1) - 1}"
+                f"--process-id: expected 0 to {self.num_processes - 1} of --num-processes {self.num_processes}, "
+                f"got {self.process_id}"
             )
 
 

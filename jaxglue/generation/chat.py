@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.config import Alias, Config
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.generate import Generator
@@ -28,7 +29,7 @@ _CHANNEL = "<|channel|>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(Config):
     """Answers prompts with a model, with or without an adapter."""
 
     model: Path
@@ -47,11 +48,12 @@ class GenerateConfig:
     """Continue the prompts as they are, without the chat template."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
-    quantize: Quantize = "none"
+    quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Hold the linear layers of the decoder layers in NF4 or int8, as a model that was trained so had them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
-    def __post_init__(self):
+    def validate(self) -> None:
+        """Refuse missing prompts and files, and a system message without a template."""
         if not self.prompt and not self.prompt_file:
             raise ValueError("nothing to answer: give --prompt or --prompt-file")
         if self.raw and self.system is not None:

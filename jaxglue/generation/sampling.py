@@ -2,32 +2,27 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxglue.config import Config, NonNegativeFloat, PositiveInt, Range
+
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Config):
     """How tokens are drawn, and when to stop."""
 
-    max_tokens: int = 512
+    max_tokens: PositiveInt = 512
     """New tokens at most."""
-    temperature: float = 0.7
+    temperature: NonNegativeFloat = 0.7
     """Divides the logits; 0 always takes the likeliest token."""
-    top_p: float = 0.95
+    top_p: Annotated[float, Range(gt=0, le=1)] = 0.95
     """Draw from the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling, arXiv 1904.09751)."""
     seed: int = 0
     """Draws the tokens."""
-
-    def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must be at least 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
 
 
 GREEDY = SamplingConfig(temperature=0.0)

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from jaxglue.config import Config, NonNegativeFloat, PositiveFloat, Range
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.ops.adam import ADAM, AdamW, MomentFormat, StepScalars, is_moment
@@ -19,45 +20,41 @@ if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
 
 _PARTS_PER_PROGRAM = 8
-"""Parts updated by one of XLA's programs: more are fewer dispatches, but longer to compile."""
+"""Parts updated by one XLA program: more save dispatches but compile longer."""
+_Share = Annotated[float, Range(ge=0, le=1)]
+_Decay = Annotated[float, Range(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Config):
     """AdamW, its learning-rate schedule and clipping."""
 
-    learning_rate: float = 2e-4
+    learning_rate: PositiveFloat = 2e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """What follows the warm-up: down to min_lr_ratio along a cosine or a line, or constant."""
-    warmup_ratio: float = 0.03
+    """Learning rate after the warm-up: decay to min_lr_ratio along a cosine or a line, or constant."""
+    warmup_ratio: _Share = 0.03
     """Share of all steps over which the learning rate rises linearly from 0."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: _Share = 0.0
     """Learning rate at the end, as a share of the peak."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: float = 0.9
-    """Decay of the gradient's mean."""
-    beta2: float = 0.999
-    """Decay of the gradient's square."""
-    epsilon: float = 1e-8
-    """Added to the root of the mean square."""
-    clip_norm: float = 1.0
+    beta1: _Decay = 0.9
+    """Decay of the first moment, the mean of gradients."""
+    beta2: _Decay = 0.999
+    """Decay of the second moment, the mean of squared gradients."""
+    epsilon: NonNegativeFloat = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this global norm; 0 clips nothing."""
     moments: MomentFormat = "float32"
-    """How AdamW's state is kept: float32; bfloat16 (its mean; the mean square stays in float32); or 8bit, in blocks of
-    256 as bitsandbytes keeps it."""
+    """Storage of AdamW's moments: float32; bfloat16 (first moment; the second stays in float32); or 8bit, in
+    bitsandbytes' blocks of 256."""
     update_in_backward: bool = False
-    """Update each layer as soon as its gradients are there, so that those of one layer exist at a time."""
+    """Update each layer inside the backward pass, so that gradients of only one layer exist at a time."""
 
-    def __post_init__(self):
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
-        for name in ("warmup_ratio", "min_lr_ratio", "beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
-        if self.weight_decay < 0 or self.clip_norm < 0:
-            raise ValueError("weight_decay and clip_norm must not be negative")
+    def validate(self) -> None:
+        """Refuse clipping by the global norm where updates precede it."""
         if self.update_in_backward and self.clip_norm:
             raise ValueError("--update-in-backward needs --clip-norm 0: the global norm is known only after it")
 

@@ -58,9 +58,9 @@ def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several
         ({"coordinator": "node1:1"}, "--num-processes and --process-id: not given, and neither srun nor mpirun"),
         ({"num_processes": 2}, "--coordinator and --process-id: not given"),
         ({"coordinator": "node1:1", "process_id": 0}, "--num-processes: not given"),
-        ({"coordinator": "node1"}, "--coordinator node1: expected HOST:PORT"),
-        ({"num_processes": 2, "process_id": 2}, "--process-id 2 of --num-processes 2: they count from 0 to 1"),
-        ({"num_processes": 0}, "--num-processes 0 must be at least 1"),
+        ({"coordinator": "node1"}, "--coordinator: expected HOST:PORT, such as node1:12355, got node1"),
+        ({"num_processes": 2, "process_id": 2}, "--process-id: expected 0 to 1 of --num-processes 2, got 2"),
+        ({"num_processes": 0}, r"num_processes: expected int >= 1 \| none, got 0"),
     ],
 )
 def test_half_of_the_flags_is_refused(given, message):

@@ -206,9 +206,9 @@ def test_schedules_rise_from_the_first_step_and_end_where_they_should(schedule, 
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match="learning_rate=0 must be positive"):
+    with pytest.raises(ValueError, match="learning_rate: expected float > 0, got 0"):
         OptimizerConfig(learning_rate=0)
-    with pytest.raises(ValueError, match=r"beta2=1\.5 must be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.5"):
         OptimizerConfig(beta2=1.5)
     with pytest.raises(ValueError, match="--update-in-backward needs --clip-norm 0"):
         OptimizerConfig(update_in_backward=True)

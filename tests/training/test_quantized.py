@@ -85,16 +85,16 @@ def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
     device = make_config(steps=2, quantize="nf4", output=tmp_path / "device")
     assert train(host).last_loss == train(device).last_loss
     assert prepare(device).weight_bytes - prepare(host).weight_bytes == 4 * 400 * 64
-    with pytest.raises(ValueError, match="--embeddings host is for a frozen table"):
+    with pytest.raises(ValueError, match="--embeddings host needs frozen weights"):
         make_config(embeddings="host", method="full")
     with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):
         make_config(embeddings="host", sample_prompt=("Hi",))
 
 
 def test_full_fine_tuning_is_refused(make_config, nf4_folder):
-    with pytest.raises(ValueError, match=r"--quantize nf4 holds frozen weights.*use --method lora"):
+    with pytest.raises(ValueError, match=r"--quantize nf4 needs frozen weights.*use --method lora"):
         make_config(quantize="nf4", method="full")
-    with pytest.raises(ValueError, match=r"--quantize int8 holds frozen weights"):
+    with pytest.raises(ValueError, match="--quantize int8 needs frozen weights"):
         make_config(quantize="int8", method="full")
     config = prepare(make_config(quantize="nf4")).model
     with pytest.raises(ValueError, match="quantize=nf4 holds frozen weights, and all train: use adapters"):

@@ -1,0 +1,72 @@
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range
+from jaxglue.training.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    method: Literal["lora", "full"] = "lora"
+    steps: Annotated[PositiveInt, Alias("max_steps")] | None = None
+    share: Annotated[float, Range(ge=0, lt=1)] = 0.5
+    rate: PositiveFloat = 1.0
+    files: tuple[str, ...] = ()
+    output: Path = Path("out")
+    resume: bool = False
+
+    def validate(self) -> None:
+        if self.resume and self.steps is None:
+            raise ValueError("resume needs steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(Config):
+    settings: Settings
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("method", "qlora", "method: expected lora | full, got 'qlora'; did you mean lora?"),
+        ("method", 1, "method: expected lora | full, got 1"),
+        ("steps", 0, "steps: expected int >= 1 | none, got 0"),
+        ("steps", 1.0, "steps: expected int >= 1 | none, got 1.0"),
+        ("steps", True, "steps: expected int >= 1 | none, got True"),
+        ("share", 1, "share: expected float >= 0 and < 1, got 1"),
+        ("rate", "1", "rate: expected float > 0, got '1'"),
+        ("rate", math.nan, "rate: expected float > 0, got nan, which is not finite"),
+        ("rate", math.inf, "rate: expected float > 0, got inf, which is not finite"),
+        ("files", ("a", 1), "files: expected list of str, got 1"),
+        ("output", None, "output: expected Path, got None"),
+        ("resume", True, "resume needs steps"),
+    ],
+)
+def test_wrong_value_is_refused(field, value, message):
+    with pytest.raises(ValueError) as error:
+        Settings(**{field: value})
+    assert str(error.value) == message
+    with pytest.raises(ValueError):
+        replace(Settings(), **{field: value})
+
+
+def test_values_are_converted_to_the_declared_type():
+    settings = Settings(rate=2, files="a.jsonl", output="runs", share=0)
+    assert settings == Settings(rate=2.0, files=("a.jsonl",), output=Path("runs"), share=0.0)
+    assert isinstance(settings.rate, float) and isinstance(settings.output, Path)
+    assert Settings(files=["a", "b"]).files == ("a", "b")
+
+
+def test_group_of_another_type_is_refused():
+    assert Group(settings=Settings()).settings.method == "lora"
+    with pytest.raises(ValueError, match=r"settings: expected Settings, got \{\}"):
+        Group(settings={})
+
+
+def test_python_refuses_what_the_command_line_refuses():
+    with pytest.raises(ValueError, match=r"method: expected lora \| full, got 'qlora'; did you mean lora\?"):
+        ModelConfig(model="folder", method="qlora")
