@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written in the background, last N and best kept, a damaged one passed over on resume."""
+"""Checkpoints of a run: written in the background, the latest and the best kept, damaged ones skipped on resume."""
 
 import contextlib
 import gc
@@ -7,12 +7,13 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
+from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 
@@ -20,93 +21,92 @@ _log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read back."""
+    """A checkpoint read back."""
 
     state: PyTree
-    """The device arrays, with the shardings and dtypes that were asked for."""
+    """Device arrays with the requested shardings and dtypes."""
     host: dict[str, Any]
-    """What `save` got as `host`."""
+    """The JSON values given to `save`."""
     step: int
-    """The number of optimizer steps done."""
+    """Optimizer steps done."""
 
 
-class _LastAndBest:
-    """Orbax's preservation policy: the last `keep` checkpoints and the one with the lowest eval loss."""
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager, which cannot open a folder with a damaged metric."""
 
-    def __init__(self, keep: int):
-        self._keep = keep
-        self.eval_losses: dict[int, float] = {}
+    def metrics(self, step: int) -> PyTree | None:
+        """Read a checkpoint's eval loss; None without one, or where it cannot be read."""
+        try:
+            return super().metrics(step)
+        except ValueError:
+            return None
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """For each checkpoint, in order of steps, whether it stays."""
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        self.eval_losses = {step: loss for step, loss in self.eval_losses.items() if step in steps}
-        best = min(self.eval_losses, key=self.eval_losses.__getitem__, default=None)
-        return [step == best or step in steps[-self._keep :] for step in steps]
+
+def _eval_loss(metrics: Mapping[str, float]) -> float:
+    return metrics["eval_loss"]
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of their own; closing it, or leaving its context, finishes the last."""
+    """The checkpoints of one run, in a folder of their own; leaving the context finishes the save under way."""
 
     def __init__(
         self, folder: Path, *, fingerprint: Mapping[str, Any], keep: int = 2, processes: Processes = SINGLE_PROCESS
     ):
-        """Opens the folder and removes what an interrupted save left there.
+        """Open the folder and remove remains of interrupted saves.
 
         Args:
-            folder: made if missing.
+            folder: created if missing.
             fingerprint: JSON values that a resumed run must share: model, data, seed, ….
-            keep: how many of the latest checkpoints to keep, beside the one with the lowest eval loss.
-            processes: those of the run; each writes its own part of the arrays, and all call every method alike.
+            keep: number of latest checkpoints to keep, besides the one with the lowest eval loss.
+            processes: all call every method alike; each writes its own shards.
         """
         self._folder = folder.absolute()
         self._fingerprint = dict(fingerprint)
         self._processes = processes
         self._saving: int | None = None
-        self._preserved = _LastAndBest(keep)
-        options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, preservation_policy=self._preserved)
+        best = policies.BestN(get_metric_fn=_eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_eval_loss,
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+            cleanup_tmp_directories=True,
+        )
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(_quiet_orbax())
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = _Manager(self._folder, options=options)
 
     def save(self, step: int, state: PyTree, host: Mapping[str, Any], *, eval_loss: float | None = None) -> None:
-        """Copies `state` off the device, then writes it in the background; waits first for the save before.
+        """Copy `state` off the device, then write it in the background; wait first for the previous save.
 
         Args:
             step: optimizer steps done.
-            state: arrays; they may be donated as soon as this returns.
+            state: arrays, which may be donated after this returns.
             host: JSON values: epoch, the data iterator's state, ….
-            eval_loss: the latest one, if it was measured at this step; the checkpoint with the lowest is kept.
+            eval_loss: measured at this step, if any; the checkpoint with the lowest is kept.
 
         Raises:
-            OSError: this save or the one before could not be written, as on a full disk; earlier ones are intact.
+            OSError: this save or the previous one failed, as on a full disk; earlier checkpoints are intact.
         """
         self.wait()
         self._saving = step
-        if eval_loss is not None and math.isfinite(eval_loss):
-            self._preserved.eval_losses[step] = eval_loss
-        meta = {
-            "host": dict(host),
-            "fingerprint": self._fingerprint,
-            "eval_losses": list(self._preserved.eval_losses.items()),
-        }
+        measured = eval_loss is not None and math.isfinite(eval_loss)
+        meta = {"host": dict(host), "fingerprint": self._fingerprint}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with self._explained():
-            self._manager.save(step, args=items)
+            self._manager.save(step, args=items, metrics={"eval_loss": eval_loss} if measured else None)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; `OSError` if it could not be written."""
+        """Wait until the last save is on disk; `OSError` if it failed."""
         with self._explained():
             self._manager.wait_until_finished()
 
     def restore_latest(self, abstract_state: PyTree) -> Restored | None:
-        """The newest checkpoint that can be read, or None if there is none at all.
+        """Read the newest intact checkpoint; None without checkpoints.
 
-        A damaged one is reported and, once an earlier one was read, renamed to `<step>.damaged`, so that the resumed
-        run can write its own.
+        Damaged checkpoints are reported and, after an earlier one was read, renamed to `<step>.damaged`, so that the
+        resumed run can write these steps again.
 
         Args:
-            abstract_state: a `jax.ShapeDtypeStruct` with a sharding for each array of the state.
+            abstract_state: `jax.ShapeDtypeStruct` with a sharding for each array of the state.
 
         Raises:
             ValueError: the checkpoint belongs to another run (see `check_fingerprint`), or none could be read.
@@ -119,7 +119,6 @@ class Checkpoints:
                 state = self._read(step, "state", ocp.args.StandardRestore(abstract_state))
                 if state is not None:
                     self._set_aside(damaged)
-                    self._preserved.eval_losses = dict(meta["eval_losses"])
                     return Restored(state, meta["host"], step)
             damaged.append(step)
         if damaged:
@@ -127,7 +126,7 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Finishes the last save; `OSError` if it could not be written."""
+        """Finish the last save; `OSError` if it failed."""
         try:
             self.wait()
         finally:
@@ -141,9 +140,9 @@ class Checkpoints:
         self.close()
 
     def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-        """One part of a checkpoint, or None, on every process, with a warning.
+        """Read one part of a checkpoint; None on every process, with a warning, if any process cannot.
 
-        Orbax raises a plain `Exception` for array data that is cut short. Running out of memory is no damage.
+        Orbax raises a plain `Exception` for truncated array data. Running out of memory is not damage.
         """
         found, reason = None, None
         try:
@@ -156,7 +155,7 @@ class Checkpoints:
         if not reasons:
             return found
         _log.warning("checkpoint %s is damaged, trying the one before: %s", self._folder / str(step), reasons[0])
-        gc.collect()  # the reads that Orbax abandoned log their own errors when they are collected
+        gc.collect()  # abandoned reads of Orbax log their errors on collection: now, while its loggers are silent
         return None
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -168,7 +167,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Tells the user, rather than Orbax's threads, what became of the save under way."""
+        """Turn errors of the save under way into one `OSError` for the user."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -183,7 +182,7 @@ class Checkpoints:
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` that names each entry in which a run to resume differs from the one that was started."""
+    """Raise `ValueError` naming each entry that differs between the saved run and the resumed one."""
     current = json.loads(json.dumps(current))
     differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
     if differing:
@@ -196,7 +195,7 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the layers of paths that the storage library wraps around it."""
+    """Shorten an error to its cause, without the paths that the storage library adds."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)", str(error), maxsplit=1)[0]
@@ -205,7 +204,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax's background threads and tasks from logging tracebacks of errors that it raises anyway."""
+    """Silence Orbax's background threads, which log tracebacks of errors that it raises anyway."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,68 +1,70 @@
-"""The folder that a run writes to: one run at a time, and none overwritten by accident."""
+"""The output folder of a run: locked while the run lives, never overwritten by accident."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from jaxglue.distributed import Processes
 
-_LOCK = ".jaxglue-run"
-"""Marks a run folder, names its process and is locked while that lives; the system frees the lock after a crash."""
+_OWNER = ".jaxglue-run"
+"""Marks a run folder and names its latest process."""
+_LOCK = ".jaxglue-run.lock"
+"""Locked while that process lives; the system frees it after a crash."""
 _SHARED_SECONDS = 15
-"""How long another host may take to see what process 0 wrote."""
+"""Time for another host to see a file of process 0."""
 
 
 @contextlib.contextmanager
 def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) -> Iterator[Path]:
-    """Makes or takes over the folder of a run and holds it until the context ends.
+    """Create or take over the folder of a run and lock it until the context ends.
 
     Args:
-        path: a folder that is new or empty, or with `resume` or `overwrite` that of an earlier run.
-        resume: go on with the run in it.
-        overwrite: delete what the run in it wrote.
+        path: a new or empty folder, or with `resume` or `overwrite` the folder of an earlier run.
+        resume: continue its run.
+        overwrite: delete its run.
 
     Raises:
-        ValueError: the folder is in use, holds what it should not, or lacks a run to resume.
+        ValueError: the folder is in use, holds files of something else, or lacks a run to resume.
     """
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: the one keeps what the other deletes")
+        raise ValueError("--resume and --overwrite exclude each other: leave one out")
     _check_contents(path, resume=resume, overwrite=overwrite)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / _LOCK).open("a+") as lock:
-        _acquire(lock, path)
+    with _locked(path):
         if overwrite:
             _clear(path)
+        (path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield path
 
 
 @contextlib.contextmanager
 def shared_output_folder(path: Path, processes: Processes, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """`output_folder` for a run of several processes: process 0 takes it over, and the others see that it did.
+    """Hold `output_folder` for several processes: process 0 locks it, the others check that they see the same.
 
     Raises:
-        ValueError: likewise, or the folder is not shared by all hosts.
+        ValueError: like `output_folder`, or the hosts do not share the folder.
     """
     with contextlib.ExitStack() as held:
         if processes.is_main:
             held.enter_context(output_folder(path, resume=resume, overwrite=overwrite))
-        owner = processes.all_gather_object((path / _LOCK).read_text() if processes.is_main else None)[0]
-        seen = processes.all_gather_object(_wait_for(path / _LOCK, owner))
+        owner = processes.all_gather_object((path / _OWNER).read_text() if processes.is_main else None)[0]
+        seen = processes.all_gather_object(_wait_for(path / _OWNER, owner))
         if missing := [str(index) for index, is_there in enumerate(seen) if not is_there]:
             raise ValueError(
-                f"output folder {path} of process 0 is not that of process {', '.join(missing)}: "
-                "name one on a file system that all hosts share"
+                f"output folder {path} of process 0 is invisible to process {', '.join(missing)}: "
+                "choose one on a file system that all hosts share"
             )
         yield path
 
 
 def _wait_for(path: Path, content: str) -> bool:
-    """Whether the file has this content, on a network file system perhaps a little later."""
+    """Wait until a file has this content, which a network file system may delay; False if it never has."""
     for _ in range(_SHARED_SECONDS):
         with contextlib.suppress(OSError):
             if path.read_text() == content:
@@ -74,34 +76,33 @@ def _wait_for(path: Path, content: str) -> bool:
 def _check_contents(path: Path, *, resume: bool, overwrite: bool) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"output folder {path} is a file: choose another")
-    is_run = (path / _LOCK).exists()
+    is_run = (path / _OWNER).exists()
     if resume and not is_run:
-        raise ValueError(f"--resume: {path} holds no run to go on with: check the folder, or start without --resume")
+        raise ValueError(f"--resume: {path} holds no run to continue: check the folder, or start without --resume")
     if not path.exists() or resume:
         return
-    others = [entry.name for entry in path.iterdir() if entry.name != _LOCK]
+    others = [entry.name for entry in path.iterdir() if entry.name not in (_OWNER, _LOCK)]
     if others and not is_run:
         raise ValueError(f"output folder {path} holds files of something else ({min(others)}, …): choose another")
     if others and not overwrite:
-        raise ValueError(f"output folder {path} holds a run: go on with it by --resume, or delete it by --overwrite")
+        raise ValueError(f"output folder {path} holds a run: continue it with --resume, or delete it with --overwrite")
 
 
-def _acquire(lock: IO[str], path: Path) -> None:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
+        lock = FileLock(path / _LOCK).acquire(blocking=False)
+    except Timeout:
+        owner = (path / _OWNER).read_text().strip() if (path / _OWNER).exists() else "another process"
         message = f"output folder {path} is in use by {owner}: wait for it, stop it, or choose another folder"
         raise ValueError(message) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+    with lock:
+        yield
 
 
 def _clear(path: Path) -> None:
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif entry.name != _LOCK:
+        elif entry.name not in (_OWNER, _LOCK):
             entry.unlink()

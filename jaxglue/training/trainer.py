@@ -23,7 +23,8 @@ from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
-from jaxglue.training.metrics import MetricsWriter, NoMetrics, check_finite
+from jaxglue.training.loggers import Loggers, open_loggers
+from jaxglue.training.metrics import check_finite
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.output import shared_output_folder
 from jaxglue.training.profile import StepProfiler
@@ -127,7 +128,7 @@ class Trainer:
         )
         with checkpoints:
             self._resume(checkpoints)
-            with self._metrics() as metrics, Interrupt() as interrupt:
+            with self._loggers() as metrics, Interrupt() as interrupt:
                 if self._step == 0:
                     self._samples.answer("before", 0, self._trainable, self._frozen)
                 self._train(checkpoints, metrics, interrupt)
@@ -136,14 +137,15 @@ class Trainer:
             return None
         self._samples.answer("after", self._step, self._trainable, self._frozen)
         result = export_result(self._setup, self._trainable, self._folder, write=self._processes.is_main)
-        summary = self._summarize(result, metrics.path, time.monotonic() - begun)
+        metrics_path = self._folder / "metrics.jsonl"
+        summary = self._summarize(result, metrics_path, time.monotonic() - begun)
         if self._processes.is_main:
-            save_loss_curve(metrics.path, self._folder / "loss.png")
+            save_loss_curve(metrics_path, self._folder / "loss.png")
             write_json(self._folder / "summary.json", summary_json(summary))
         print_panel(self._console, "done", summary_rows(summary))
         return summary
 
-    def _train(self, checkpoints: Checkpoints, metrics: MetricsWriter, interrupt: Interrupt) -> None:
+    def _train(self, checkpoints: Checkpoints, metrics: Loggers, interrupt: Interrupt) -> None:
         """Dispatches step after step, reading a step's loss while later ones run."""
         total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
         save_every = self._run.save_every or self._eval_every
@@ -164,10 +166,8 @@ class Trainer:
                     if save:
                         self._save(checkpoints, eval_loss)
 
-    def _metrics(self) -> MetricsWriter:
-        return (
-            MetricsWriter(self._folder, resume_step=self._step) if self._processes.is_main else NoMetrics(self._folder)
-        )
+    def _loggers(self) -> Loggers:
+        return open_loggers(self._folder, resume_step=self._step) if self._processes.is_main else Loggers()
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
         """Whether any process was asked to; several processes compare at the steps that are logged."""
@@ -205,7 +205,7 @@ class Trainer:
             return None
         return jax.random.fold_in(jax.random.key(self._config.data.seed), self._step)
 
-    def _record(self, result: StepResult, done: float, metrics: MetricsWriter, progress: TrainingProgress) -> None:
+    def _record(self, result: StepResult, done: float, metrics: Loggers, progress: TrainingProgress) -> None:
         """Waits for a step's values, writes them down, and shows them when a line is due.
 
         A checkpoint is written after its step's values are here: none holds what a refused step has left.
@@ -224,7 +224,7 @@ class Trainer:
             report = StepReport(**{"grad_norm": None, **values}, **self._meter.read()._asdict(), memory_gb=memory_gb)
             progress.report(result.step, report)
             values = dataclasses.asdict(report)
-        metrics.write(result.step, values)
+        metrics.log(result.step, values)
 
     def _start_measuring(self, step: int, progress: TrainingProgress) -> None:
         """The first step is done: what it took was compilation, and does not count."""
@@ -244,10 +244,10 @@ class Trainer:
     def _is_log_due(self, step: int) -> bool:
         return step % self._run.log_every == 0 or step == self._setup.total_steps
 
-    def _evaluate(self, metrics: MetricsWriter, progress: TrainingProgress) -> float | None:
+    def _evaluate(self, metrics: Loggers, progress: TrainingProgress) -> float | None:
         """Writes the figures of the model as it stands; its loss on held-out data, None without such data."""
         values = self._evaluation.read(self._step, self._trainable, self._frozen, self._last_batch)
-        metrics.write(self._step, values)
+        metrics.log(self._step, values)
         eval_loss = values.get("eval_loss")
         if eval_loss is not None:
             progress.say(f"step {self._step}: eval loss {eval_loss:.4f}")

@@ -4,14 +4,15 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxglue.training.metrics import MetricsWriter, read_metrics
+from jaxglue.training.loggers import open_loggers
+from jaxglue.training.metrics import check_finite, read_metrics
 
 
 def write(folder, losses, **options):
-    with MetricsWriter(folder, clock=lambda: 0.0, **options) as metrics:
+    with open_loggers(folder, **options) as loggers:
         for step, loss in losses.items():
-            metrics.write(step, {"loss": loss, "mfu": None})
-    return metrics.path
+            loggers.log(step, {"loss": loss, "mfu": None})
+    return folder / "metrics.jsonl"
 
 
 def scalars(folder, tag):
@@ -19,26 +20,26 @@ def scalars(folder, tag):
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def test_a_line_and_an_event_for_every_step(tmp_path):
+def test_each_step_writes_a_line_and_an_event(tmp_path):
     path = write(tmp_path, {1: 3.0, 2: 2.5})
     assert path.read_text().splitlines() == ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.5}']
     assert scalars(tmp_path, "loss") == {1: 3.0, 2: 2.5}
 
 
-def test_a_line_is_on_disk_at_once(tmp_path):
-    with MetricsWriter(tmp_path) as metrics:
-        metrics.write(1, {"loss": 1.0})
-        assert list(read_metrics(metrics.path)) == [{"step": 1, "loss": 1.0}]
+def test_lines_are_flushed_at_once(tmp_path):
+    with open_loggers(tmp_path) as loggers:
+        loggers.log(1, {"loss": 1.0})
+        assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": 1.0}]
 
 
-def test_after_a_resume_no_step_is_there_twice(tmp_path):
+def test_resume_replaces_repeated_steps(tmp_path):
     write(tmp_path, {1: 3.0, 2: 2.5, 3: 9.0, 4: 9.0})
     path = write(tmp_path, {3: 2.0}, resume_step=2)
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 3.0), (2, 2.5), (3, 2.0)]
     assert scalars(tmp_path, "loss") == {1: 3.0, 2: 2.5, 3: 2.0}
 
 
-def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
+def test_line_cut_short_by_a_crash_is_dropped(tmp_path):
     path = write(tmp_path, {1: 3.0})
     with path.open("a") as file:
         file.write('{"step": 2, "lo')
@@ -46,6 +47,12 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_diverged_loss_is_still_json(tmp_path, loss):
+def test_non_finite_loss_is_null(tmp_path, loss):
     (line,) = write(tmp_path, {1: loss}).read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None}
+
+
+def test_divergence_names_step_and_value():
+    check_finite(3, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"step 3: loss is nan, grad_norm is inf\. Training has diverged"):
+        check_finite(3, {"loss": math.nan, "grad_norm": math.inf, "learning_rate": 1.0})

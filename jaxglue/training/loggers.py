@@ -1,0 +1,105 @@
+"""Destinations of a run's metrics: `metrics.jsonl` and TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from tensorboardX import SummaryWriter
+
+from jaxglue.training.metrics import read_metrics
+
+
+class Logger(Protocol):
+    """Receives a run's metrics."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of one optimizer step; they may be infinite or NaN."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class JsonLinesLogger:
+    """Appends one line of JSON a step; values that are not finite become `null`.
+
+    Args:
+        path: the file; lines of steps after `resume_step` are dropped, because these steps run again.
+        resume_step: last step of the resumed run; 0 for a new run.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int = 0):
+        _truncate(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line, on disk at once."""
+        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step} | line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Writes TensorBoard events; steps after `resume_step` of an earlier run are hidden.
+
+    Args:
+        folder: TensorBoard's log folder.
+        resume_step: last step of the resumed run; 0 for a new run.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int = 0):
+        # The suffix keeps apart the files of two starts in one second.
+        suffix = f".{resume_step}"
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10, filename_suffix=suffix)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one event a value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class Loggers:
+    """Passes metrics on to several loggers; none of them on processes other than the main one."""
+
+    def __init__(self, loggers: Sequence[Logger] = ()):
+        self._loggers = loggers
+
+    def log(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write the values of one step; None is left out."""
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        for logger in self._loggers:
+            logger.log(step, known)
+
+    def close(self) -> None:
+        """Close all loggers."""
+        for logger in self._loggers:
+            logger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def open_loggers(folder: Path, *, resume_step: int = 0) -> Loggers:
+    """Open `metrics.jsonl` and `tensorboard/` in a run's folder; `resume_step` is the last step of a resumed run."""
+    files = JsonLinesLogger(folder / "metrics.jsonl", resume_step=resume_step)
+    return Loggers([files, TensorBoardLogger(folder / "tensorboard", resume_step=resume_step)])
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
