@@ -23,7 +23,7 @@ from jaxglue.engine.policy import parse_policies
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import training_flops_per_token
-from jaxglue.planner.peaks import peak_flops
+from jaxglue.planner.gpus import peak_flops
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch

@@ -24,7 +24,8 @@ from jaxglue.ops.adam import MOMENT_BYTES, MomentFormat
 from jaxglue.ops.quant.formats import Quantize
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB, find_gpu
-from jaxglue.planner.planner import MARGIN, Plan, Planner, Workload
+from jaxglue.planner.planner import MARGIN, Plan, Planner
+from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
 
 

@@ -1,1 +1,1 @@
-"""Time and memory of a training step, foreseen, and the choice of a policy."""
+"""Prediction of a training step's time and memory, and the choice of a remat policy."""

@@ -1,7 +1,7 @@
-"""What a traced program costs on a GPU: seconds and bytes, read off its jaxpr without compiling it.
+"""Cost model of a traced program on a GPU: seconds and bytes from its jaxpr, without compiling it.
 
-The model of XLA: matmuls, reductions and attention kernels read their operands from memory and write their results
-there; everything else is fused into them, so a value is in memory only if one of these makes it or needs it.
+Matmuls, reductions and attention kernels read their operands from memory and write their results there; XLA fuses
+everything else into them, so a value is in memory only if one of them makes or needs it.
 """
 
 import math
@@ -15,26 +15,26 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxglue.planner.gpus import Gpu
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
-"""Names of the jitted functions that stand for attention kernels in a program to be costed."""
+"""Names of the jitted functions in place of attention kernels in a traced program."""
 _ALIASES = {"reshape", "squeeze", "expand_dims", "name", "reduce_precision", "optimization_barrier", "copy"}
 _KERNEL_SECONDS = 1.5e-6
-"""A kernel's own time, however little it does."""
+"""Fixed time of a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one run of a program."""
+    """Time and memory of one run of a program."""
 
     seconds: float
     temporary: int
-    """Bytes in use at the peak beside arguments and results."""
+    """Peak bytes beside arguments and results."""
     results: int
-    """Bytes of the results."""
+    """Bytes of results."""
 
 
 @dataclass(eq=False)
 class _Value:
-    """One array: the values in memory that it is computed from, itself when it is there."""
+    """One array, and the values in memory that it is computed from."""
 
     bytes: int
     is_argument: bool = False
@@ -53,7 +53,7 @@ class _Kernel:
 
 
 def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention_seconds: dict[str, float]) -> Cost:
-    """Cost of a program whose attention kernels take `attention_seconds`, by the name of their function."""
+    """Return the cost of a program whose attention kernels take `attention_seconds`, by their function's name."""
     trace = _Trace(gpu, attention_seconds)
     arguments = [_Value(_size(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
@@ -87,13 +87,13 @@ class _Trace:
         return [read(atom) for atom in jaxpr.outvars]
 
     def materialize(self, value: _Value) -> None:
-        """Writes a fused value to memory, once."""
+        """Write a fused value to memory, once."""
         if not value.in_memory:
             value.in_memory = True
             self._kernel(value.roots, [value], self._copy(value.bytes + sum(root.bytes for root in value.roots)))
 
     def peak(self, *, without: set[_Value]) -> int:
-        """Bytes of all values in memory but the arguments and the results, when there are most."""
+        """Return the most bytes of values in memory at once, without arguments and results."""
         last: dict[_Value, int] = {}
         for index, kernel in enumerate(self._kernels):
             for value in (*kernel.inputs, *kernel.outputs):
@@ -140,12 +140,12 @@ class _Trace:
         return [replace(output, roots=roots) for output in outputs]
 
     def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
-        """Of a Triton kernel, which says what it computes where that is more than its arrays show."""
+        """Return a Triton kernel's time from its bytes and its own cost estimate, if any."""
         flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
         return max(flops / self._gpu.matmul, self._copy(sum(value.bytes for value in (*inputs, *outputs))))
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
-        """A matmul adds its result to what is in memory already."""
+        """Add a matmul's result to an array already in memory."""
         total, other = (left, right) if left.from_matmul else (right, left)
         if other.in_memory and other.bytes == total.bytes:
             total, other = other, total
@@ -156,7 +156,7 @@ class _Trace:
         return total
 
     def _reduce(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
-        """A reduction fuses what it reads."""
+        """Fuse a reduction's inputs into it."""
         roots = self._fuse(inputs, [_Value(0)])[0].roots
         self._kernel(roots, outputs, self._copy(sum(v.bytes for v in (*roots, *outputs))))
         return outputs
@@ -179,7 +179,7 @@ class _Trace:
             for output, var in zip(outputs, body.jaxpr.outvars, strict=True)
             if output.bytes == _size(var.aval)
         }
-        for value in inputs:  # a carry is updated in place
+        for value in inputs:  # carries are updated in place
             if value.bytes in carried and not value.is_argument:
                 value.bytes = 0
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
@@ -197,13 +197,13 @@ class _Trace:
 
 
 def _branch(eqn) -> ClosedJaxpr:
-    """What runs on NVIDIA GPUs of a choice by platform; of any other choice, the last branch."""
+    """Return the CUDA branch of a choice by platform, and the last branch of any other choice."""
     branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms") or ()
     return next((b for b, p in zip(branches, platforms, strict=False) if p and "cuda" in p), branches[-1])
 
 
 def _call(eqn) -> ClosedJaxpr | None:
-    """The program inside an equation that only calls it."""
+    """Return the program that an equation only calls, if it does."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(key)
         if isinstance(inner, ClosedJaxpr):
@@ -220,7 +220,7 @@ def _dot_flops(eqn) -> float:
 
 
 def _size(aval: Any) -> int:
-    """Bytes of an array; keys and other odd types are small."""
+    """Return the bytes of an array; keys and other odd types count as none."""
     try:
         return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
     except TypeError:
@@ -228,12 +228,12 @@ def _size(aval: Any) -> int:
 
 
 def matmul_flops(jaxpr: Jaxpr) -> float:
-    """FLOPs of all matmuls of a program."""
+    """Return the FLOPs of all matmuls of a program."""
     return sum(repeat * _dot_flops(eqn) for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
 
 
 def received_bytes(jaxpr: Jaxpr) -> float:
-    """What the devices along an axis send the one that runs this program, other than sums of whole arrays."""
+    """Return the bytes that a device receives in all-gathers and reduce-scatters of its program."""
     exchanges = ((eqn, n) for eqn, n in _equations(jaxpr, 1) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
     return sum(repeat * abs(_size(eqn.outvars[0].aval) - _size(eqn.invars[0].aval)) for eqn, repeat in exchanges)
 

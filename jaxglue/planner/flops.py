@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs, for MFU and for estimates."""
+"""Floating-point operations of a model, for MFU and estimates."""
 
 from jaxtyping import Int
 from numpy import ndarray
@@ -7,9 +7,9 @@ from jaxglue.models.config import DecoderConfig
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
-    """Weights that a token is multiplied with: all linear layers and the output projection, not the embedding.
+    """Count the weights that a token is multiplied with: linear layers and output projection, not the embedding.
 
-    Of a layer's experts, those that serve one token.
+    In a mixture of experts, only as many experts as serve one token count.
     """
     D, H = config.hidden_size, config.head_dim
     attention = D * H * 2 * (config.num_attention_heads + config.num_key_value_heads)
@@ -25,12 +25,12 @@ def _feed_forward(config: DecoderConfig, layer: int) -> int:
 
 
 def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weight_gradients: bool) -> float:
-    """FLOPs of forward and backward, without recomputation.
+    """Return a token's FLOPs of forward and backward, without recomputation (Chowdhery et al. 2022, appendix B).
 
     Args:
         config: the model's shape.
         visible_keys: mean number of keys that a query attends to (see `mean_visible_keys`).
-        weight_gradients: whether all weights train; frozen ones need no gradient, two thirds of the work.
+        weight_gradients: all weights train; frozen ones need no gradient, which leaves two thirds of the work.
     """
     weights = (6 if weight_gradients else 4) * matmul_parameters(config)
     scores = config.num_attention_heads * config.head_dim * visible_keys
@@ -38,6 +38,6 @@ def training_flops_per_token(config: DecoderConfig, *, visible_keys: float, weig
 
 
 def mean_visible_keys(lengths: Int[ndarray, " documents"]) -> float:
-    """Mean over tokens of the keys that causal attention inside documents of these lengths shows them."""
+    """Return the mean number of keys per token in causal attention inside documents of these lengths."""
     lengths = lengths.astype(float)
     return float((lengths * (lengths + 1) / 2).sum() / lengths.sum())

@@ -1,22 +1,21 @@
-"""Rates and memory of GPUs, for plans and estimates."""
+"""Rates and memory of GPUs, for plans and for MFU."""
 
+import re
 from dataclasses import dataclass, replace
-
-from jaxglue.planner.peaks import peak_flops
 
 _MATMUL_SHARE = 0.71
 SUSTAINED = 0.89
-"""Of a single large matmul's rate, what a long row of a layer's matmuls reaches."""
+"""Share of a single large matmul's rate that a layer's matmuls sustain."""
 _COPY_SHARE = 0.9
 _PEER_SHARE = 0.7
 _POOL_SHARE = 0.9
-"""Of the memory: what JAX is told to take (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
+"""Share of the memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What a plan needs to know of a GPU and its link to the host; measured rates may replace these."""
+    """Sustained rates and memory of a GPU, from its data sheet or measured."""
 
     name: str
     capability: tuple[int, int]
@@ -31,60 +30,99 @@ class Gpu:
     """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
     peers: float
     """Collectives among the GPUs of a host: bytes/s that one receives."""
+    peak: float | None = None
+    """Dense bf16 matmuls with float32 accumulation by the data sheet, FLOP/s; None where it is not known."""
 
     def limited(self, gib: float | None) -> "Gpu":
-        """The same GPU with at most `gib` GiB of its memory to plan with; None for all of it."""
+        """Return the same GPU with at most `gib` GiB of its memory to plan with; None for all of it."""
         return self if gib is None else replace(self, memory=min(self.memory, gib * GIB))
 
 
 def _gpu(
-    name: str, capability: tuple[int, int], memory_gib: float, bandwidth: float, link: float, *, nvlink: float = 0
+    name: str,
+    capability: tuple[int, int],
+    tflops: float,
+    memory_gib: float,
+    bandwidth: float,
+    link: float,
+    *,
+    nvlink: float = 0,
 ) -> Gpu:
-    """From the data sheet: compute capability, GiB, GB/s of memory, of the link and of NVLink each way."""
-    peak = peak_flops(name)
-    assert peak, name
+    """Return a GPU by its data sheet: dense bf16 TFLOP/s, GiB, GB/s of memory, and GB/s each way of links."""
     return Gpu(
         name=name,
         capability=capability,
         memory=_POOL_SHARE * memory_gib * GIB,
-        matmul=_MATMUL_SHARE * peak,
+        matmul=_MATMUL_SHARE * (tflops * 1e12),
         copy=_COPY_SHARE * bandwidth * 1e9,
         link=link * 1e9,
         peers=_PEER_SHARE * (nvlink or link) * 1e9,
+        peak=tflops * 1e12,
     )
 
 
-_PCIE_5, _PCIE_4 = 55.0, 25.0
+_PCIE_4, _PCIE_5, _C2C = 25.0, 55.0, 390.0
 _TABLE = (
-    _gpu("B200", (10, 0), 180, 8000, _PCIE_5, nvlink=900),
-    _gpu("H200", (9, 0), 140, 4800, _PCIE_5, nvlink=450),
-    _gpu("H100 PCIe", (9, 0), 80, 2039, _PCIE_5),
-    _gpu("H100", (9, 0), 80, 3350, _PCIE_5, nvlink=450),
-    _gpu("A100 40GB", (8, 0), 40, 1555, _PCIE_4, nvlink=300),
-    _gpu("A100", (8, 0), 80, 2039, _PCIE_4, nvlink=300),
-    _gpu("L40S", (8, 9), 45, 864, _PCIE_4),
-    _gpu("L4", (8, 9), 22.5, 300, _PCIE_4),
-    _gpu("A10G", (8, 6), 22.5, 600, _PCIE_4),
-    _gpu("RTX PRO 6000", (12, 0), 95, 1792, _PCIE_5),
-    _gpu("RTX 6000 Ada", (8, 9), 48, 960, _PCIE_4),
-    _gpu("RTX A6000", (8, 6), 48, 768, _PCIE_4),
-    _gpu("RTX 5090", (12, 0), 32, 1792, _PCIE_5),
-    _gpu("RTX 4090", (8, 9), 24, 1008, _PCIE_4),
-    _gpu("RTX 4080", (8, 9), 16, 717, _PCIE_4),
-    _gpu("RTX 3090", (8, 6), 24, 936, _PCIE_4),
+    #    name           capability TFLOP/s  GiB  GB/s  link
+    _gpu("B200", (10, 0), 2250, 180, 8000, _PCIE_5, nvlink=900),
+    _gpu("GB200", (10, 0), 2500, 185, 8000, _C2C, nvlink=900),
+    _gpu("B100", (10, 0), 1750, 180, 8000, _PCIE_5, nvlink=900),
+    _gpu("H200 NVL", (9, 0), 835, 140, 4800, _PCIE_5, nvlink=450),
+    _gpu("H200", (9, 0), 989, 140, 4800, _PCIE_5, nvlink=450),
+    _gpu("GH200", (9, 0), 989, 95, 4000, _C2C),
+    _gpu("H100 PCIe", (9, 0), 756, 80, 2039, _PCIE_5),
+    _gpu("H100 NVL", (9, 0), 835, 94, 3938, _PCIE_5, nvlink=300),
+    _gpu("H100", (9, 0), 989, 80, 3350, _PCIE_5, nvlink=450),
+    _gpu("H800", (9, 0), 989, 80, 3350, _PCIE_5, nvlink=200),
+    _gpu("H20", (9, 0), 148, 96, 4000, _PCIE_5, nvlink=450),
+    _gpu("A100 40GB", (8, 0), 312, 40, 1555, _PCIE_4, nvlink=300),
+    _gpu("A100", (8, 0), 312, 80, 2039, _PCIE_4, nvlink=300),
+    _gpu("A800", (8, 0), 312, 80, 2039, _PCIE_4, nvlink=200),
+    _gpu("A30", (8, 0), 165, 24, 933, _PCIE_4, nvlink=100),
+    _gpu("A40", (8, 6), 149.7, 45, 696, _PCIE_4),
+    _gpu("A10G", (8, 6), 70, 22.5, 600, _PCIE_4),
+    _gpu("A10", (8, 6), 125, 22.5, 600, _PCIE_4),
+    _gpu("L40S", (8, 9), 362, 45, 864, _PCIE_4),
+    _gpu("L40", (8, 9), 181, 45, 864, _PCIE_4),
+    _gpu("L4", (8, 9), 121, 22.5, 300, _PCIE_4),
+    _gpu("RTX PRO 6000", (12, 0), 503.8, 95, 1792, _PCIE_5),
+    _gpu("RTX 6000 Ada", (8, 9), 364.2, 48, 960, _PCIE_4),
+    _gpu("RTX A6000", (8, 6), 154.8, 48, 768, _PCIE_4),
+    _gpu("RTX 5090", (12, 0), 209.5, 32, 1792, _PCIE_5),
+    _gpu("RTX 5080", (12, 0), 112.6, 16, 960, _PCIE_5),
+    _gpu("RTX 4090", (8, 9), 165.2, 24, 1008, _PCIE_4),
+    _gpu("RTX 4080", (8, 9), 97.5, 16, 717, _PCIE_4),
+    _gpu("RTX 3090", (8, 6), 71, 24, 936, _PCIE_4),
 )
-"""NVIDIA's data sheets and architecture white papers, times the shares that an H200 was measured to reach: 700 of 989
-TFLOP/s in a step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 GB/s over PCIe 5. Narrower names first."""
+"""NVIDIA's data sheets and architecture white papers, times the shares measured on an H200: 700 of 989 TFLOP/s in a
+step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5. Narrower names first."""
+_VARIANTS = {"LAPTOP", "D", "MAX", "MIG", "SUPER"}
+"""Words in the names of variants, slower or faster than the chips of the table."""
+
+
+def lookup_gpu(name: str) -> Gpu | None:
+    """Return the GPU of the table all of whose words are in `name`, which may be `jax.Device.device_kind`.
+
+    None for an unknown chip or a variant of a known one, such as a laptop's.
+    """
+    words = set(re.split(r"[\s-]+", name.upper()))
+    if words & _VARIANTS:
+        return None
+    return next((gpu for gpu in _TABLE if words.issuperset(gpu.name.upper().split())), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU all of whose words are in `name`, which may be `jax.Device.device_kind`.
+    """Return the GPU that `lookup_gpu` finds.
 
     Raises:
-        ValueError: no GPU of the table; it lists them.
+        ValueError: it finds none; lists the known names.
     """
-    words = set(name.upper().replace("-", " ").split())
-    for gpu in _TABLE:
-        if words.issuperset(gpu.name.upper().split()):
-            return gpu
-    raise ValueError(f"GPU {name!r} is unknown: use one of {', '.join(gpu.name for gpu in _TABLE)}")
+    if (gpu := lookup_gpu(name)) is None:
+        raise ValueError(f"GPU {name!r} is unknown: use one of {', '.join(gpu.name for gpu in _TABLE)}")
+    return gpu
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return a GPU's dense bf16 peak, FLOP/s, from `jax.Device.device_kind`; None for an unknown chip."""
+    gpu = lookup_gpu(device_kind)
+    return gpu.peak if gpu else None

@@ -2,21 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
+from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape
 
 
 class LayerPrograms(NamedTuple):
-    """What a device runs for a layer, and the bytes that it keeps in between beside the layer's input."""
+    """A layer's programs on one device, and the bytes saved in between beside the layer's input."""
 
     forward: ClosedJaxpr
     backward: ClosedJaxpr
@@ -27,20 +29,28 @@ class LayerPrograms(NamedTuple):
 
 
 def layer_programs(
-    graph: Any, policy: RematPolicy, workload: Workload, trees: Sequence[Params], *, experts: int = 1
+    graphdef: nnx.GraphDef, policy: RematPolicy, workload: Workload, trees: Sequence[Params], *, experts: int = 1
 ) -> LayerPrograms:
-    """The programs of a layer with these trainable and frozen parameters, with its experts on so many devices."""
+    """Trace a layer's forward and backward passes, with its experts spread over some devices.
+
+    Args:
+        graphdef: the layer without its parameters.
+        policy: of its values for the backward pass.
+        workload: gives shapes and dtypes.
+        trees: trainable and frozen parameters, abstract.
+        experts: devices that share the experts.
+    """
     mesh = MeshShape(expert=experts)
-    layer = LayerFunctions(graph, policy, Layout(mesh.abstract, workload.dtype))
+    layer = LayerFunctions(graphdef, policy, Layout(mesh.abstract, workload.dtype))
     x, context = abstract_input(replace(workload, batch_size=workload.batch_size * experts))
     forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
     backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
-    kept = (sum(a.size * a.dtype.itemsize for a in part) // experts for part in (residuals.saved, residuals.offloaded))
+    kept = (tree_bytes(part) // experts for part in (residuals.saved, residuals.offloaded))
     return LayerPrograms(_of_a_device(forward), _of_a_device(backward), *kept)
 
 
 def _of_a_device(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The inside of a program of all devices; a program of one device itself."""
+    """Return the body of the program's `shard_map`; without one, the program itself."""
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
             inner: Jaxpr = eqn.params["jaxpr"]

@@ -13,17 +13,17 @@ from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PlannedContext(PackedContext):
-    """Packed rows attended to by no real kernel."""
+    """Context of packed rows whose attention is traced, never run."""
 
     def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
-        """Zeros of the right shape, with a fused backend's differentiation rule."""
+        """Return the shape of attention's output, with a fused backend's differentiation rule."""
         spec = FlashSpec(backend=_ShapesOnly(), window=window, scale=scale or 1.0)
         return flash_attention(spec, q, k, v, sinks, self.segments)
 
 
 @dataclass(frozen=True)
 class _ShapesOnly:
-    """A `AttentionBackend` that stands for the kernels, which the planner knows by the names of these functions."""
+    """An `AttentionBackend` in place of the kernels; the planner recognizes its functions by name."""
 
     def forward(self, q, k, v, sinks, segments, *, window, scale):
         return _named(ATTENTION_FORWARD, lambda q, k, v: (q * 0, jnp.zeros(q.shape[:3], jnp.float32)))(q, k, v)

@@ -1,28 +1,25 @@
-"""Predicts time and memory of a training step under each remat policy, and picks the fastest that fits."""
+"""Prediction of a training step's time and memory under remat policies, and the choice of the fastest that fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, interleave, parse_policies, parse_policy
-from jaxglue.engine.transfer import default_depth, is_streamed, keep_on_device, weights_depth
+from jaxglue.engine.transfer import default_depth, keep_on_device, weights_depth
 from jaxglue.ops.backend import has_jax_triton
-from jaxglue.planner import schedule
 from jaxglue.planner.gpus import GIB, Gpu
-from jaxglue.planner.schedule import Work
+from jaxglue.planner.peak import PeakMemory
+from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.schedule import Work, simulate
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The environment variable with the GiB of host memory that JAX pins at most; 64 if it is not set."""
+"""Environment variable with the most GiB of host memory that JAX pins; 64 if it is not set."""
 MARGIN = 0.03
-"""Share of the GPU's memory that a plan leaves free: predictions are that far off, and allocations fragment."""
-_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.1, 1.12
-"""What XLA keeps beside arguments and results, as a multiple of what the order of the program needs."""
-_WORKSPACE = int(0.3 * GIB)
-"""Bytes that programs and matmul libraries take, whatever the model."""
+"""Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
 _LINK_SHARE = 0.9
-"""Of the link's rate, what a plan counts on: copies also wait for those of the other direction, and for their turn."""
+"""Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
 _OFFLOADS = (
     "offload:layer_input,attention_residual,query,key,value",
     "offload:layer_input,gate",
@@ -30,8 +27,7 @@ _OFFLOADS = (
     "offload:layer_input,attention_residual,key,value,gate",
     "offload:layer_input,attention_residual,query,key,value,gate",
 )
-"""Ever more on the host. What a millisecond of the link saves is much alike for all values; how much the link moves
-while a layer computes is not."""
+"""In the order of bytes offloaded. All values save about as much recomputation per byte, so their total decides."""
 _POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_OFFLOADS)
 _MIXES = (
     ("dots", "none"),
@@ -40,8 +36,11 @@ _MIXES = (
     *((lean, f"{lean}; save:up") for lean in _OFFLOADS[1:]),
     *((lean, f"{other}; save:up") for other, lean in pairwise(_OFFLOADS[1:])),
 )
-"""Pairs of policies of which the second is faster: its layers are spread among those of the first, so that the link
-catches up under them."""
+"""Pairs (lean, fast) of policies; layers of the fast one are spread among the lean so that the link catches up."""
+
+
+class DoesNotFit(ValueError):  # noqa: N818
+    """Reports that a setting, or every setting, needs more memory than there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class Plan:
 
     @property
     def remat(self) -> str:
-        """The policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
+        """Return the policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
         return format_policies(self.policies)
 
     def __str__(self) -> str:
@@ -68,83 +67,97 @@ class Plan:
 
 
 class Planner:
-    """Predicts what settings of one workload cost on one GPU, which need not be here.
+    """Predicts the cost of a workload's settings on one GPU, which need not be present.
+
+    Args:
+        workload: what is trained.
+        gpu: rates and memory.
+        prefetch_depth: layers by which copies from the host are ahead; None for the executor's default.
+        run_ahead: dispatched layers that the host does not wait for.
 
     Raises:
-        ValueError: a mixture of experts where jax-triton is not installed: its kernels are traced.
+        ValueError: a mixture of experts without jax-triton installed, whose kernels are traced.
     """
 
     def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = 2):
         if workload.config.moe is not None and not has_jax_triton():
             raise ValueError(
-                f"{workload.config.model_type} has experts, and their plan needs the kernels' definitions: install "
+                f"planning {workload.config.model_type}, which has experts, needs the kernels' definitions: install "
                 "jax-triton and triton (part of jaxglue[cuda13])"
             )
         self.workload, self.gpu = workload, gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
         self._model = TracedModel(workload, gpu, kernels=has_jax_triton())
+        self._resident = resident_bytes(workload)
 
     def plans(self) -> list[Plan]:
-        """Every setting that is considered, the fastest first."""
+        """Return every setting considered, the fastest first."""
         return sorted(self._candidates(), key=lambda plan: (plan.seconds, plan.device_bytes))
 
     def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, stream_weights: bool = False) -> Plan:
-        """The predicted cost of a setting."""
+        """Predict the cost of a setting."""
         model = self._model
         chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
         costs = [model.layer(index, policy) for index, policy in enumerate(chosen)]
-        frozen = enumerate(model.frozen_layers)
-        weights = [size if stream_weights and is_streamed(index) else 0 for index, size in frozen]
+        streamed = self._resident.streamed_layers(stream_weights)
         depth = default_depth(stream_weights) if self._depth is None else self._depth
-        host = sum(weights) + sum(cost.offloaded for cost in costs[: -1 - depth])
+        peak = PeakMemory(
+            workload=self.workload,
+            model=model,
+            resident=self._resident,
+            costs=costs,
+            streamed=streamed,
+            depth=depth,
+            run_ahead=self._run_ahead,
+        )
         return Plan(
             policies=chosen,
             stream_weights=stream_weights,
-            seconds=self._seconds(costs, weights, depth),
-            device_bytes=self._peak(costs, weights, depth),
-            host_bytes=host,
+            seconds=self._seconds(costs, streamed, depth),
+            device_bytes=peak.total(),
+            host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
         )
 
     def resolve(self, remat: str, *, stream_weights: bool | None, host_memory: float) -> Plan:
-        """The plan that `--remat` and `--weights` ask for, `auto` included (of weights: None).
+        """Return the plan that `--remat` and `--weights` ask for, either of which may be `auto` (of weights: None).
 
         Raises:
-            ValueError: it does not fit (see `check` and `choose`), or the text is no policy.
+            DoesNotFit: see `check` and `choose`.
+            ValueError: the text is no policy.
         """
         if remat == AUTO:
             return self.choose(host_memory=host_memory, stream_weights=stream_weights)
         policies = parse_policies(remat, self._model.layers)
-        places = (False, True) if stream_weights is None else (stream_weights,)
-        plans = [self.plan(policies, stream_weights=place) for place in places]
+        streams = (False, True) if stream_weights is None else (stream_weights,)
+        plans = [self.plan(policies, stream_weights=stream) for stream in streams]
         plan = next((plan for plan in plans if self.fits(plan, host_memory)), plans[0])
         self.check(plan, host_memory=host_memory)
         return plan
 
     def choose(self, *, host_memory: float, stream_weights: bool | None = False) -> Plan:
-        """The fastest plan that leaves `MARGIN` of the GPU's memory free.
+        """Return the fastest plan that leaves `MARGIN` of the GPU's memory free.
 
         Args:
             host_memory: bytes of host memory that may be pinned.
-            stream_weights: whether frozen weights are on the host; None to choose that too.
+            stream_weights: whether frozen weights are in host memory; None to choose that too.
 
         Raises:
-            ValueError: nothing fits; it names the setting that comes nearest and what would fit.
+            DoesNotFit: nothing fits; names the nearest setting and the remedy.
         """
         plans = [plan for plan in self.plans() if stream_weights is None or plan.stream_weights == stream_weights]
         for plan in plans:
             if self.fits(plan, host_memory):
                 return plan
-        raise ValueError(self._why_not(min(plans, key=lambda plan: plan.device_bytes), host_memory))
+        raise DoesNotFit(self._why_not(min(plans, key=lambda plan: plan.device_bytes), host_memory))
 
     def fits(self, plan: Plan, host_memory: float) -> bool:
-        """Whether the plan leaves the margin free on the GPU and fits the host."""
+        """Return whether the plan fits the host and leaves the margin free on the GPU."""
         return plan.device_bytes <= (1 - MARGIN) * self.gpu.memory and plan.host_bytes <= host_memory
 
     def check(self, plan: Plan, *, host_memory: float) -> None:
-        """Raises ValueError when a plan that was asked for does not fit, naming the fastest one that does."""
-        if plan.device_bytes <= self.gpu.memory and plan.host_bytes <= host_memory:
-            return
-        raise ValueError(self._why_not(plan, host_memory))
+        """Raise DoesNotFit for an explicit plan beyond the memory, naming the fastest plan that fits."""
+        if plan.device_bytes > self.gpu.memory or plan.host_bytes > host_memory:
+            raise DoesNotFit(self._why_not(plan, host_memory))
 
     def _why_not(self, plan: Plan, host_memory: float) -> str:
         if plan.device_bytes > (1 - MARGIN) * self.gpu.memory:
@@ -157,7 +170,7 @@ class Planner:
         return f"{plan} with {tokens}{mesh} needs {need}: {self._remedy(host_memory)}"
 
     def _remedy(self, host_memory: float) -> str:
-        """The fastest setting that fits, or the longest row with which one does."""
+        """Return the fastest setting that fits, or else the longest row with which one does."""
         for plan in self.plans():
             if self.fits(plan, host_memory):
                 return f"{plan} would fit in {_gib(plan.device_bytes)}"
@@ -175,7 +188,7 @@ class Planner:
         return None
 
     def _candidates(self) -> Iterator[Plan]:
-        for stream in (False, True) if any(self._model.frozen_layers) else (False,):
+        for stream in (False, True) if any(self._resident.frozen_layers) else (False,):
             for text in _POLICIES:
                 yield self.plan(parse_policy(text), stream_weights=stream)
             for lean, fast in _MIXES:
@@ -183,88 +196,43 @@ class Planner:
                     yield mix
 
     def _mix(self, lean: RematPolicy, fast: RematPolicy, stream: bool) -> Plan | None:
-        """The fastest share of layers under the fast policy that fits the GPU."""
+        """Return the fastest mix of the two policies that fits the GPU, over all numbers of fast layers."""
         layers = self._model.layers
         mixes = (interleave(lean, fast, layers, count) for count in range(1, layers))
         plans = (self.plan(mix, stream_weights=stream) for mix in mixes)
         fitting = (plan for plan in plans if plan.device_bytes <= (1 - MARGIN) * self.gpu.memory)
         return min(fitting, key=lambda plan: plan.seconds, default=None)
 
-    def _seconds(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
-        """A hidden copy still takes its share of the device memory's bandwidth."""
-        link, copy, run_ahead = _LINK_SHARE * self.gpu.link, self.gpu.copy, self._run_ahead
-        forward, backward = [], []
-        for cost, streamed, gathered in zip(costs, weights, self._model.gathered_layers, strict=True):
-            out, back, gather = cost.offloaded, cost.offloaded + streamed, gathered / self.gpu.peers
-            kernels = max(cost.forward.seconds + (out + streamed) / copy, gather)
-            forward.append(Work(kernels, arriving=streamed / link, leaving=out / link))
-            kernels = max(cost.backward.seconds + back / copy, gather)
-            backward.append(Work(kernels, arriving=back / link))
-        for index in range(len(costs)):
-            if keep_on_device(index, len(costs), depth):
-                forward[index] = forward[index]._replace(leaving=0.0)
-                backward[index] = backward[index]._replace(arriving=0.0)
-        layers = schedule.simulate(forward, depth=weights_depth(depth), run_ahead=run_ahead)
-        layers += schedule.simulate(backward[::-1], depth=depth, run_ahead=run_ahead)
+    def _seconds(self, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
+        """Predict the time of an optimizer step."""
+        forward, backward = self._work(costs, streamed, depth)
+        layers = simulate(forward, depth=weights_depth(depth), run_ahead=self._run_ahead)
+        layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead)
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
-        update = (3 * self._model.trained + 2 * self._moments) / copy
+        update = (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
         return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + update
 
-    @property
-    def _moments(self) -> int:
-        """Bytes of AdamW's state; what trains is float32."""
-        return round(self.workload.moment_bytes / 4 * self._model.trained)
-
-    def _peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> int:
-        """Bytes when there are most."""
-        model = self._model
-        resident = self._moments + model.trained + model.frozen_ends + sum(model.frozen_layers) - sum(weights)
-        resident += model.gathered + max(weights)  # a streamed layer's are given back late
-        peak = max(self._forward_peak(costs, weights, depth), self._backward_peak(costs, weights, depth))
-        return int(_WORKSPACE + resident + peak)
-
-    def _forward_peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
-        """In some layer's forward pass: with weights of later layers, and what is on its way to the host."""
-        stored, peak, ahead = 0, 0.0, weights_depth(depth)
-        for index, cost in enumerate(costs):
-            leaving = sum(earlier.offloaded for earlier in costs[max(index - self._run_ahead, 0) : index + 1])
-            stored += cost.saved
-            held = stored + leaving + sum(weights[index : index + ahead + 1]) + 2 * self._model.input_bytes
-            peak = max(peak, held + cost.forward.temporary)
-        return peak + (self._model.trained if self.workload.gradient_accumulation_steps > 1 else 0)
-
-    def _backward_peak(self, costs: list[LayerCost], weights: list[int], depth: int) -> float:
-        """In the head, or in some layer's backward pass."""
-        model, x = self._model, self._model.input_bytes
-        accumulates, updates = self.workload.gradient_accumulation_steps > 1, self.workload.update_in_backward
-        head_gradients = model.head.results - x
-        stored = sum(cost.saved for cost in costs)
-        # What a layer and those after it in the backward pass have from the host, or have not sent there.
-        fetched = [cost.offloaded + streamed for cost, streamed in zip(costs, weights, strict=True)]
-        buffers = [sum(fetched[max(index - depth, 0) : index + 1]) for index in range(len(costs))]
-        leaving = max(self._run_ahead - 1, 0) * max((cost.offloaded for cost in costs[: -1 - depth]), default=0)
-        gradients = model.trained if accumulates else 0
-        head = model.head.results + _HEAD_TEMPORARIES * model.head.temporary
-        peak = buffers[-1] + leaving + stored + gradients + head
-        if not (accumulates or updates):
-            gradients = head_gradients
-        for index in reversed(range(len(costs))):
-            here = gradients if accumulates else gradients + model.trained_layers[index]
-            held = stored + buffers[index] + leaving + here + model.scattered + 2 * x
-            peak = max(peak, held + _LAYER_TEMPORARIES * costs[index].backward.temporary)
-            gradients = gradients if updates else here
-            stored, leaving = stored - costs[index].saved, 0
-        if not accumulates:  # the embedding's come last
-            peak = max(peak, gradients + max(model.trained - sum(model.trained_layers) - head_gradients, 0) + x)
-        return peak
+    def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
+        """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""
+        link, copy = _LINK_SHARE * self.gpu.link, self.gpu.copy
+        forward, backward = [], []
+        gathered = self._model.gathered_layers
+        for index, (cost, weights) in enumerate(zip(costs, streamed, strict=True)):
+            out, back, gather = cost.offloaded, cost.offloaded + weights, gathered[index] / self.gpu.peers
+            stays = keep_on_device(index, len(costs), depth)
+            kernels = max(cost.forward.seconds + (out + weights) / copy, gather)
+            forward.append(Work(kernels, arriving=weights / link, leaving=0.0 if stays else out / link))
+            kernels = max(cost.backward.seconds + back / copy, gather)
+            backward.append(Work(kernels, arriving=0.0 if stays else back / link))
+        return forward, backward
 
 
 def pinned_memory(available: float, limit_gib: str | None = None) -> float:
-    """Bytes of host memory that may be pinned.
+    """Return the bytes of host memory that may be pinned.
 
     Args:
-        available: bytes of host memory that no process uses; a tenth is left.
-        limit_gib: what `HOST_LIMIT` says, None where it is not set.
+        available: bytes of host memory that no process uses; a tenth is left free.
+        limit_gib: value of `HOST_LIMIT`, None where it is not set.
     """
     return min(0.9 * available, float(limit_gib or 64) * GIB)
 

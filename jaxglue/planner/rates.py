@@ -1,4 +1,4 @@
-"""Measures a GPU's rates, for plans on GPUs whose rates are not in the table or not to be trusted."""
+"""Measurement of a GPU's rates, for GPUs that are not in the table."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxglue.engine import transfer
 from jaxglue.ops.backend import compute_capability
-from jaxglue.planner.gpus import SUSTAINED, Gpu, find_gpu
+from jaxglue.planner.gpus import SUSTAINED, Gpu, lookup_gpu
 
 _SIZE = 8192
 _BYTES = 2**28
@@ -17,19 +17,20 @@ _CALLS = 5
 
 
 def device_gpu(device: jax.Device) -> Gpu:
-    """The GPU of a device: its own memory, with the table's rates where it is there and measured ones otherwise."""
+    """Return a device's GPU: its own memory, and the table's rates or, for an unknown chip, measured ones.
+
+    Raises:
+        ValueError: the device does not report its memory.
+    """
     stats = device.memory_stats()
     if not stats:
         raise ValueError(f"{device.device_kind} has no memory of its own to plan for: name a remat policy, not auto")
-    try:
-        gpu = find_gpu(device.device_kind)
-    except ValueError:
-        gpu = measure_gpu(device)
+    gpu = lookup_gpu(device.device_kind) or measure_gpu(device)
     return replace(gpu, memory=stats["bytes_limit"])
 
 
 def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:
-    """Times a bf16 matmul, a copy on the device and one from pinned host memory: under a second, under 2 GiB.
+    """Time a bf16 matmul, a copy on the device and one from pinned host memory: under a second, under 2 GiB.
 
     Args:
         device: to measure; nothing else should run on it.
@@ -50,12 +51,12 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
         matmul=SUSTAINED * 2 * size**3 / matmul,
         copy=2 * block.nbytes / copy,
         link=block.nbytes / link,
-        peers=block.nbytes / link,  # not measured: as if through the host
+        peers=block.nbytes / link,  # not measured: assume copies through the host
     )
 
 
 def _seconds(function: Callable, arguments: tuple, clock: Callable[[], float]) -> float:
-    """Of one call, of several back to back; random data is not needed for copies, and matmuls get it."""
+    """Return the mean time of a call, over several back to back."""
     jax.block_until_ready(function(*arguments))
     begun = clock()
     for _ in range(_CALLS):

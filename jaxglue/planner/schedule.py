@@ -1,25 +1,26 @@
-"""When layers run and copies move: the executor's order of dispatch, played through on the GPU and on the link."""
+"""Simulation of the executor's order of dispatch: kernels on the GPU, copies on the link."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """Of one layer in one direction."""
+    """Kernels and copies of one layer's forward or backward pass, seconds."""
 
     kernels: float
-    """Seconds."""
     arriving: float = 0.0
-    """Seconds that what it needs takes from the host."""
+    """Copy from the host that must end before the kernels start."""
     leaving: float = 0.0
-    """Seconds that what it leaves behind takes to the host."""
+    """Copy to the host that starts when the kernels end."""
 
 
 def simulate(layers: Sequence[Work], *, depth: int, run_ahead: int) -> float:
-    """From the first layer's start to the last one's end.
+    """Return the seconds from the first layer's start to the last one's end; copies of one direction are serial.
 
-    What a layer needs is asked for when the one `depth` places earlier starts; a layer is dispatched when what left
-    `run_ahead` + 1 places earlier is on the host. Copies of one direction follow each other.
+    Args:
+        layers: in the order in which they run.
+        depth: a layer's copy from the host is requested when the layer `depth` earlier starts.
+        run_ahead: a layer is dispatched when the layer `run_ahead` + 1 earlier has been copied to the host.
     """
     now = arrived = left = 0.0
     arrivals: list[float] = []

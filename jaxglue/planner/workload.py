@@ -1,6 +1,8 @@
-"""What is trained, as shapes: everything that a plan is made of."""
+"""A training workload as shapes, from which plans are made."""
 
+import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jaxglue.sharding.mesh import MeshShape
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, in the shapes that decide time and memory."""
+    """Model, batch and mesh of a run: everything that decides time and memory of a step, but the policy."""
 
     config: DecoderConfig
     batch_size: int
@@ -33,15 +35,15 @@ class Workload:
     """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
     gradient_accumulation_steps: int = 1
     update_in_backward: bool = False
-    """Each layer's weights are updated as soon as their gradients are there (`Executor.loss_and_update`)."""
+    """Update each layer as soon as its gradients are computed (`Executor.loss_and_update`)."""
     moment_bytes: float = 8.0
-    """Of AdamW's two moments of a trained value."""
+    """Bytes of AdamW's two moments of a trained value."""
     host_embeddings: bool = False
-    """The frozen embedding table is in the host's memory."""
+    """The frozen embedding table is in host memory."""
     mesh: MeshShape = field(default_factory=MeshShape)
     """How the GPUs share the work."""
     dtype: Any = jnp.bfloat16
-    """Of activations and frozen weights; what trains is float32."""
+    """Of activations and frozen weights; trained parameters are float32."""
 
     def __post_init__(self):
         if self.lora is None and self.config.quantize != "none":
@@ -51,13 +53,27 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one GPU."""
+        """Return the tokens of one micro-batch on one GPU."""
         return self.batch_size * self.seq_len
 
+    @property
+    def trainable_type(self) -> type[nnx.Param]:
+        """Return the type of the variables that train."""
+        return nnx.Param if self.lora is None else nnx.LoRAParam
 
-def abstract_model(config: DecoderConfig, lora: LoraConfig | None, dtype) -> CausalLM:
-    """The model with its adapters, if it gets any; shapes and dtypes in place of arrays."""
+    @property
+    def weight_dtype(self) -> Any:
+        """Return the dtype in which the model's own weights are stored, where they are not quantized."""
+        return jnp.float32 if self.lora is None else self.dtype
 
+
+def abstract_model(workload: Workload) -> CausalLM:
+    """Return the model with its adapters, if it gets any, with shapes and dtypes for arrays; not to be changed."""
+    return _abstract_model(workload.config, workload.lora, workload.weight_dtype)
+
+
+@lru_cache(maxsize=8)  # seconds for many layers
+def _abstract_model(config: DecoderConfig, lora: LoraConfig | None, dtype: Any) -> CausalLM:
     def build():
         model = build_model(config, dtype=dtype, rngs=nnx.Rngs(0))
         if lora is not None:
@@ -68,14 +84,24 @@ def abstract_model(config: DecoderConfig, lora: LoraConfig | None, dtype) -> Cau
 
 
 def abstract_parts(workload: Workload) -> tuple[ModelGraphDefs, Params, Params]:
-    """(graphdefs, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
-    full = workload.lora is None
-    model = abstract_model(workload.config, workload.lora, jnp.float32 if full else workload.dtype)
-    return split_model(model, nnx.Param if full else nnx.LoRAParam)
+    """Return (graphdefs, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
+    return split_model(abstract_model(workload), workload.trainable_type)
+
+
+def parameter_counts(workload: Workload) -> tuple[int, int]:
+    """Count (all parameters, those that train)."""
+    model = abstract_model(workload)
+    return _count(nnx.state(model)), _count(nnx.state(model, workload.trainable_type))
+
+
+def _count(state: nnx.State) -> int:
+    """Count parameters; a byte of MXFP4 blocks holds two."""
+    per_item = {"blocks": 2, "scales": 0}
+    return sum(per_item.get(str(path[-1]), 1) * math.prod(leaf.shape) for path, leaf in nnx.to_flat_state(state))
 
 
 def abstract_batch(workload: Workload) -> Batch:
-    """A micro-batch; one segment slot in a row."""
+    """Return the shapes of a micro-batch with one segment slot in a row."""
     shape = (workload.batch_size, workload.seq_len)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -85,7 +111,7 @@ def abstract_batch(workload: Workload) -> Batch:
 
 
 def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
-    """A layer's input and context."""
+    """Return the shapes of a layer's input [B, T, D] and its context."""
     config, segments = workload.config, abstract_batch(workload).segments
     x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
     cos, sin = jax.eval_shape(lambda p: rope_tables(p, config.rope, config.head_dim), segments.positions)

@@ -1,4 +1,4 @@
-"""How a run is spread over its devices, and what its layers keep there: decided before the weights are loaded."""
+"""Choice of the mesh and of the remat policy on it, before weights are loaded."""
 
 import math
 from dataclasses import replace
@@ -7,13 +7,14 @@ import jax
 
 from jaxglue.distributed import Processes
 from jaxglue.models.config import DecoderConfig
+from jaxglue.planner.planner import DoesNotFit
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 
 
 def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) -> tuple[MeshShape, RematChoice]:
-    """The mesh that the run asked for, or the first of `auto`'s that fits, with the remat policy on it.
+    """Return the run's mesh, or the first of `auto`'s candidates that fits, with the remat policy on it.
 
     Args:
         config: of the run.
@@ -21,7 +22,8 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
         visible_keys: mean number of keys that a query attends to.
 
     Raises:
-        ValueError: the mesh does not fit the devices, the batch or the model; or nothing fits the GPUs' memory.
+        ValueError: the mesh does not fit the devices, the batch or the model.
+        DoesNotFit: nothing fits the GPUs' memory.
     """
     devices = jax.device_count()
     if devices > 1 and config.model.embeddings == "host":
@@ -33,7 +35,7 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
     for shape in others:
         try:
             return shape, choose_remat(config, model, visible_keys, shape)
-        except ValueError:
+        except DoesNotFit:
             continue
     return last, choose_remat(config, model, visible_keys, last)
 
@@ -41,8 +43,7 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
 def agree_on_mesh(
     config: TrainConfig, model: DecoderConfig, visible_keys: float, processes: Processes
 ) -> tuple[MeshShape, RematChoice]:
-    """What `choose_mesh` chose on process 0, on every process: all must run the same programs, and what their GPUs have
-    left may differ a little."""
+    """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
         mesh, remat = choose_mesh(config, model, visible_keys)
         processes.all_gather_object([str(mesh), remat.remat, "host" if remat.stream_weights else "device"])
@@ -57,9 +58,9 @@ def agree_on_mesh(
 
 
 def _automatic(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
-    """Copies of the weights for adapters; if they do not fit, and for full fine-tuning, parts of them.
+    """Return candidates: for adapters, copies of the weights, then parts; for full fine-tuning, parts.
 
-    Experts are spread over as few devices as they fit: the more, the further tokens travel, and the more may arrive.
+    Experts are spread over as few devices as they fit, since tokens then travel the least.
     """
     experts = math.gcd(devices, model.moe.num_experts if model.moe else 1)
     if config.model.method == "full":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import psutil
 
-from jaxglue.planner.peaks import peak_flops
+from jaxglue.planner.gpus import peak_flops
 
 
 class Reading(NamedTuple):

@@ -21,12 +21,14 @@ from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
+from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.loggers import Loggers, open_loggers
 from jaxglue.training.metrics import check_finite
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.output import shared_output_folder
+from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
 from jaxglue.training.routing import RoutingProbe
@@ -68,14 +70,14 @@ def train(
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
     if config.run.dry_run:
-        print_panel(console, "plan (dry run: nothing is trained)", prepare(config, processes).plan())
+        print_panel(console, "plan (dry run: nothing is trained)", plan_rows(prepare(config, processes)))
         return None
     run = config.run
     with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
         setup = prepare(config, processes)
-        processes.agree("model and data", setup.fingerprint)
+        processes.agree("model and data", fingerprint(setup))
         timer.stage("data")
-        print_panel(console, "plan", setup.plan())
+        print_panel(console, "plan", plan_rows(setup))
         if processes.is_main:
             (folder / "config.toml").write_text(to_toml(config.shared), encoding="utf-8")
         return Trainer(setup, folder, console, timer, processes).run()
@@ -122,7 +124,7 @@ class Trainer:
         begun = time.monotonic()
         checkpoints = Checkpoints(
             self._folder / "checkpoints",
-            fingerprint=self._setup.fingerprint,
+            fingerprint=fingerprint(self._setup),
             keep=self._run.keep_checkpoints,
             processes=self._processes,
         )

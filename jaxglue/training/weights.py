@@ -1,4 +1,4 @@
-"""Weights at both ends of a run: from a model folder to parameter trees, and from those to what other programs load."""
+"""A run's weights: loaded into parameter trees at its start, and exported at its end."""
 
 import re
 from functools import partial
@@ -17,31 +17,31 @@ from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
 from jaxglue.sharding.layout import WHOLE, Layout
-from jaxglue.training.setup import Setup, trainable_filter
+from jaxglue.training.setup import Setup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelGraphDefs, Params, Params]:
-    """(graphdefs, trainable, frozen), loaded or drawn; what trains in float32, the rest in the compute dtype."""
-    config, seed = setup.config, setup.config.data.seed
-    dtype = config.model.compute_dtype if config.model.method == "lora" else jnp.float32
+    """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
+    config, workload, seed = setup.config, setup.workload, setup.config.data.seed
+    dtype = workload.weight_dtype
     place = partial(layers_on_host, layout=layout) if setup.remat.stream_weights else layout.place
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.quantize}
         model = load_model(config.model.model, dtype=dtype, place=place, **options)
-    if config.model.method == "lora":
-        add_lora(model, config.lora, rngs=nnx.Rngs(seed))
-    graphdefs, trainable, frozen = split_model(model, trainable_filter(config))
-    if config.model.embeddings == "host":
+    if workload.lora is not None:
+        add_lora(model, workload.lora, rngs=nnx.Rngs(seed))
+    graphdefs, trainable, frozen = split_model(model, workload.trainable_type)
+    if workload.host_embeddings:
         frozen = embeddings_to_host(frozen)
     return graphdefs, commit(layout.put(trainable)), commit(frozen)
 
 
 def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
-    """Pinned memory for what is streamed, so that it never has to fit the GPU."""
+    """Return the sharding of the parameter of this name: pinned host memory for a streamed layer's."""
     shardings = layout.place(name, value)
     match = _LAYER.match(name)
     if match is None or not is_streamed(int(match[1])):
@@ -51,9 +51,9 @@ def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
 
 
 def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool = True) -> Path:
-    """Writes the adapter, or the whole model, into the run's folder; returns where it is.
+    """Write the adapter, or the whole model, into the run's folder; return its path.
 
-    Of several processes all must call it, each having a part of the arrays; one of them writes.
+    All processes must call it, as each has a part of the arrays; one of them writes.
     """
     tensors, base = flatten_names(trainable), setup.config.model.model
     if setup.config.model.method == "full":

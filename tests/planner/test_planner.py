@@ -12,9 +12,9 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
-from jaxglue.planner.planner import MARGIN, Planner, Workload, pinned_memory
+from jaxglue.planner.planner import MARGIN, Planner, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_gpu
-from jaxglue.planner.workload import abstract_input, abstract_parts
+from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
 HOST = 64 * GIB
 
@@ -92,9 +92,11 @@ def test_recomputation_is_counted(planner):
     from jaxglue.engine.layer import LayerFunctions
     from jaxglue.planner.cost import matmul_flops
 
+    graphdefs, trainable, frozen = abstract_parts(planner.workload)
+
     def flops(policy):
-        layer = LayerFunctions(planner._model._graphdefs.layers[0], parse_policy(policy))
-        trees = planner._model.trainable["layers"][0], planner._model.frozen["layers"][0]
+        layer = LayerFunctions(graphdefs.layers[0], parse_policy(policy))
+        trees = trainable["layers"][0], frozen["layers"][0]
         x, context = abstract_input(planner.workload)
         y, residuals, _ = jax.eval_shape(layer._forward, *trees, x, context)
         return matmul_flops(jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None).jaxpr)

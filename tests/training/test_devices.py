@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxglue.models import config_from_hf
+from jaxglue.planner.planner import DoesNotFit
 from jaxglue.training import devices
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -16,7 +17,7 @@ def choose(make_config, tiny_config, monkeypatch):
     def make(method: str, fitting: set[str], **changes):
         def choose_remat(config, model, visible_keys, mesh):
             if str(mesh) not in fitting:
-                raise ValueError(f"{mesh} does not fit")
+                raise DoesNotFit(f"{mesh} does not fit")
             return "dots"
 
         monkeypatch.setattr(devices, "choose_remat", choose_remat)

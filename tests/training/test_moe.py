@@ -7,7 +7,9 @@ from flax import nnx
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models.parameters import split_model
+from jaxglue.planner.workload import parameter_counts
 from jaxglue.training.metrics import read_metrics
+from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.routing import RoutingProbe
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
@@ -33,9 +35,9 @@ def test_a_run_without_held_out_data_shows_how_its_own_batches_use_the_experts(m
 
 def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
     blocks, expanded = (prepare(make_config(expand_experts=expand)) for expand in (False, True))
-    assert blocks.parameter_counts == expanded.parameter_counts
-    assert blocks.plan()["experts"].startswith("2 of 4 for each token, in MXFP4; grouped matmul by reference: ")
-    assert expanded.plan()["experts"].startswith("2 of 4 for each token; ")
+    assert parameter_counts(blocks.workload) == parameter_counts(expanded.workload)
+    assert plan_rows(blocks)["experts"].startswith("2 of 4 for each token, in MXFP4; grouped matmul by reference: ")
+    assert plan_rows(expanded)["experts"].startswith("2 of 4 for each token; ")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
 )
 def test_what_blocks_cannot_do_is_refused(make_config, moe_folder, options, message):
     with pytest.raises(ValueError, match=message):
-        prepare(make_config(**options)).plan()
+        plan_rows(prepare(make_config(**options)))
 
 
 def test_router_losses_need_routers(make_config):

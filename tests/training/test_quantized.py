@@ -1,7 +1,6 @@
 """Runs with quantized frozen weights."""
 
 import json
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,10 @@ from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
+from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
 from jaxglue.training.weights import build_parameters
@@ -44,13 +44,16 @@ def test_a_run_on_quantized_weights_learns(make_config, nf4_folder, tmp_path, ho
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
 def test_plan_and_planner_count_what_is_stored(make_config, nf4_folder, how, bytes_each):
     plain, stored = (prepare(make_config(quantize=quantize)) for quantize in ("none", how))
-    assert plain.parameter_counts == stored.parameter_counts
-    assert stored.plan()["dtype"] == f"float32, linear layers of the decoder layers in {how}"
+    assert parameter_counts(plain.workload) == parameter_counts(stored.workload)
+    assert plan_rows(stored)["dtype"] == f"float32, linear layers of the decoder layers in {how}"
     linears = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
-    assert plain.weight_bytes - stored.weight_bytes == pytest.approx(linears * (4 - bytes_each), rel=0.01)
-    workload = Workload(config=stored.model, batch_size=1, seq_len=8, lora=LoraConfig(rank=4), visible_keys=4)
-    planned = abstract_parts(replace(workload, dtype=stored.config.model.compute_dtype))[2]
+    assert _resident(plain) - _resident(stored) == pytest.approx(linears * (4 - bytes_each), rel=0.01)
+    planned = abstract_parts(stored.workload)[2]
     assert _specs(planned) == _specs(build_parameters(stored)[2])
+
+
+def _resident(setup):
+    return resident_bytes(setup.workload).total()
 
 
 def _tensors(model):
@@ -84,7 +87,7 @@ def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
     host = make_config(steps=2, quantize="nf4", embeddings="host")
     device = make_config(steps=2, quantize="nf4", output=tmp_path / "device")
     assert train(host).last_loss == train(device).last_loss
-    assert prepare(device).weight_bytes - prepare(host).weight_bytes == 4 * 400 * 64
+    assert _resident(prepare(device)) - _resident(prepare(host)) == 4 * 400 * 64
     with pytest.raises(ValueError, match="--embeddings host needs frozen weights"):
         make_config(embeddings="host", method="full")
     with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):

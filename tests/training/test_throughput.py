@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxglue.planner.peaks import peak_flops
+from jaxglue.planner.gpus import peak_flops
 from jaxglue.training.throughput import Meter, memory_use
 
 

@@ -1,0 +1,69 @@
+"""Bytes of parameters, gradients and optimizer state on one GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxglue.engine.transfer import is_streamed
+from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.sharding.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentBytes:
+    """Bytes on one GPU that no remat policy changes."""
+
+    trainable_layers: tuple[int, ...]
+    """Float32 parameters of each layer that train."""
+    trainable_ends: tuple[int, ...]
+    """Float32 parameters of the embedding, the last norm and the head that train."""
+    frozen_layers: tuple[int, ...]
+    """Frozen parameters of each layer."""
+    frozen_ends: int
+    """Other frozen parameters; an embedding table in host memory is left out."""
+    moments: int
+    """AdamW's two moments."""
+    gradients: int
+    """Float32 gradients held at once."""
+
+    @property
+    def trainable(self) -> int:
+        """Return the bytes of all parameters that train."""
+        return sum(self.trainable_layers) + sum(self.trainable_ends)
+
+    def streamed_layers(self, stream_weights: bool) -> list[int]:
+        """Return the bytes of each layer's frozen parameters in host memory."""
+        return [size if stream_weights and is_streamed(layer) else 0 for layer, size in enumerate(self.frozen_layers)]
+
+    def frozen(self, stream_weights: bool = False) -> int:
+        """Return the bytes of all frozen parameters on the GPU."""
+        return self.frozen_ends + sum(self.frozen_layers) - sum(self.streamed_layers(stream_weights))
+
+    def total(self, stream_weights: bool = False) -> int:
+        """Return the bytes of parameters, gradients and optimizer state."""
+        return self.trainable + self.frozen(stream_weights) + self.moments + self.gradients
+
+
+def resident_bytes(workload: Workload) -> ResidentBytes:
+    """Count a workload's resident bytes from the shapes and dtypes of one GPU's parts."""
+    layout = Layout(workload.mesh.abstract, workload.dtype)
+    trainable, frozen = (layout.local(tree, layout.param_specs(tree)) for tree in abstract_parts(workload)[1:])
+    layers = tuple(tree_bytes(layer) for layer in trainable["layers"])
+    ends = tuple(tree_bytes(part) for name, part in trainable.items() if name != "layers")
+    trained = sum(layers) + sum(ends)
+    one_at_a_time = workload.update_in_backward and workload.gradient_accumulation_steps == 1
+    on_host = {"layers", "embed_tokens"} if workload.host_embeddings else {"layers"}
+    return ResidentBytes(
+        trainable_layers=layers,
+        trainable_ends=ends,
+        frozen_layers=tuple(tree_bytes(layer) for layer in frozen["layers"]),
+        frozen_ends=sum(tree_bytes(part) for name, part in frozen.items() if name not in on_host),
+        moments=round(workload.moment_bytes / 4 * trained),
+        gradients=max(*layers, *ends) if one_at_a_time else trained,
+    )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Sum the bytes of a tree's arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

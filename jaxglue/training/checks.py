@@ -1,0 +1,33 @@
+"""Checks of a run's settings against its model."""
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.training.config import TrainConfig
+
+
+def check_model(config: TrainConfig, model: DecoderConfig) -> None:
+    """Raise ValueError for settings that the model cannot serve, with the remedy."""
+    _check_full_fine_tuning(config, model)
+    if config.model.embeddings == "host" and model.tie_word_embeddings:
+        raise ValueError(
+            f"--embeddings host: the output projection of {config.model.model} is tied to the table, so the GPU needs "
+            "it all: leave it out"
+        )
+    if config.model.router_losses and model.moe is None:
+        raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
+    if config.data.seq_len > model.max_position_embeddings:
+        raise ValueError(
+            f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
+            f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"
+        )
+
+
+def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
+    if config.model.method != "full":
+        return
+    if model.quantize != "none":
+        raise ValueError(
+            f"{config.model.model} is quantized to {model.quantize}, and --method full cannot train quantized weights: "
+            "use --method lora, or the folder of the original"
+        )
+    if model.moe and model.moe.mxfp4:
+        raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")

@@ -1,0 +1,86 @@
+"""The plan's panel, shown before training."""
+
+import jax
+
+from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.backend import BackendChoice, compute_capability
+from jaxglue.ops.moe import choose_backend as choose_grouped_backend
+from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.workload import abstract_parts, parameter_counts
+from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.mesh import AUTO
+from jaxglue.sharding.plan import plan_split
+from jaxglue.training.setup import Setup
+
+_STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
+
+
+def plan_rows(setup: Setup) -> dict[str, object]:
+    """Return the panel's rows, title → content."""
+    model, data = setup.config.model, setup.config.data
+    total, trained = parameter_counts(setup.workload)
+    run, epochs = setup.config.run, setup.total_steps / setup.batches.steps_per_epoch
+    attention = _attention(setup)
+    rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
+    return {
+        "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
+        "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
+        "data": setup.data.report,
+        "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
+        "steps": f"{setup.total_steps:,} ({setup.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
+        "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}",
+        "remat": setup.remat,
+        "attention": f"{attention.name}: {attention.reason}",
+        "rotation": f"{rotation.name}: {rotation.reason}",
+        **_experts(setup),
+        **_devices(setup),
+        "memory": _memory(setup),
+        "output": run.output,
+    }
+
+
+def _memory(setup: Setup) -> str:
+    size = resident_bytes(setup.workload).total(setup.remat.stream_weights) / GIB
+    each = " on each GPU" if setup.mesh.devices > 1 else ""
+    return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
+
+
+def _experts(setup: Setup) -> dict[str, object]:
+    if (moe := setup.model.moe) is None:
+        return {}
+    choice = choose_grouped_backend(setup.config.model.compute_dtype, capability=compute_capability())
+    stored = ", in MXFP4" if moe.mxfp4 else ""
+    served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
+    return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
+
+
+def _devices(setup: Setup) -> dict[str, object]:
+    kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
+    workload, mesh = setup.workload, setup.mesh
+    if mesh.devices == 1:
+        return kinds
+    split = plan_split(
+        Layout(mesh.abstract, workload.dtype),
+        setup.model,
+        *abstract_parts(workload)[1:],
+        tokens=workload.tokens,
+        gradient_accumulation_steps=workload.gradient_accumulation_steps,
+    )
+    auto = " (auto)" if setup.config.run.mesh == AUTO else ""
+    return kinds | {"mesh": f"{mesh}{auto}; {split}", "communication": split.communication}
+
+
+def _attention(setup: Setup) -> BackendChoice:
+    shape = AttentionShape(
+        dtype=setup.config.model.compute_dtype,
+        head_dim=setup.model.head_dim,
+        query_heads=setup.model.num_attention_heads,
+        kv_heads=setup.model.num_key_value_heads,
+        seq_len=setup.config.data.seq_len,
+        segment_slots=setup.batches.max_segments,
+        window=next((window for window in setup.model.layer_windows if window), None),
+    )
+    return ATTENTION.choose(compute_capability(), shape, backend=setup.config.model.attention)
