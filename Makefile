@@ -33,7 +33,7 @@ ifdef GPU
 	.venv/bin/python benchmarks/attention.py
 	.venv/bin/python benchmarks/packed_metadata.py
 	.venv/bin/python benchmarks/rowwise.py
-	.venv/bin/python benchmarks/expand.py
+	.venv/bin/python benchmarks/dequantize.py
 	.venv/bin/python benchmarks/optimizer.py
 	.venv/bin/python benchmarks/moe_routing.py
 	.venv/bin/python benchmarks/offload.py

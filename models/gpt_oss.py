@@ -10,23 +10,27 @@ from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, laye
 from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import DecoderLayer
-from jaxglue.models.moe_layers import ExpertLayout, Experts, Router, mix_experts
-from jaxglue.ops.moe.activation import GPT_OSS_LIMIT
+from jaxglue.models.moe_layers import ExpertConfig, Experts, Router, mix_experts
+from jaxglue.ops.moe import GPT_OSS_LIMIT
 
 _DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 
-_EXPERTS = ExpertLayout(activation="gpt_oss", transposed=False, bias=True)
+_EXPERTS = ExpertConfig(activation="gpt_oss", transposed=False, bias=True)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a `GptOssForCausalLM` config.json; `quantization_config` tells whether the experts are in MXFP4."""
+    """Read a `GptOssForCausalLM` config.json; its `quantization_config` may declare MXFP4 experts.
+
+    Raises:
+        ValueError: a missing field, or a value that is not supported.
+    """
     raw = {**_DEFAULTS, "num_local_experts": raw.get("num_experts"), **raw}
     fields = decoder_fields(raw)
     require_fields(raw, ("num_local_experts", "num_experts_per_tok"))
     layers = raw["num_hidden_layers"]
     types = raw.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     if (limit := raw.get("swiglu_limit", GPT_OSS_LIMIT)) != GPT_OSS_LIMIT:
-        raise ValueError(f"swiglu_limit={limit} is not supported: only {GPT_OSS_LIMIT} is")
+        raise ValueError(f"swiglu_limit={limit} in config.json is not supported: only {GPT_OSS_LIMIT} is")
     moe = MoeConfig(
         num_experts=raw["num_local_experts"],
         num_experts_per_tok=raw["num_experts_per_tok"],
@@ -45,21 +49,21 @@ def _is_mxfp4(raw: Mapping[str, Any]) -> bool:
 
 
 class GptOssMLP(nnx.Module):
-    """The router chooses a token's experts, and a softmax over the chosen weighs them."""
+    """Experts weighted by a softmax over the logits of the chosen ones."""
 
     def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
         self.router = Router(config, bias=True, dtype=dtype, rngs=rngs)
         self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
-        self.chosen = config.moe.num_experts_per_tok
+        self.experts_per_token = config.moe.num_experts_per_tok
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Applies the feed-forward."""
-        return mix_experts(x, self.router, self.experts, context, self.chosen, order="topk_softmax")
+        """Apply the feed-forward."""
+        return mix_experts(x, self.router, self.experts, context, self.experts_per_token, order="topk_softmax")
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
-    """A GPT-OSS with random weights in `dtype`."""
+    """Build a GPT-OSS with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
         window = config.layer_windows[index]

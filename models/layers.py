@@ -18,7 +18,7 @@ from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.lora import lora_expand, lora_shrink
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
-from jaxglue.ops.quant.expand import project_quantized
+from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantize, Quantized, quantize_matrix
 
 

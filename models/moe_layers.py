@@ -1,4 +1,4 @@
-"""Mixture-of-experts blocks that the model families share."""
+"""Mixture-of-experts blocks shared by the model families."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,49 +11,57 @@ from jaxtyping import Array, Float
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.models.layers import project
-from jaxglue.ops.moe import ExpertLora, Routing, auxiliary_loss, moe_mlp, route, z_loss
-from jaxglue.ops.moe.activation import Activation
-from jaxglue.ops.moe.parallel import expert_parallel
+from jaxglue.ops.moe import (
+    Activation,
+    Adapter,
+    ExpertLora,
+    Routing,
+    auxiliary_loss,
+    expert_parallel,
+    moe_mlp,
+    route,
+    z_loss,
+)
 from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4
 
 
-class ExpertLayout(NamedTuple):
-    """What differs between families in how experts are stored and computed."""
+class ExpertConfig(NamedTuple):
+    """Storage and activation of a family's experts."""
 
     activation: Activation
     transposed: bool
-    """Whether matrices are stored [E, out, in]; MXFP4 ones always are."""
+    """Matrices are stored [E, out, in]; MXFP4 ones always are."""
     bias: bool
 
 
 class ExpertLinear(nnx.Module):
-    """One projection of all experts: matrices (or their MXFP4 blocks), biases and adapters. `Experts` computes.
+    """Parameters of one projection of all experts: matrices or their MXFP4 blocks, biases and adapters.
 
-    Hugging Face holds `weight` as `gate_up_proj`, `bias` as `gate_up_proj_bias` and so on: see `hf_name`.
+    Hugging Face names `weight` `gate_up_proj`, `bias` `gate_up_proj_bias` and so on: see `hf_name`.
     """
 
     def __init__(
-        self, config: DecoderConfig, layout: ExpertLayout, in_features: int, out_features: int, *, dtype, rngs: nnx.Rngs
+        self, config: DecoderConfig, experts: ExpertConfig, in_features: int, out_features: int, *, dtype, rngs: nnx.Rngs
     ):
         assert config.moe is not None
         E, std, mxfp4 = config.moe.num_experts, config.initializer_range, config.moe.mxfp4
-        shape = (E, out_features, in_features) if layout.transposed else (E, in_features, out_features)
+        shape = (E, out_features, in_features) if experts.transposed else (E, in_features, out_features)
         blocks = (E, out_features, _blocks(in_features) if mxfp4 else 0)
         self.weight = None if mxfp4 else nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std)
         self.blocks = nnx.Param(jax.random.bits(rngs.params(), (*blocks, BLOCK // 2), jnp.uint8)) if mxfp4 else None
         self.scales = nnx.Param(jnp.full(blocks, mxfp4_scale(std), jnp.uint8)) if mxfp4 else None
-        self.bias = nnx.Param(jnp.zeros((E, out_features), dtype)) if layout.bias else None
+        self.bias = nnx.Param(jnp.zeros((E, out_features), dtype)) if experts.bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
         self.experts, self.in_features, self.out_features = E, in_features, out_features
-        self.transposed = layout.transposed or config.moe.mxfp4
+        self.transposed = experts.transposed or config.moe.mxfp4
 
     def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
-        """Adds a float32 adapter to every expert, each as `Linear` does: A [E, R, in], B [E, out, R].
+        """Add a float32 adapter to every expert, initialized as in `Linear`: A [E, R, in], B [E, out, R].
 
         Raises:
-            ValueError: with dropout, which PEFT does not have for experts either, so the adapter could not be loaded.
+            ValueError: dropout is on, which PEFT does not support for experts, so it could not load the adapter.
         """
         if dropout:
             raise ValueError(
@@ -68,16 +76,16 @@ class ExpertLinear(nnx.Module):
 
     @property
     def matrix(self) -> Float[Array, "E a b"] | MXFP4:
-        """The experts' matrices, as they are stored."""
+        """Return the experts' matrices as stored."""
         if self.weight is not None:
             return self.weight[...]
         assert self.blocks is not None and self.scales is not None
         return MXFP4(blocks=self.blocks[...], scales=self.scales[...])
 
     @property
-    def adapter(self) -> tuple[Array, Array] | None:
-        """A and B, or None where there is no adapter."""
-        return None if self.lora_A is None or self.lora_B is None else (self.lora_A[...], self.lora_B[...])
+    def adapter(self) -> Adapter | None:
+        """Return the adapter, None if there is none."""
+        return None if self.lora_A is None or self.lora_B is None else Adapter(self.lora_A[...], self.lora_B[...])
 
 
 def _blocks(features: int) -> int:
@@ -87,22 +95,22 @@ def _blocks(features: int) -> int:
 
 
 def mxfp4_scale(std: float) -> int:
-    """The e8m0 exponent with which uniformly random blocks have about this standard deviation."""
+    """Return the e8m0 exponent that gives uniformly random blocks about this standard deviation."""
     return 127 + round(math.log2(std / 2.93))
 
 
 class Experts(nnx.Module):
-    """The gated feed-forwards of all experts: `gate_up_proj` to 2F and `down_proj` from F."""
+    """Gated feed-forwards of all experts: `gate_up_proj` from D to 2F and `down_proj` from F to D."""
 
-    def __init__(self, config: DecoderConfig, layout: ExpertLayout, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, experts: ExpertConfig, *, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
         D, F = config.hidden_size, config.moe.intermediate_size
-        self.gate_up_proj = ExpertLinear(config, layout, D, 2 * F, dtype=dtype, rngs=rngs)
-        self.down_proj = ExpertLinear(config, layout, F, D, dtype=dtype, rngs=rngs)
-        self.activation = layout.activation
+        self.gate_up_proj = ExpertLinear(config, experts, D, 2 * F, dtype=dtype, rngs=rngs)
+        self.down_proj = ExpertLinear(config, experts, F, D, dtype=dtype, rngs=rngs)
+        self.activation = experts.activation
 
     def __call__(self, x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M D"]:
-        """Every token through its experts, weighted and summed."""
+        """Sum the weighted outputs of each token's experts."""
         gate_up, down = self.gate_up_proj, self.down_proj
         adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=gate_up.lora_scale or down.lora_scale)
 
@@ -123,7 +131,7 @@ class Experts(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Scores every expert for every token. Not a `Linear`, so that adapters leave it alone."""
+    """Linear scores of every expert for every token. Not a `Linear`, so it gets no adapter."""
 
     def __init__(self, config: DecoderConfig, *, bias: bool, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
@@ -132,7 +140,7 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[0], dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "M D"]) -> Float[Array, "M E"]:
-        """Logits in float32."""
+        """Compute the logits in float32."""
         logits = project(x, self.weight[...], jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
@@ -140,7 +148,7 @@ class Router(nnx.Module):
 def mix_experts(
     x: Float[Array, "B T D"], router: Router, experts: Experts, context: LayerContext, k: int, **options: Any
 ) -> Float[Array, "B T D"]:
-    """The feed-forward of a sparse layer: k experts for each token, chosen as `options` of `route` say."""
+    """Apply a sparse layer's feed-forward: k experts for each token, chosen by `route` with these options."""
     tokens = x.reshape(-1, x.shape[-1])
     logits = router(tokens)
     routing = route(logits, k, **options)
@@ -150,17 +158,17 @@ def mix_experts(
 
 
 def _add_router_losses(y, logits, routing: Routing, context: LayerContext) -> Float[Array, "M D"]:
-    """y unchanged; its backward pass also gives `logits` the gradient of the router's losses, where they are on."""
+    """Return y; the backward pass adds the gradient of the router losses, if any, to that of the logits."""
     if (weights := context.router_losses) is None:
         return y
     mask = context.token_mask
-    return with_loss(y, weights.balance * auxiliary_loss(logits, routing, mask) + weights.z * z_loss(logits, mask))
+    return attach_loss(y, weights.balance * auxiliary_loss(logits, routing, mask) + weights.z * z_loss(logits, mask))
 
 
 @jax.custom_vjp
-def with_loss(y: Float[Array, "*B"], loss: Float[Array, ""]) -> Float[Array, "*B"]:
-    """y; the backward pass treats `loss` as a part of what is minimized, although nothing carries it there."""
+def attach_loss(y: Float[Array, "*B"], loss: Float[Array, ""]) -> Float[Array, "*B"]:
+    """Return y; the backward pass treats `loss` as a term of the objective."""
     return y
 
 
-with_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))
+attach_loss.defvjp(lambda y, loss: (y, None), lambda _, dy: (dy, jnp.float32(1)))

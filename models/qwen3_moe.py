@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and experts in place of the feed-forward of most layers."""
+"""Qwen3-MoE: Qwen3's attention, with experts as the feed-forward of most layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,17 @@ from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, requ
 from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import DecoderLayer, GatedMLP
-from jaxglue.models.moe_layers import ExpertLayout, Experts, Router, mix_experts
+from jaxglue.models.moe_layers import ExpertConfig, Experts, Router, mix_experts
 
-_EXPERTS = ExpertLayout(activation="swiglu", transposed=True, bias=False)
+_EXPERTS = ExpertConfig(activation="swiglu", transposed=True, bias=False)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Reads a `Qwen3MoeForCausalLM` config.json; transformers 5 writes `num_local_experts` for `num_experts`."""
+    """Read a `Qwen3MoeForCausalLM` config.json; transformers 5 writes `num_local_experts` for `num_experts`.
+
+    Raises:
+        ValueError: a missing field, or a value that is not supported.
+    """
     raw = {"num_experts": raw.get("num_local_experts"), **raw}
     fields = decoder_fields(raw)
     require_fields(raw, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
@@ -37,21 +41,21 @@ def _sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 class Qwen3MoeMLP(nnx.Module):
-    """The gate chooses a token's experts by a softmax over all of them."""
+    """Experts chosen and weighted by a softmax over all of them."""
 
     def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
         self.gate = Router(config, bias=False, dtype=dtype, rngs=rngs)
         self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
-        self.chosen, self.normalize = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
+        self.experts_per_token, self.normalize = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Applies the feed-forward."""
-        return mix_experts(x, self.gate, self.experts, context, self.chosen, normalize=self.normalize)
+        """Apply the feed-forward."""
+        return mix_experts(x, self.gate, self.experts, context, self.experts_per_token, normalize=self.normalize)
 
 
 def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
-    """A Qwen3-MoE with random weights in `dtype`."""
+    """Build a Qwen3-MoE with random weights in `dtype`."""
     assert config.moe is not None
     sparse = config.moe.sparse_layers
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxglue.hf.bitsandbytes import find_quantized
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize
+from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize_mxfp4
 
 Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]
@@ -120,4 +120,4 @@ def read_expanded(files: TensorFiles, name: str) -> jax.Array:
 
 @jax.jit
 def _expand(blocks, scales) -> jax.Array:
-    return dequantize(MXFP4(blocks=blocks, scales=scales), jnp.bfloat16).mT
+    return dequantize_mxfp4(MXFP4(blocks=blocks, scales=scales), jnp.bfloat16).mT

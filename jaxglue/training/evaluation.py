@@ -8,7 +8,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine.executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
-from jaxglue.training.routing import RoutingProbe
+from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.setup import Setup
 
 
@@ -22,7 +22,7 @@ class Evaluation:
         mesh: the devices that share the work; None for one device.
     """
 
-    def __init__(self, setup: Setup, executor: Executor, probe: RoutingProbe, mesh: Mesh | None):
+    def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
         self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
         self._probe = None if setup.model.moe is None else probe
         self.best: tuple[float, int] | None = None
@@ -34,7 +34,7 @@ class Evaluation:
         return self._batches is not None or self._probe is not None
 
     def read(self, step: int, trainable: Params, frozen: Params, last_batch: Batch | None) -> dict[str, float]:
-        """`eval_loss`, the mean per held-out target token, if there is such data, and what `RoutingProbe` reads.
+        """`eval_loss`, the mean per held-out target token, if there is such data, and what `ExpertLoadProbe` reads.
 
         Args:
             step: number of the step after which this is.

@@ -4,7 +4,7 @@ import jax
 
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
-from jaxglue.ops.moe import choose_backend as choose_grouped_backend
+from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
@@ -51,7 +51,7 @@ def _memory(setup: Setup) -> str:
 def _experts(setup: Setup) -> dict[str, object]:
     if (moe := setup.model.moe) is None:
         return {}
-    choice = choose_grouped_backend(setup.config.model.compute_dtype, capability=compute_capability())
+    choice = GROUPED_MATMUL.choose(compute_capability(), setup.config.model.compute_dtype)
     stored = ", in MXFP4" if moe.mxfp4 else ""
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}

@@ -31,7 +31,7 @@ from jaxglue.training.output import shared_output_folder
 from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
-from jaxglue.training.routing import RoutingProbe
+from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.samples import Samples
 from jaxglue.training.setup import Setup, prepare
 from jaxglue.training.startup import StartupTimer
@@ -107,7 +107,7 @@ class Trainer:
             router_losses=model.router_losses,
             mesh=self._mesh,
         )
-        probe = RoutingProbe(self._graphdefs, setup.model, **shared, layout=layout)
+        probe = ExpertLoadProbe(self._graphdefs, setup.model, **shared, layout=layout)
         self._evaluation = Evaluation(setup, self._executor, probe, self._mesh)
         self._optimizer = Optimizer(self._config.optimizer, setup.total_steps, layout)
         self._optimizer_state = self._optimizer.init(self._trainable)

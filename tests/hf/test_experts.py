@@ -143,9 +143,9 @@ def test_random_blocks_are_about_as_large_as_other_weights():
 
 
 def load_values(model):
-    from jaxglue.ops.quant.mxfp4 import dequantize
+    from jaxglue.ops.quant.mxfp4 import dequantize_mxfp4
 
-    return np.asarray(dequantize(model.layers[0].mlp.experts.gate_up_proj.matrix, jnp.float32))
+    return np.asarray(dequantize_mxfp4(model.layers[0].mlp.experts.gate_up_proj.matrix, jnp.float32))
 
 
 def test_all_linear_means_attention_and_experts():

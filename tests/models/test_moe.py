@@ -16,7 +16,7 @@ from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import flatten_names, set_parameters, split_model
 from jaxglue.ops.moe import auxiliary_loss, route, z_loss
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 from jaxglue.ops.segments import pack_segments
 
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 3}
@@ -124,7 +124,7 @@ def expand(model, config):
     for name in [name for name in parameters if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")
         packed = MXFP4(blocks=parameters.pop(name), scales=parameters.pop(f"{stem}_scales"))
-        parameters[stem] = dequantize(packed, jnp.float32).mT
+        parameters[stem] = dequantize_mxfp4(packed, jnp.float32).mT
     abstract = nnx.eval_shape(lambda: build_model(config.expanded, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     return set_parameters(abstract, parameters)
 

@@ -18,7 +18,7 @@ from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.ops.quant.nf4 import NF4, dequantize, quantize_nf4
+from jaxglue.ops.quant.nf4 import NF4, dequantize_nf4, quantize_nf4
 
 LENGTHS = [[5, 1, 7], [12]]
 
@@ -57,7 +57,7 @@ def pair(raw):
         parts.append(split_model(model, nnx.LoRAParam))
     graphdefs, trainable, frozen = parts[0]
     trainable = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) * 0.1, trainable)
-    expanded = jax.tree.map(lambda x: dequantize(x, jnp.float32) if _is_nf4(x) else x, frozen, is_leaf=_is_nf4)
+    expanded = jax.tree.map(lambda x: dequantize_nf4(x, jnp.float32) if _is_nf4(x) else x, frozen, is_leaf=_is_nf4)
     return Pair(config, graphdefs, trainable, frozen, parts[1][0], expanded)
 
 

@@ -1,21 +1,35 @@
-"""Mixture of experts: routing by one sort, and grouped matmuls over what it orders."""
+"""Mixture of experts: routing by one sort, grouped matmuls over its rows, and the experts' feed-forward."""
 
-from jaxglue.ops.moe.backends import BACKENDS, choose_backend
-from jaxglue.ops.moe.fused import Adapter
-from jaxglue.ops.moe.grouped import grouped_matmul
-from jaxglue.ops.moe.groups import GroupMetadata
+from typing import get_args
+
+from jaxtyping import Array, Float, Int
+
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
+from jaxglue.ops.moe.expert_parallel import expert_parallel
+from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.losses import auxiliary_loss, routing_statistics, z_loss
-from jaxglue.ops.moe.mlp import ExpertLora, moe_mlp
+from jaxglue.ops.moe.reference import (
+    GPT_OSS_LIMIT,
+    Activation,
+    Adapter,
+    ExpertLora,
+    reference_grouped_matmul,
+    reference_mlp,
+)
 from jaxglue.ops.moe.routing import Routing, make_routing, route
+from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
+from jaxglue.ops.quant.mxfp4 import MXFP4
 
 __all__ = [
-    "BACKENDS",
+    "GPT_OSS_LIMIT",
+    "GROUPED_MATMUL",
+    "Activation",
     "Adapter",
     "ExpertLora",
     "GroupMetadata",
     "Routing",
     "auxiliary_loss",
-    "choose_backend",
+    "expert_parallel",
     "grouped_matmul",
     "make_routing",
     "moe_mlp",
@@ -23,3 +37,130 @@ __all__ = [
     "routing_statistics",
     "z_loss",
 ]
+
+
+def _load_triton(capability: Capability, dtype) -> MoeBackend:
+    from jaxglue.ops.moe.triton import TritonMoe
+
+    return TritonMoe.of(capability)
+
+
+GROUPED_MATMUL = Operation(
+    name="grouped matmul",
+    backends={
+        "triton": Backend(
+            check=check_triton, load=_load_triton, advantage="work grows with the rows, not with rows times groups"
+        )
+    },
+)
+"""Backends of `grouped_matmul` and `moe_mlp`; a call is described by the dtype of its rows."""
+
+
+def grouped_matmul(
+    lhs: Float[Array, "S K"],
+    rhs: Float[Array, "E K N"] | MXFP4,
+    group_sizes: Int[Array, " E"] | GroupMetadata,
+    *,
+    bias: Float[Array, "E N"] | None = None,
+    adapter: Adapter | None = None,
+    transpose_rhs: bool = False,
+    backend: str = "auto",
+) -> Float[Array, "S N"]:
+    """Multiply consecutive groups of rows by a matrix each: out[s] = lhs[s] · rhs[group of s] (+ bias[group of s]).
+
+    Sums in float32. Differentiable with respect to lhs, rhs, bias and adapter; except for lhs's, a gradient and its
+    residuals exist only where it is taken.
+
+    Args:
+        lhs: rows in the order of their groups.
+        rhs: a matrix for each group, cast to lhs's dtype; [E, N, K] with `transpose_rhs`. An `MXFP4` is dequantized
+            in both passes and gets no gradient.
+        group_sizes: rows of each group, which sum to S; or `GroupMetadata`, to share it between calls.
+        bias: added to the rows of each group.
+        adapter: added as (lhs[s] · Aᵀ) · Bᵀ with the matrices of the row's group.
+        transpose_rhs: rhs holds its matrices transposed, as Hugging Face stores most of them.
+        backend: one of `GROUPED_MATMUL.names`; `auto` chooses by the dtype and the default device.
+
+    Raises:
+        ValueError: shapes that do not fit, sizes that `GroupMetadata.of` refuses, or a named backend that cannot serve.
+    """
+    groups = group_sizes if isinstance(group_sizes, GroupMetadata) else GroupMetadata.of(group_sizes, lhs.shape[0])
+    if lhs.ndim != 2:
+        raise ValueError(f"lhs must be [S, K], got {tuple(lhs.shape)}")
+    _check_operands("rhs", rhs, (groups.sizes.shape[0], lhs.shape[1]), bias, adapter, transpose_rhs)
+    kernels = GROUPED_MATMUL.load(lhs.dtype, backend=backend)
+    if kernels is None:
+        return reference_grouped_matmul(lhs, rhs, groups, bias, adapter, transpose_rhs=transpose_rhs)
+    spec = GroupedSpec(kernels=kernels, transpose_rhs=transpose_rhs)
+    return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups, None, None)
+
+
+def moe_mlp(
+    x: Float[Array, "M D"],
+    routing: Routing,
+    gate_up: Float[Array, "E D 2F"] | MXFP4,
+    down: Float[Array, "E F D"] | MXFP4,
+    *,
+    activation: Activation = "swiglu",
+    gate_up_bias: Float[Array, "E 2F"] | None = None,
+    down_bias: Float[Array, "E D"] | None = None,
+    transpose_rhs: bool = False,
+    lora: ExpertLora | None = None,
+    backend: str = "auto",
+) -> Float[Array, "M D"]:
+    """Compute Σ weight · down(activation(gate_up(x))) over each token's experts, in x's dtype.
+
+    The weight multiplies the input of `down`, so its gradient does not need the output of `down`.
+
+    Args:
+        x: tokens.
+        routing: from `route` for the same M tokens.
+        gate_up, down: the experts' matrices; [E, 2F, D] and [E, D, F] with `transpose_rhs`, the layout of Qwen3-MoE
+            and of every `MXFP4` checkpoint.
+        activation: `swiglu`, silu(gate)·up, the gate in the first half of 2F; or `gpt_oss`, clamped, gate and up
+            alternating.
+        gate_up_bias, down_bias: of each expert.
+        transpose_rhs: the matrices are stored [out, in].
+        lora: adapters of the experts.
+        backend: as in `grouped_matmul`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation, or a named backend that cannot serve.
+    """
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, got {activation!r}")
+    if x.shape[0] != routing.expert_ids.shape[0]:
+        raise ValueError(f"routing is for {routing.expert_ids.shape[0]} tokens, but x has {x.shape[0]}")
+    adapters, E = (lora or ExpertLora()).scaled, routing.group_sizes.shape[0]
+    F = _check_operands("gate_up", gate_up, (E, x.shape[1]), gate_up_bias, adapters[0], transpose_rhs) // 2
+    _check_operands("down", down, (E, F), down_bias, adapters[1], transpose_rhs)
+    operands = x, routing, (gate_up, down), (gate_up_bias, down_bias), adapters
+    kernels = GROUPED_MATMUL.load(x.dtype, backend=backend)
+    if kernels is None:
+        return reference_mlp(*operands, activation=activation, transpose_rhs=transpose_rhs)
+    return fused_mlp(kernels, *operands, activation=activation, transpose_rhs=transpose_rhs)
+
+
+def _check_operands(
+    name: str, rhs, expected: tuple[int, int], bias, adapter: Adapter | None, transpose_rhs: bool
+) -> int:
+    """Return N, after checking that matrices, biases and adapters are of `expected` (E, K).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if isinstance(rhs, MXFP4):
+        rhs.check(name)
+    (E, K), layout = expected, "[E, N, K]" if transpose_rhs else "[E, K, N]"
+    shape = tuple(rhs.shape)
+    N = shape[1 if transpose_rhs else 2] if len(shape) == 3 else 0
+    if shape != ((E, N, K) if transpose_rhs else (E, K, N)):
+        raise ValueError(f"{name} must be {layout} with E={E} groups and K={K}, got {shape}")
+    if bias is not None and bias.shape != (E, N):
+        raise ValueError(f"bias of {name} must be [E, N] = [{E}, {N}], got {tuple(bias.shape)}")
+    if adapter is not None:
+        R = adapter.A.shape[1]
+        if adapter.A.shape != (E, R, K) or adapter.B.shape != (E, N, R):
+            got = f"{tuple(adapter.A.shape)} and {tuple(adapter.B.shape)}"
+            raise ValueError(f"adapter of {name} must be [{E}, R, {K}] and [{E}, {N}, R], got {got}")
+    return N

@@ -1,88 +1,86 @@
-"""The grouped matmul: one public function, several backends with one meaning."""
+"""Metadata of a grouped matmul: offsets of the groups, and the group of each tile of rows."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
 
-from jaxtyping import Array, Float, Int
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
 
-from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe.backends import choose_backend
-from jaxglue.ops.moe.fused import Adapter, GroupedSpec, fused_grouped_matmul
-from jaxglue.ops.moe.groups import GroupMetadata
-from jaxglue.ops.moe.reference import reference_grouped_matmul
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
-
-if TYPE_CHECKING:
-    from jaxglue.ops.moe.triton import TritonBackend
-
-
-def grouped_matmul(
-    lhs: Float[Array, "S K"],
-    rhs: Float[Array, "E K N"] | MXFP4,
-    group_sizes: Int[Array, " E"] | GroupMetadata,
-    *,
-    bias: Float[Array, "E N"] | None = None,
-    adapter: Adapter | None = None,
-    transpose_rhs: bool = False,
-    backend: str = "auto",
-) -> Float[Array, "S N"]:
-    """Multiplies consecutive groups of rows by a matrix each: out[s] = lhs[s] · rhs[group of s] (+ bias[group of s]).
-
-    Sums in float32. Gradients flow to lhs, rhs, bias and adapter; other than lhs's, they and what they need kept
-    exist only where they are asked for.
-
-    Args:
-        lhs: rows in the order of their groups.
-        rhs: a matrix for each group, cast to lhs's dtype; [E, N, K] with `transpose_rhs`. An `MXFP4` is expanded on the
-            way, forward and backward, and gets no gradient.
-        group_sizes: rows of each group, with S as their sum; or `GroupMetadata`, made once for several calls.
-        bias: added to the rows of each group.
-        adapter: added as (lhs[s] · Aᵀ) · Bᵀ with the matrices of the row's group.
-        transpose_rhs: whether rhs holds its matrices transposed, as Hugging Face stores most of them.
-        backend: one of `BACKENDS`; `auto` is decided by `choose_backend` from the dtype and the default device.
-
-    Raises:
-        ValueError: shapes that do not fit, sizes that `GroupMetadata.of` refuses, or a named backend that cannot serve.
-    """
-    groups = group_sizes if isinstance(group_sizes, GroupMetadata) else GroupMetadata.of(group_sizes, lhs.shape[0])
-    check_operands(lhs, rhs, groups, bias, adapter, transpose_rhs)
-    fused = fused_backend(lhs.dtype, backend)
-    if fused is not None:
-        spec = GroupedSpec(backend=fused, transpose_rhs=transpose_rhs)
-        return fused_grouped_matmul(spec, lhs, rhs, bias, adapter, groups, None, None)
-    matrices = dequantize(rhs, lhs.dtype) if isinstance(rhs, MXFP4) else rhs
-    out = reference_grouped_matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
-    if adapter is None:
-        return out
-    hidden = reference_grouped_matmul(lhs, adapter.A.mT, groups, None)
-    return out + reference_grouped_matmul(hidden, adapter.B.mT, groups, None)
+ROW_TILES = (16, 192)
+"""Fewest and most rows in a tile of the kernels."""
+_LARGEST_GATHERED = 128
+"""Most rows in a tile of gathered rows."""
 
 
-def fused_backend(dtype, name: str) -> "TritonBackend | None":
-    """The backend's object, None for the reference; imported here, for only GPU installations have what it needs."""
-    capability = compute_capability()
-    if choose_backend(dtype, backend=name, capability=capability).name == "reference":
-        return None
-    assert capability is not None
-    from jaxglue.ops.moe.triton import TritonBackend
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["rows"])
+@dataclass(frozen=True, kw_only=True)
+class RowTiles:
+    """A partition of the rows into tiles of one group each; a group's last tile may be partly empty."""
 
-    return TritonBackend.of(capability)
+    table: Int[Array, "4 tiles"]
+    """Group of each tile, the group's first row, its end, and its first tile; the group of an unused tile is E."""
+    rows: int
+    """Rows in a tile."""
+
+    @classmethod
+    def of(cls, sizes: Int[Array, " E"], offsets: Int[Array, " E+1"], total: int, rows: int) -> "RowTiles":
+        """Tabulate the tiles: ⌈n / rows⌉ for a group of n rows, so at most total // rows + E for any sizes."""
+        tile = jnp.arange(total // rows + min(sizes.shape[0], total), dtype=jnp.int32)
+        ends = jnp.cumsum((sizes + rows - 1) // rows)
+        group = (tile[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32)
+        table = jnp.stack([group, offsets[group], offsets[group + 1], jnp.pad(ends, (1, 0))[group]])
+        return cls(table=table.astype(jnp.int32), rows=rows)
 
 
-def check_operands(lhs, rhs, groups: GroupMetadata, bias, adapter: Adapter | None, transpose_rhs: bool) -> None:
-    """Raises ValueError for arguments that do not fit together."""
-    if isinstance(rhs, MXFP4):
-        rhs.check("rhs")
-    layout = "[E, N, K]" if transpose_rhs else "[E, K, N]"
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(f"lhs must be [S, K] and rhs {layout}, got {tuple(lhs.shape)} and {tuple(rhs.shape)}")
-    E, K = groups.sizes.shape[0], lhs.shape[1]
-    N, rhs_K = (rhs.shape[1], rhs.shape[2]) if transpose_rhs else (rhs.shape[2], rhs.shape[1])
-    if (rhs.shape[0], rhs_K) != (E, K):
-        raise ValueError(f"rhs must be {layout} with E={E} groups and K={K} to fit lhs, got {tuple(rhs.shape)}")
-    if bias is not None and bias.shape != (E, N):
-        raise ValueError(f"bias must be [E, N] = [{E}, {N}], got {tuple(bias.shape)}")
-    if adapter is not None:
-        R = adapter.A.shape[1]
-        if adapter.A.shape != (E, R, K) or adapter.B.shape != (E, N, R):
-            got = f"{tuple(adapter.A.shape)} and {tuple(adapter.B.shape)}"
-            raise ValueError(f"adapter must be [E, R, K] = [{E}, R, {K}] and [E, N, R] = [{E}, {N}, R], got {got}")
+@partial(jax.tree_util.register_dataclass, data_fields=["sizes", "offsets", "tiles", "gathered_tiles"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True)
+class GroupMetadata:
+    """Consecutive rows in E groups. A pytree on the device, computed once and shared by every matmul."""
+
+    sizes: Int[Array, " E"]
+    """Rows of each group, which may be zero."""
+    offsets: Int[Array, " E+1"]
+    """First row of each group, then the number of rows."""
+    tiles: RowTiles
+    gathered_tiles: RowTiles
+    """Tiles for kernels that gather rows as they load them."""
+
+    @classmethod
+    def of(cls, sizes: Int[Array, " E"], rows: int, *, row_tile: int | None = None) -> "GroupMetadata":
+        """Compute the metadata of `rows` rows.
+
+        Args:
+            sizes: rows of each group.
+            rows: sum of the sizes.
+            row_tile: rows in a tile, a power of two or 192; by default the size of the mean group, within `ROW_TILES`.
+
+        Raises:
+            ValueError: sizes on the host (a NumPy array or a sequence) that do not sum to `rows`. Sizes on the device
+                are not checked; results for rows beyond their sum are unspecified.
+        """
+        if not isinstance(sizes, jax.Array):
+            _check_sizes(np.asarray(sizes), rows)
+        sizes = jnp.asarray(sizes, jnp.int32)
+        row_tile = row_tile or _row_tile(rows // sizes.shape[0])
+        offsets = jnp.pad(jnp.cumsum(sizes), (1, 0)).astype(jnp.int32)
+        tiles = RowTiles.of(sizes, offsets, rows, row_tile)
+        gathered = tiles if row_tile <= _LARGEST_GATHERED else RowTiles.of(sizes, offsets, rows, _LARGEST_GATHERED)
+        return cls(sizes=sizes, offsets=offsets, tiles=tiles, gathered_tiles=gathered)
+
+    def row_group(self, rows: int) -> Int[Array, " rows"]:
+        """Return the group of each row."""
+        return jnp.repeat(jnp.arange(self.sizes.shape[0]), self.sizes, total_repeat_length=rows)
+
+
+def _row_tile(mean: int) -> int:
+    smallest, largest = ROW_TILES
+    return largest if mean >= largest else max(smallest, 1 << mean.bit_length() >> 1)
+
+
+def _check_sizes(sizes: np.ndarray, rows: int) -> None:
+    if sizes.ndim != 1 or (sizes < 0).any():
+        raise ValueError(f"group_sizes must be a vector of sizes of at least 0, got {sizes.tolist()}")
+    if sizes.sum() != rows:
+        raise ValueError(f"group_sizes must sum to the {rows} rows of lhs, got a sum of {sizes.sum()}")

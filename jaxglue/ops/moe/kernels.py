@@ -1,12 +1,11 @@
-"""Triton kernels of the experts' matmuls: rows times their group's matrix, and a group's sum of outer products.
+"""Triton kernels: grouped matmuls, sums of outer products by group, gated activations, sums of each token's rows.
 
-Rows of a group are consecutive. A program of `matmul_kernel` makes one tile of the output, whose rows all belong to
-one group: a table, made once on the device, says which. The grid has a program for as many tiles as any sizes could
-need; those beyond the needed ones end at once.
+Rows of a group are consecutive. A program of `matmul_kernel` computes one tile of the output, with rows of one group
+as `RowTiles` tabulates them; programs without a tile return at once.
 
-Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [4, TILES], see `RowTiles`. Offsets of
-matrices are 64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles are loaded through TMA, which fills with zeros
-past the end of an array; rows of another group are loaded too and never stored.
+Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [4, TILES]. Offsets of matrices are
+64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles load through TMA, which fills with zeros past the end of an
+array; a tile may load rows of the next group but never stores them.
 """
 
 import triton
@@ -14,17 +13,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _banded(program, tiles_m, TILES_N: tl.constexpr, BAND: tl.constexpr):
-    """(row tile, column tile) of a program: bands of BAND row tiles, so that what runs at one time shares its loads."""
-    GROUP_M = program // (BAND * TILES_N)
-    height = tl.minimum(tiles_m - GROUP_M * BAND, BAND)
-    within = program % (BAND * TILES_N)
-    return GROUP_M * BAND + within % height, within // height
+def _swizzle(program, tiles_m, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return (row tile, column tile) of a program: GROUP_M row tiles take each column in turn, to share loads in L2."""
+    band = program // (GROUP_M * TILES_N)
+    height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
+    within = program % (GROUP_M * TILES_N)
+    return band * GROUP_M + within % height, within // height
 
 
 @triton.jit
 def _rows(tokens, first, end, BLOCK_R: tl.constexpr, GATHER: tl.constexpr):
-    """(which rows of an array the rows [first, end) of a tile are, which of them the tile has)."""
+    """Return (source row of each row of a tile, mask of the rows before `end`)."""
     rows = first + tl.arange(0, BLOCK_R)
     if GATHER:
         return tl.load(tokens + rows, mask=rows < end, other=0), rows < end
@@ -34,7 +33,7 @@ def _rows(tokens, first, end, BLOCK_R: tl.constexpr, GATHER: tl.constexpr):
 
 @triton.jit
 def _load_rows(source, rows, inside, column, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A tile of BLOCK_C columns of some rows of an array with COLUMNS columns."""
+    """Load BLOCK_C columns of the given rows of an array with COLUMNS columns."""
     columns = column + tl.arange(0, BLOCK_C)
     mask = inside[:, None]
     if COLUMNS % BLOCK_C != 0:
@@ -45,7 +44,7 @@ def _load_rows(source, rows, inside, column, COLUMNS: tl.constexpr, BLOCK_C: tl.
 @triton.jit
 def _load(source, tokens, first, end, column, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
           DESCRIPTOR: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
-    """A tile [BLOCK_R, BLOCK_C] of rows [first, end) of a [S, COLUMNS] array, or of rows that tokens names."""
+    """Load a tile [BLOCK_R, BLOCK_C] of rows [first, end) of an array [S, COLUMNS], through `tokens` to GATHER."""
     if DESCRIPTOR:
         return source.load([first, column])
     else:
@@ -56,7 +55,7 @@ def _load(source, tokens, first, end, column, COLUMNS: tl.constexpr, BLOCK_R: tl
 @triton.jit
 def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr,
                  BLOCK_C: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """A tile [BLOCK_R, BLOCK_C] of one matrix of a [E, ROWS, COLUMNS] array."""
+    """Load a tile [BLOCK_R, BLOCK_C] of one matrix of an array [E, ROWS, COLUMNS]."""
     if DESCRIPTOR:
         return source.load([group, row, column]).reshape(BLOCK_R, BLOCK_C)
     else:
@@ -67,7 +66,7 @@ def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.con
 @triton.jit
 def _finish(acc, bias, out, group, row, end, column, N: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr):  # fmt: skip
-    """Adds the bias to a sum and stores its rows [row, end)."""
+    """Add the bias to an accumulator and store its rows [row, end)."""
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     mask = (rows < end)[:, None] & (columns < N)[None, :]
     if HAS_BIAS:
@@ -82,7 +81,7 @@ def _matmul_tile(
     GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first, end) of a group, at most BLOCK_M + BLOCK_MORE, and BLOCK_N columns of out."""
+    """Compute rows [first, end) of a group, at most BLOCK_M + BLOCK_MORE, in BLOCK_N columns of out."""
     TMA: tl.constexpr = DESCRIPTORS and not GATHER
     second = first + BLOCK_M
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
@@ -119,17 +118,17 @@ def matmul_kernel(
     lhs, half, rhs, tail, tokens, bias, hidden, expand, table, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
     TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_MORE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [S, N]; grid (TILES · column tiles).
+    """Compute one tile of out [S, N]; grid (TILES · column tiles).
 
-    To GATHER, lhs is [M, K] and tokens [S] names the row of it that a row of the sum is.
-    With R > 0, hidden [S, R] times expand [E, R, N] joins the sum as its last step: an adapter costs no pass over out.
-    The last column tile has BLOCK_TAIL columns; a tile with no more than BLOCK_HALF rows computes no more. With
-    BLOCK_MORE = BLOCK_HALF, a tile has as many rows more, in a second sum that shares what is loaded of the matrix.
-    `tail` and `half` are rhs and lhs again, for a descriptor knows its tile.
+    To GATHER, lhs is [M, K] and tokens [S] holds the row of lhs for each row of out.
+    With R > 0, hidden [S, R] · expand [E, R, N] is the last step of the sum: an adapter needs no pass over out.
+    The last column tile has BLOCK_TAIL columns; a tile of at most BLOCK_HALF rows computes no more. With BLOCK_MORE =
+    BLOCK_HALF, a tile has a second accumulator of as many further rows that shares the loads of the matrix.
+    `tail` and `half` are rhs and lhs again, because a TMA descriptor holds its tile's size.
     """
     COLUMNS: tl.constexpr = tl.cdiv(N, BLOCK_N)
     table += tl.program_id(0) // COLUMNS
@@ -138,7 +137,7 @@ def matmul_kernel(
     if group == E:
         return
     tiles = tl.cdiv(end - start, BLOCK_M + BLOCK_MORE)
-    tile, column_tile = _banded(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, BAND)
+    tile, column_tile = _swizzle(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, GROUP_M)
     first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
     if (BLOCK_TAIL < BLOCK_N) & (column + BLOCK_N > N):
         _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, out, group, first, end, column,
@@ -162,12 +161,12 @@ def matmul_kernel(
 def outer_kernel(
     lhs, rhs, lhs_tokens, rhs_tokens, offsets, out,
     K: tl.constexpr, N: tl.constexpr, DESCRIPTORS: tl.constexpr, GATHER_LHS: tl.constexpr, GATHER_RHS: tl.constexpr,
-    BAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BLOCK_M, BLOCK_N] of out [E, K, N], summed over the rows of a group; grid (tiles of a matrix, E)."""
+    """Compute one tile [BLOCK_M, BLOCK_N] of out [E, K, N], summed over a group's rows; grid (tiles of a matrix, E)."""
     TMA_LHS: tl.constexpr = DESCRIPTORS and not GATHER_LHS
     TMA_RHS: tl.constexpr = DESCRIPTORS and not GATHER_RHS
-    row_tile, column_tile = _banded(tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), BAND)
+    row_tile, column_tile = _swizzle(tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     group = tl.program_id(1)
     first, end = tl.load(offsets + group), tl.load(offsets + group + 1)
     row, column = row_tile * BLOCK_M, column_tile * BLOCK_N
@@ -186,3 +185,103 @@ def outer_kernel(
     mask = (rows < K)[:, None] & (columns < N)[None, :]
     offset = group.to(tl.int64) * K * N
     tl.store(out + offset + rows[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_up(projected, start, F: tl.constexpr, GPT_OSS: tl.constexpr, BLOCK: tl.constexpr):
+    """Load (gate, up) of BLOCK columns of a row in float32: alternating for GPT-OSS, else in two halves."""
+    if GPT_OSS:
+        columns = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(projected + columns, mask=columns < 2 * F, other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        columns = start + tl.arange(0, BLOCK)
+        gate = tl.load(projected + columns, mask=columns < F, other=0.0)
+        up = tl.load(projected + F + columns, mask=columns < F, other=0.0)
+        return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _activate(gate, up, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return (value, derivative by gate, derivative by up)."""
+    if GPT_OSS:
+        low, inside = gate <= LIMIT, (up >= -LIMIT) & (up <= LIMIT)
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * gate))
+        by_gate = tl.where(low, up * sigmoid * (1.0 + ALPHA * gate * (1.0 - sigmoid)), 0.0)
+        return gate * sigmoid * up, by_gate, tl.where(inside, gate * sigmoid, 0.0)
+    else:
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        return gate * sigmoid * up, up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), gate * sigmoid
+
+
+@triton.jit
+def activation_kernel(
+    projected, weights, offsets, out,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of out [S, F], the activation of projected [S, 2F] times the row's weight; grid (S).
+
+    Rows from offsets[E] on belong to no group and are not written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + E):
+        return
+    weight = tl.load(weights + row)
+    for start in range(0, F, BLOCK):
+        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
+        value, _, _ = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(out + row * F + columns, (value * weight).to(out.dtype.element_ty), mask=columns < F)
+
+
+@triton.jit
+def activation_gradient_kernel(
+    projected, weights, offsets, dout, dprojected, dweights,
+    E: tl.constexpr, F: tl.constexpr, GPT_OSS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of dprojected [S, 2F] and of dweights [S], where it belongs to a group; grid (S)."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + E):
+        return
+    weight = tl.load(weights + row)
+    dweight = tl.full((BLOCK,), 0.0, tl.float32)
+    dprojected += row * 2 * F
+    for start in range(0, F, BLOCK):
+        gate, up = _gate_up(projected + row * 2 * F, start, F, GPT_OSS, BLOCK)
+        value, by_gate, by_up = _activate(gate, up, GPT_OSS, ALPHA, LIMIT)
+        columns = start + tl.arange(0, BLOCK)
+        grad = tl.load(dout + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
+        dweight += grad * value
+        dgate = (grad * weight * by_gate).to(dprojected.dtype.element_ty)
+        dup = (grad * weight * by_up).to(dprojected.dtype.element_ty)
+        if GPT_OSS:
+            both, columns = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,)), 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(dprojected + columns, both, mask=columns < 2 * F)
+        else:
+            tl.store(dprojected + columns, dgate, mask=columns < F)
+            tl.store(dprojected + F + columns, dup, mask=columns < F)
+    tl.store(dweights + row, tl.sum(dweight, 0))
+
+
+@triton.jit
+def combine_kernel(
+    rows, inverse, weights, expert_ids, bias, out,
+    D: tl.constexpr, X: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute one row of out [M, D], Σ rows[inverse] (+ weight · bias) over X choices of rows [S, D]; grid (M)."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < D
+        acc = tl.full((BLOCK,), 0.0, tl.float32)
+        for choice in tl.static_range(0, X):
+            row = tl.load(inverse + token * X + choice).to(tl.int64)
+            here = mask & (row < tl.num_programs(0) * X)
+            acc += tl.load(rows + row * D + columns, mask=here, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                expert, weight = tl.load(expert_ids + token * X + choice), tl.load(weights + token * X + choice)
+                acc += weight * tl.load(bias + expert * D + columns, mask=here, other=0.0).to(tl.float32)
+        tl.store(out + token * D + columns, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,17 +1,111 @@
-"""The definition: every group on every row, and each row keeps its own. E times the work: for small models."""
+"""The definition in XLA: every expert on every row, of which each row keeps its own. E times the work."""
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.ops.moe.groups import GroupMetadata
+from jaxglue.ops import names
+from jaxglue.ops.moe.exchange import combine, dispatch, weighted_bias
+from jaxglue.ops.moe.grouped import GroupMetadata
+from jaxglue.ops.moe.routing import Routing
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.mxfp4 import MXFP4
+
+Activation = Literal["swiglu", "gpt_oss"]
+GPT_OSS_ALPHA = 1.702
+GPT_OSS_LIMIT = 7.0
+
+
+class Adapter(NamedTuple):
+    """Low-rank change of each group's matrix: y += (x·Aᵀ)·Bᵀ. A scale belongs into B."""
+
+    A: Float[Array, "E R K"]
+    B: Float[Array, "E N R"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["gate_up", "down"], meta_fields=["scale"])
+@dataclass(frozen=True, kw_only=True)
+class ExpertLora:
+    """Adapters of the experts, of rank R each: y += scale · (x·Aᵀ)·Bᵀ."""
+
+    gate_up: Adapter | None = None
+    """A [E, R, D] and B [E, 2F, R]."""
+    down: Adapter | None = None
+    """A [E, R, F] and B [E, D, R]."""
+    scale: float = 1.0
+
+    @property
+    def scaled(self) -> tuple[Adapter | None, Adapter | None]:
+        """Return both adapters with the scale in B."""
+        return _scaled(self.gate_up, self.scale), _scaled(self.down, self.scale)
+
+
+def _scaled(adapter: Adapter | None, scale: float) -> Adapter | None:
+    return None if adapter is None else Adapter(adapter[0], scale * adapter[1])
+
+
+def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[Array, "S F"]:
+    """Compute the gated activation in float32.
+
+    `swiglu` is silu(gate) · up with the gate in the first half. `gpt_oss` alternates gate and up, clamps both, scales
+    the gate's sigmoid by 1.702 and adds one to up (Hugging Face's `GptOssExperts`).
+    """
+    projected = projected.astype(jnp.float32)
+    if activation == "swiglu":
+        gate, up = jnp.split(projected, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+    gate = jnp.minimum(projected[:, ::2], GPT_OSS_LIMIT)
+    up = jnp.clip(projected[:, 1::2], -GPT_OSS_LIMIT, GPT_OSS_LIMIT)
+    return gate * jax.nn.sigmoid(GPT_OSS_ALPHA * gate) * (up + 1.0)
 
 
 def reference_grouped_matmul(
-    lhs: Float[Array, "S K"], rhs: Float[Array, "E K N"], groups: GroupMetadata, bias: Float[Array, "E N"] | None
+    lhs: Float[Array, "S K"],
+    rhs: Float[Array, "E K N"] | MXFP4,
+    groups: GroupMetadata,
+    bias: Float[Array, "E N"] | None,
+    adapter: Adapter | None,
+    *,
+    transpose_rhs: bool,
 ) -> Float[Array, "S N"]:
-    """out[s] = lhs[s] · rhs[group of s] (+ bias[group of s]), summed in float32; lhs's dtype."""
+    """Compute `grouped_matmul`."""
+    matrices = dequantize(rhs, lhs.dtype, backend="reference") if isinstance(rhs, MXFP4) else rhs
+    out = _matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
+    if adapter is None:
+        return out
+    hidden = _matmul(lhs, adapter.A.mT, groups, None)
+    return out + _matmul(hidden, adapter.B.mT, groups, None)
+
+
+def _matmul(lhs, rhs, groups: GroupMetadata, bias) -> Float[Array, "S N"]:
     group = groups.row_group(lhs.shape[0])[:, None, None]
     every = jnp.einsum("sk,ekn->sen", lhs, rhs.astype(lhs.dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         every += bias.astype(jnp.float32)
     return jnp.take_along_axis(every, group, axis=1)[:, 0].astype(lhs.dtype)
+
+
+def reference_mlp(
+    x: Float[Array, "M D"],
+    routing: Routing,
+    matrices,
+    biases,
+    adapters,
+    *,
+    activation: Activation,
+    transpose_rhs: bool,
+) -> Float[Array, "M D"]:
+    """Compute `moe_mlp` from (gate_up, down) of matrices, biases and adapters."""
+    matmul = partial(reference_grouped_matmul, groups=routing.groups, transpose_rhs=transpose_rhs)
+    projected = matmul(dispatch(x, routing), matrices[0], bias=biases[0], adapter=adapters[0])
+    projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
+    hidden = (activate(projected, activation) * routing.row_weights[:, None]).astype(projected.dtype)
+    out = combine(matmul(hidden, matrices[1], bias=None, adapter=adapters[1]), routing)
+    if biases[1] is None:
+        return out
+    return (out + weighted_bias(routing.weights, biases[1], routing.expert_ids)).astype(x.dtype)

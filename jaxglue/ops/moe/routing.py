@@ -1,4 +1,4 @@
-"""Routing: each token's experts and weights, and one permutation that groups the assignments by expert."""
+"""Routing: the experts and weights of each token, and the permutation that groups assignments by expert."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,15 @@ Order = Literal["softmax_topk", "topk_softmax"]
 )
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Which experts serve M tokens, k each. Assignment a is choice a % k of token a // k; rows are assignments in
-    the order of their experts. A pytree of static shapes: every token keeps all its experts, whatever the load."""
+    """k experts for each of M tokens. A pytree of static shapes; no assignment is dropped.
+
+    Assignment a is choice a % k of token a // k; rows are the assignments in the order of their experts.
+    """
 
     expert_ids: Int[Array, "M k"]
     """Experts of each token, the best first."""
     weights: Float[Array, "M k"]
-    """Weight of each expert's output, float32, differentiable to the router's logits."""
+    """Weight of each expert's output, float32, differentiable with respect to the router's logits."""
     permutation: Int[Array, " M*k"]
     """Assignment of each row."""
     inverse: Int[Array, "M k"]
@@ -38,22 +40,22 @@ class Routing:
 
     @property
     def group_sizes(self) -> Int[Array, " E"]:
-        """Assignments of each expert."""
+        """Return the number of assignments of each expert."""
         return self.groups.sizes
 
     @property
     def tokens(self) -> Int[Array, " M*k"]:
-        """Token of each row."""
+        """Return the token of each row."""
         return self.permutation // self.expert_ids.shape[1]
 
     @property
     def row_weights(self) -> Float[Array, " M*k"]:
-        """Weight of each row."""
+        """Return the weight of each row."""
         return _to_rows(self.weights, self.permutation, self.inverse)
 
     @property
     def dense_weights(self) -> Float[Array, "M E"]:
-        """Weight of every expert for each token; zero where it does not serve."""
+        """Return the weight of every expert for each token, zero for those not chosen."""
         served = jax.nn.one_hot(self.expert_ids, self.group_sizes.shape[0], dtype=jnp.float32)
         return (self.weights[:, :, None] * served).sum(1)
 
@@ -64,17 +66,14 @@ def route(
     *,
     order: Order = "softmax_topk",
     normalize: bool = False,
-    row_tile: int | None = None,
 ) -> Routing:
-    """Chooses k of E experts for each of M tokens.
+    """Choose k of E experts for each of M tokens.
 
     Args:
         router_logits: any float dtype; computed in float32.
         k: experts for each token.
         order: `softmax_topk`, a softmax over all experts (Qwen3), or `topk_softmax`, one over the chosen (GPT-OSS).
-        normalize: whether the chosen weights are divided by their sum (Qwen3's `norm_topk_prob`); `topk_softmax`
-            always sums to one.
-        row_tile: rows in a tile of the kernels; see `GroupMetadata.of`.
+        normalize: divide the chosen weights by their sum (Qwen3's `norm_topk_prob`); `topk_softmax` always sums to 1.
 
     Raises:
         ValueError: k is not between 1 and E, or the order is unknown.
@@ -83,15 +82,22 @@ def route(
     if not 1 <= k <= E:
         raise ValueError(f"k must be between 1 and the {E} experts, got {k}")
     weights, expert_ids = _choose(router_logits.astype(jnp.float32), k, order, normalize)
-    return make_routing(expert_ids, weights, E, row_tile=row_tile)
+    return make_routing(expert_ids, weights, E)
 
 
 def make_routing(
     expert_ids: Int[Array, "M k"], weights: Float[Array, "M k"], experts: int, *, row_tile: int | None = None
 ) -> Routing:
-    """The routing for experts and weights that were chosen already: one stable sort, and everything else follows."""
+    """Compute the routing for chosen experts and weights by one stable sort.
+
+    Args:
+        expert_ids: experts of each token; `experts` for an assignment to leave out of every group.
+        weights: their weights.
+        experts: E.
+        row_tile: see `GroupMetadata.of`.
+    """
     assigned = expert_ids.reshape(-1)
-    keys = assigned.astype(jnp.uint8 if experts < 256 else jnp.int32)  # a radix sort takes a pass for each byte
+    keys = assigned.astype(jnp.uint8 if experts < 256 else jnp.int32)  # the radix sort takes one pass per byte
     permutation = checkpoint_name(jnp.argsort(keys, stable=True).astype(jnp.int32), names.ROUTING)
     rows = jnp.arange(permutation.size, dtype=jnp.int32)
     inverse = jnp.zeros_like(rows).at[permutation].set(rows, unique_indices=True, mode="promise_in_bounds")
@@ -117,7 +123,7 @@ def _choose(logits, k: int, order: Order, normalize: bool):
 
 @jax.custom_vjp
 def _to_rows(values: Float[Array, "M k"], permutation, inverse) -> Float[Array, " M*k"]:
-    """The value of each row's assignment; JAX's own transpose would be a scatter with atomics."""
+    """Return the value of each row's assignment. JAX's own transpose would be a scatter with atomics."""
     return values.reshape(-1)[permutation]
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend: launches of the kernels in `kernels.py`."""
+"""Launches of the Triton kernels."""
 
 from dataclasses import dataclass, replace
 
@@ -6,36 +6,31 @@ import jax
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 
-from jaxglue.ops.backend import triton_capability
+from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher, shape_dtype_of
-from jaxglue.ops.moe import kernels, row_kernels
-from jaxglue.ops.moe.activation import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
-from jaxglue.ops.moe.fused import LowRank, Rows
-from jaxglue.ops.moe.groups import GroupMetadata
-from jaxglue.ops.moe.tiles import KernelTiles, fit, kernel_tiles, row_block, row_blocks
-from jaxglue.ops.quant.kernels import mxfp4_kernel
-from jaxglue.ops.quant.mxfp4 import MXFP4
-
-_MXFP4_BLOCKS = 128
-"""Blocks that a program expands: 16 bytes in and 64 bytes out for each thread."""
+from jaxglue.ops.moe import kernels
+from jaxglue.ops.moe.grouped import GroupMetadata
+from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
+from jaxglue.ops.moe.tiles import GroupedTiles, fit, grouped_tiles, row_block, row_blocks
+from jaxglue.ops.moe.vjp import LowRank, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonBackend(Launcher):
-    """`GroupedBackend` and `ActivationBackend` by our own kernels."""
+class TritonMoe(Launcher):
+    """`MoeBackend` in Triton."""
 
-    tiles: KernelTiles
+    tiles: GroupedTiles
 
     @classmethod
-    def of(cls, capability: tuple[int, int]) -> "TritonBackend":
-        """The backend for a GPU of this compute capability."""
-        return cls(tiles=kernel_tiles(capability), compute_capability=triton_capability(capability))
+    def of(cls, capability: Capability) -> "TritonMoe":
+        """Return the kernels for a GPU of this compute capability."""
+        return cls(tiles=grouped_tiles(capability), compute_capability=triton_capability(capability))
 
     def matmul(
         self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
     ):
-        """See `GroupedBackend`."""
-        E, S, K = rhs.shape[0], lhs.number, lhs.array.shape[1]
+        """See `MoeBackend`."""
+        E, S, K = rhs.shape[0], lhs.count, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
         row_tiles = groups.tiles if lhs.tokens is None else groups.gathered_tiles
         out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), row_tiles.table
@@ -68,8 +63,8 @@ class TritonBackend(Launcher):
         return out
 
     def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype):
-        """See `GroupedBackend`."""
-        E, S, K, N = groups.sizes.shape[0], lhs.number, lhs.array.shape[1], rhs.array.shape[1]
+        """See `MoeBackend`."""
+        E, S, K, N = groups.sizes.shape[0], lhs.count, lhs.array.shape[1], rhs.array.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
         descriptors = self._descriptors(lhs.array, rhs.array)
         tokens = [groups.offsets if x.tokens is None else x.tokens for x in (lhs, rhs)]
@@ -88,42 +83,35 @@ class TritonBackend(Launcher):
         )
         return out
 
-    def dequantize(self, packed: MXFP4, dtype):
-        """See `GroupedBackend`."""
-        packed.check()
-        out_type, count = jax.ShapeDtypeStruct(packed.shape, dtype), packed.scales.size
-        constants, grid = {"COUNT": count, "BLOCK": _MXFP4_BLOCKS}, (triton.cdiv(count, _MXFP4_BLOCKS),)
-        return self._launch(mxfp4_kernel, (packed.blocks, packed.scales), (out_type,), grid, constants)[0]
-
     def activate(self, projected, weights, groups: GroupMetadata, activation: Activation):
-        """See `ActivationBackend`."""
+        """See `MoeBackend`."""
         S, F = projected.shape[0], projected.shape[1] // 2
         out_type, arrays = jax.ShapeDtypeStruct((S, F), projected.dtype), (projected, weights, groups.offsets)
         constants = _activation_constants(F, groups, activation)
-        return self._launch_rows(row_kernels.activation_kernel, arrays, (out_type,), S, F, constants)[0]
+        return self._launch_rows(kernels.activation_kernel, arrays, (out_type,), S, F, constants)[0]
 
     def activate_gradient(self, projected, weights, groups: GroupMetadata, dout, activation: Activation):
-        """See `ActivationBackend`."""
+        """See `MoeBackend`."""
         (S, F), arrays = dout.shape, (projected, weights, groups.offsets, dout)
         out_types = tuple(map(shape_dtype_of, (projected, weights)))
         constants = _activation_constants(F, groups, activation)
-        return self._launch_rows(row_kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
+        return self._launch_rows(kernels.activation_gradient_kernel, arrays, out_types, S, F, constants)
 
     def combine(self, rows, inverse, weights, expert_ids, bias):
-        """See `GroupedBackend`."""
+        """See `MoeBackend`."""
         (M, X), D = inverse.shape, rows.shape[1]
         out_type, has_bias = jax.ShapeDtypeStruct((M, D), rows.dtype), bias is not None
         arrays = (rows, inverse, *((weights, expert_ids, bias) if has_bias else 3 * (inverse,)))
         constants = {"D": D, "X": X, "HAS_BIAS": has_bias}
-        return self._launch_rows(row_kernels.combine_kernel, arrays, (out_type,), M, D, constants)[0]
+        return self._launch_rows(kernels.combine_kernel, arrays, (out_type,), M, D, constants)[0]
 
     def _launch_rows(self, kernel, arrays, out_type, rows: int, columns: int, constants):
-        """A program for each row."""
+        """Launch a program for each row."""
         block = row_block(columns)
         return self._launch(kernel, arrays, out_type, (rows,), constants | {"BLOCK": block}, max(1, block // 128))
 
     def _descriptors(self, *arrays) -> bool:
-        """Whether loops load through the tensor memory accelerator, which wants rows of whole 16 bytes."""
+        """Return whether loops load through TMA, which needs rows of whole 16 bytes."""
         aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
         return self.compute_capability >= 90 and aligned
 
@@ -143,7 +131,7 @@ def _descriptor(x, block: tuple[int, ...]) -> TensorDescriptor:
 
 
 def _rows(rows: Rows, block_s: int, block_k: int, descriptors: bool):
-    """What a kernel loads tiles of rows from: gathered ones have no descriptor."""
+    """Return the source of a kernel's tiles of rows: a descriptor, or the array where rows are gathered."""
     return _descriptor(rows.array, (block_s, block_k)) if descriptors and rows.tokens is None else rows.array
 
 

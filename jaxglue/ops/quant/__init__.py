@@ -1,1 +1,61 @@
-"""Quantized weights: storage formats and what expands them."""
+"""Quantized weights: storage formats, their dequantization, and matmuls with frozen quantized matrices."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
+from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.int8 import Int8Weight
+from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
+
+__all__ = ["DEQUANTIZE", "dequantize", "project_quantized"]
+
+
+def _check_triton(capability: Capability | None, weight: Quantized | MXFP4) -> None:
+    check_triton(capability)
+    if isinstance(weight, Int8Weight):
+        raise NotImplementedError("int8 weights have no kernel")
+
+
+def _load_triton(capability: Capability, weight: Quantized | MXFP4) -> DequantizeBackend:
+    from jaxglue.ops.quant.triton import TritonDequantize
+
+    return TritonDequantize.of(capability)
+
+
+DEQUANTIZE = Operation(
+    name="dequantization",
+    backends={
+        "triton": Backend(check=_check_triton, load=_load_triton, advantage="XLA takes several times as long")
+    },
+)
+"""Backends of `dequantize` and `project_quantized`; a call is described by the weight."""
+
+
+def dequantize(weight: Quantized | MXFP4, dtype=jnp.bfloat16, *, backend: str = "auto") -> Float[Array, "*B out in"]:
+    """Return the values of a quantized weight in `dtype`, the same bits from every backend.
+
+    Args:
+        weight: in NF4, int8 or MXFP4.
+        dtype: of the result.
+        backend: one of `DEQUANTIZE.names`.
+
+    Raises:
+        ValueError: a truncated `MXFP4`, or a named backend that cannot serve.
+    """
+    return dequantize_with(DEQUANTIZE.load(weight, backend=backend), weight, dtype)
+
+
+def project_quantized(x: Float[Array, "*B in"], weight: Quantized, *, backend: str = "auto") -> Float[Array, "*B out"]:
+    """Return x·Wᵀ in x's dtype. Both passes dequantize the weight, which gets no gradient.
+
+    Args:
+        x: the inputs.
+        weight: a frozen matrix [out, in].
+        backend: as in `dequantize`.
+
+    Raises:
+        ValueError: a named backend that cannot serve.
+    """
+    return project(DEQUANTIZE.load(weight, backend=backend), x, weight)

@@ -1,25 +1,25 @@
-"""The formats in which frozen linear layers can be stored, by name."""
+"""Storage formats of frozen linear layers, by name."""
 
 from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.quant.int8 import Int8Weight, dequantize_int8, quantize_int8
-from jaxglue.ops.quant.nf4 import BLOCK, NF4, dequantize, quantize_nf4
+from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
+from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
 Quantize = Literal["none", "nf4", "int8"]
-"""How the decoder layers' linear layers are stored: in the model's dtype, in NF4, or in int8."""
+"""Storage of the decoder layers' linear layers: the model's dtype, NF4, or int8."""
 Quantized = NF4 | Int8Weight
 FORMATS = ("none", "nf4", "int8")
 
 
 def is_quantized(leaf: object) -> bool:
-    """Whether this is a quantized matrix; for `jax.tree.map(…, is_leaf=is_quantized)`."""
+    """Return whether this is a quantized matrix, for `jax.tree.map(…, is_leaf=is_quantized)`."""
     return isinstance(leaf, Quantized)
 
 
 def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
-    """The matrix in the format of this name."""
+    """Convert a matrix to the named format."""
     match how:
         case "nf4":
             return quantize_nf4(matrix)
@@ -29,20 +29,15 @@ def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
             return matrix
 
 
-def dequantize_matrix(weight: Quantized, dtype) -> Float[Array, "out in"]:
-    """The values of a quantized matrix, by XLA."""
-    return dequantize(weight, dtype) if isinstance(weight, NF4) else dequantize_int8(weight, dtype)
-
-
 def check_format(how: str, widths: dict[str, int]) -> None:
-    """Refuses what this format cannot hold.
+    """Check that a format exists and can hold rows of these lengths.
 
     Args:
-        how: the format's name.
-        widths: the lengths of rows by name, for the message.
+        how: name of the format.
+        widths: row lengths, by a name for the message.
 
     Raises:
-        ValueError: an unknown name, or rows that blocks do not divide.
+        ValueError: an unknown format, or a row length that its blocks do not divide.
     """
     if how not in FORMATS:
         raise ValueError(f"quantize must be one of {', '.join(FORMATS)}, got {how!r}")

@@ -1,4 +1,4 @@
-"""int8 weights: a scale for each output channel, the storage of LLM.int8() (arXiv 2208.07339) for weights alone."""
+"""int8 weights with a scale for each output channel, the storage of LLM.int8() (arXiv 2208.07339), weights only."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8
 
 LARGEST = 127
-"""The code of a row's largest magnitude."""
+"""Code of a row's largest magnitude."""
 
 
 @jax.tree_util.register_dataclass
@@ -19,19 +19,19 @@ class Int8Weight:
 
     codes: Int8[Array, "out in"]
     absmax: Float[Array, " out"]
-    """Each row's largest magnitude, float32."""
+    """Largest magnitude of each row, float32."""
     dtype: jnp.dtype = field(metadata={"static": True})
-    """Of the matrix that was quantized."""
+    """Dtype of the original matrix."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix that this stands for."""
+        """Return the shape of the dequantized matrix."""
         return self.codes.shape[0], self.codes.shape[1]
 
 
 @jax.jit
 def quantize_int8(matrix: Float[Array, "out in"]) -> Int8Weight:
-    """Quantizes a matrix row by row to the nearest code, as bitsandbytes does (its CUDA code divides less exactly)."""
+    """Quantize a matrix row by row to the nearest code, as bitsandbytes does up to the rounding of its division."""
     values = matrix.astype(jnp.float32)
     absmax = jnp.abs(values).max(axis=1)
     factor = LARGEST / jnp.where(absmax > 0, absmax, 1)
@@ -41,6 +41,6 @@ def quantize_int8(matrix: Float[Array, "out in"]) -> Int8Weight:
 
 @partial(jax.jit, static_argnames="dtype")
 def dequantize_int8(quantized: Int8Weight, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
-    """The values in `dtype`: the product of code and scale in float32, rounded once."""
+    """Compute the values in `dtype`: code times scale in float32, rounded once."""
     scales = quantized.absmax * (np.float32(1) / np.float32(LARGEST))
     return (quantized.codes.astype(jnp.float32) * scales[:, None]).astype(dtype)

@@ -1,4 +1,4 @@
-"""MXFP4: blocks of 32 four-bit floats that share a power of two (OCP Microscaling Formats 1.0); GPT-OSS ships it."""
+"""MXFP4: blocks of 32 four-bit floats that share a power of two (OCP Microscaling Formats 1.0), as in GPT-OSS."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,28 +14,28 @@ BLOCK = 32
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class MXFP4:
-    """A quantized array; its last axis, of length I, is the one that blocks run along. A pytree."""
+    """A quantized array, in blocks along its last axis, of length I. A pytree."""
 
     blocks: UInt8[Array, "*B I/32 16"]
     """Two values in a byte, the first in the low half."""
     scales: UInt8[Array, "*B I/32"]
-    """Exponents e8m0: the scale is 2^(s − 127); 255 is not a number."""
+    """Exponents e8m0: the scale is 2^(s − 127); 255 is NaN."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that this stands for."""
+        """Return the shape of the dequantized array."""
         return (*self.scales.shape[:-1], self.scales.shape[-1] * BLOCK)
 
     @property
     def ndim(self) -> int:
-        """Number of its axes."""
+        """Return the number of axes."""
         return self.scales.ndim
 
     def check(self, name: str = "MXFP4 tensor") -> "MXFP4":
-        """Returns itself.
+        """Return itself, after checking that blocks and scales are bytes and fit together.
 
         Raises:
-            ValueError: the two parts are not bytes, or do not fit together, as in a truncated checkpoint.
+            ValueError: they do not, as in a truncated checkpoint.
         """
         for part, array in (("blocks", self.blocks), ("scales", self.scales)):
             if array.dtype != jnp.uint8:
@@ -49,8 +49,8 @@ class MXFP4:
         return self
 
 
-def dequantize(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I"]:
-    """The values in `dtype`; exact in bfloat16 and float32 for every scale from 2^-125 on.
+def dequantize_mxfp4(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I"]:
+    """Compute the values in `dtype`, exact in bfloat16 and float32 for scales of at least 2^-125.
 
     Raises:
         ValueError: see `MXFP4.check`.
@@ -62,7 +62,7 @@ def dequantize(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I"]:
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
-    """e2m1 (sign, two bits of exponent, one of mantissa) → float32 by arithmetic: a table look-up would not fuse."""
+    """Decode e2m1 (sign, two exponent bits, one mantissa bit) to float32 by arithmetic: a table look-up would not fuse."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     normal = (exponent + 126) << 23 | mantissa << 22
@@ -71,7 +71,7 @@ def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
 
 
 def _power_of_two(scales: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
-    """e8m0 → float32."""
+    """Decode e8m0 to float32."""
     scales = scales.astype(jnp.int32)
     bits = jnp.where(scales == 0, 1 << 22, scales << 23)
     return jnp.where(scales == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))

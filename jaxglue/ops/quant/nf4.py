@@ -11,16 +11,16 @@ from jaxtyping import Array, Float, UInt8
 from jaxglue.ops.quant.blocks import dynamic_code, nearest
 
 BLOCK = 64
-"""Values of a row that share a scale."""
+"""Consecutive values of a row that share a scale."""
 GROUP = 256
-"""Scales, in row-major order, that share a float32 scale of their own."""
+"""Consecutive scales, in row-major order, that share a float32 scale."""
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""What each four-bit code means: appendix E of the paper."""
+"""Value of each four-bit code (appendix E of the paper)."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,23 +37,23 @@ class NF4:
     scale_offset: Float[Array, ""]
     """The scales' mean, float32."""
     dtype: jnp.dtype = field(metadata={"static": True})
-    """Of the matrix that was quantized."""
+    """Dtype of the original matrix."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the matrix that this stands for."""
+        """Return the shape of the dequantized matrix."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
 
 
 @jax.jit
 def quantize_nf4(matrix: Float[Array, "out in"]) -> NF4:
-    """Quantizes a matrix as bitsandbytes does with `compress_statistics`: every code is the nearest.
+    """Quantize a matrix to the nearest codes, as bitsandbytes does with `compress_statistics`.
 
-    All parts equal those of bitsandbytes' CUDA and pure PyTorch code but for the last bit of the scales' mean, which
-    depends on the order of its sum, in bitsandbytes too. (Its C++ code for CPUs rounds some scales to a neighbor.)
+    All parts equal those of bitsandbytes' CUDA and PyTorch code, except for the last bit of the scales' mean, which
+    depends on the order of summation.
 
     Raises:
-        ValueError: rows that blocks of 64 do not divide.
+        ValueError: the rows are not a multiple of 64 values long.
     """
     out, columns = matrix.shape
     if columns % BLOCK:
@@ -73,7 +73,7 @@ def quantize_nf4(matrix: Float[Array, "out in"]) -> NF4:
 
 
 def _exact_sum(values: Float[Array, " n"]) -> Float[Array, ""]:
-    """The sum rounded once, the same on every device: halves are added with their rounding errors (Knuth's TwoSum)."""
+    """Sum with one rounding, the same on every device: add halves with their rounding errors (Knuth's TwoSum)."""
     high = jnp.pad(values, (0, (1 << (values.size - 1).bit_length()) - values.size))
     low = jnp.zeros_like(high)
     while high.size > 1:
@@ -89,8 +89,8 @@ def _grouped(scales: Float[Array, "out blocks"]) -> Float[Array, "groups 256"]:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def dequantize(quantized: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
-    """The values in `dtype`: the product of code and scale in float32, rounded once."""
+def dequantize_nf4(quantized: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+    """Compute the values in `dtype`: code times scale in float32, rounded once."""
     out, columns = quantized.shape
     codes = jnp.stack([quantized.codes >> 4, quantized.codes & 0xF], axis=-1)
     values = _decode(codes).reshape(out, -1, BLOCK) * _scales(quantized)[..., None]
@@ -99,13 +99,13 @@ def dequantize(quantized: NF4, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
 
 def _scales(quantized: NF4) -> Float[Array, "out in/64"]:
     factors = jnp.repeat(quantized.scale_absmax, GROUP)[: quantized.scales.size].reshape(quantized.scales.shape)
-    # The barrier keeps XLA from fusing product and sum into one rounding, where bitsandbytes rounds twice.
+    # The barrier keeps XLA from contracting to an FMA: bitsandbytes rounds twice.
     products = jax.lax.optimization_barrier(jnp.asarray(dynamic_code())[quantized.scales] * factors)
     return products + quantized.scale_offset
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
-    """NF4 → float32 by a tree of selections, which fuses where a table look-up would not."""
+    """Decode NF4 to float32 by a tree of selects, which fuses; a table look-up would not."""
     values = [jnp.float32(value) for value in VALUES]
     for bit in range(4):
         odd = (codes >> bit & 1).astype(bool)

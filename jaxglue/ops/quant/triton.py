@@ -1,8 +1,6 @@
-"""Launches of the kernels that expand quantized weights."""
+"""Launches of the Triton kernels."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +8,37 @@ import numpy as np
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
-from jaxglue.ops.quant.kernels import nf4_kernel
+from jaxglue.ops.quant.kernels import mxfp4_kernel, nf4_kernel
+from jaxglue.ops.quant.mxfp4 import MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
-
-_BLOCK = 64
-"""Blocks of 64 values that a program of 128 threads expands."""
+from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, NF4_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
-class TritonExpander(Launcher):
-    """Writes each weight to its rows of one array."""
+class TritonDequantize(Launcher):
+    """`DequantizeBackend` in Triton, for NF4 and MXFP4."""
 
-    def expand(self, weights: Sequence[NF4], dtype) -> Float[Array, "out in"]:
-        """See `jaxglue.ops.quant.expand.expand`."""
-        rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    @classmethod
+    def of(cls, capability: Capability) -> "TritonDequantize":
+        """Return the kernels for a GPU of this compute capability."""
+        return cls(compute_capability=triton_capability(capability))
+
+    def dequantize(self, weight: NF4 | MXFP4, dtype) -> Float[Array, "*B out in"]:
+        """See `DequantizeBackend`."""
+        return self._mxfp4(weight, dtype) if isinstance(weight, MXFP4) else self._nf4(weight, dtype)
+
+    def _mxfp4(self, weight: MXFP4, dtype):
+        weight.check()
+        out_type, count = jax.ShapeDtypeStruct(weight.shape, dtype), weight.scales.size
+        constants, grid = {"COUNT": count, "BLOCK": MXFP4_BLOCKS}, (triton.cdiv(count, MXFP4_BLOCKS),)
+        return self._launch(mxfp4_kernel, (weight.blocks, weight.scales), (out_type,), grid, constants)[0]
+
+    def _nf4(self, weight: NF4, dtype):
+        parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
         tables = jnp.asarray(dynamic_code()), jnp.asarray(np.array(VALUES, np.float32))
-        out, first = jax.new_ref(jax.lax.empty((rows, columns), dtype)), 0
-        for weight in weights:
-            count = weight.scales.size
-            parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
-            constants = {"FIRST": first, "COUNT": count, "GROUP": GROUP, "BLOCK": _BLOCK}
-            self._launch(nf4_kernel, (*parts, *tables, out), (), (triton.cdiv(count, _BLOCK),), constants)
-            first += prod(weight.shape)
-        return jax.freeze(out)
+        out_type, count = jax.ShapeDtypeStruct(weight.shape, dtype), weight.scales.size
+        constants, grid = {"COUNT": count, "GROUP": GROUP, "BLOCK": NF4_BLOCKS}, (triton.cdiv(count, NF4_BLOCKS),)
+        return self._launch(nf4_kernel, (*parts, *tables), (out_type,), grid, constants)[0]

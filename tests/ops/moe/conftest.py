@@ -1,11 +1,11 @@
-"""The grouped matmul's kernels on the CPU."""
+"""Kernels of mixture of experts in Triton's interpreter."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def interpreted_backend(interpreted):
-    """The class of a Triton backend whose launches run on the CPU; float32 and float16 only."""
-    from jaxglue.ops.moe.triton import TritonBackend
+def interpreted_kernels(interpreted):
+    """`TritonMoe` with launches on the CPU; float32 and float16 only."""
+    from jaxglue.ops.moe.triton import TritonMoe
 
-    return interpreted(TritonBackend)
+    return interpreted(TritonMoe)

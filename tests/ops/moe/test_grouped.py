@@ -1,4 +1,4 @@
-"""The grouped matmul: every backend against NumPy, group after group, output and gradients, on uneven groups."""
+"""Grouped matmul: output and gradients of every backend against NumPy, on uneven groups."""
 
 from functools import partial
 
@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.moe import GroupMetadata, choose_backend, grouped_matmul
-from jaxglue.ops.moe.fused import GroupedSpec, fused_grouped_matmul
-from jaxglue.ops.moe.tiles import KernelTiles, Tiles, kernel_tiles
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
+from jaxglue.ops.moe import GROUPED_MATMUL, GroupMetadata, grouped_matmul
+from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.mxfp4 import MXFP4
 
 # name: (group sizes, K, N, transposed, bias)
 CASES = {
@@ -26,7 +25,7 @@ CASES = {
 
 
 def random_case(name, dtype=jnp.float32):
-    """(lhs, rhs, bias, dout, sizes, transposed) of a case."""
+    """Return (lhs, rhs, bias, dout, sizes, transposed) of a case."""
     sizes, K, N, transposed, with_bias = CASES[name]
     rng, S, E = np.random.default_rng(0), sum(sizes), len(sizes)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
@@ -35,7 +34,7 @@ def random_case(name, dtype=jnp.float32):
 
 
 def group_by_group(lhs, rhs, bias, dout, sizes, transposed):
-    """The definition in NumPy, group after group: (out, (dlhs, drhs, dbias))."""
+    """Compute the definition in NumPy: (out, (dlhs, drhs, dbias))."""
     lhs, rhs, bias, dout = (None if x is None else np.asarray(x, np.float64) for x in (lhs, rhs, bias, dout))
     ends = np.cumsum(sizes)
     groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -51,7 +50,7 @@ def group_by_group(lhs, rhs, bias, dout, sizes, transposed):
 
 
 def output_and_gradients(function, lhs, rhs, bias, dout):
-    """(out, (dlhs, drhs, dbias)) in float32."""
+    """Return (out, (dlhs, drhs, dbias)) in float32."""
     out, pull = jax.vjp(function, lhs, rhs, bias)
     return jax.tree.map(lambda x: x.astype(jnp.float32), (out, pull(dout.astype(out.dtype))))
 
@@ -63,7 +62,7 @@ def assert_close(got, expected, tolerance):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_matches_numpy(name):
+def test_reference_matches_numpy(name):
     lhs, rhs, bias, dout, sizes, transposed = random_case(name)
     options = {"group_sizes": sizes, "transpose_rhs": transposed, "backend": "reference"}
     ours = jax.jit(lambda lhs, rhs, bias: grouped_matmul(lhs, rhs, bias=bias, **options))
@@ -72,24 +71,24 @@ def test_the_reference_matches_numpy(name):
 
 
 @pytest.fixture
-def fused(interpreted_backend):
-    """fused(sizes, transposed): the kernels in the interpreter, with small tiles."""
-    tiles = Tiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, GROUP_M=2)
-    backend = interpreted_backend(tiles=KernelTiles(matmul=tiles, outer=tiles), compute_capability=80)
+def kernel_matmul(interpreted_kernels):
+    """kernel_matmul(sizes, transposed): the grouped matmul in the interpreter, with small tiles."""
+    tiles = MatmulTiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, GROUP_M=2)
+    kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)
 
     def make(sizes, transposed):
         groups = GroupMetadata.of(sizes, int(sizes.sum()), row_tile=16)
-        spec = GroupedSpec(backend=backend, transpose_rhs=transposed)
-        return lambda lhs, rhs, bias: fused_grouped_matmul(spec, lhs, rhs, bias, None, groups, None, None)
+        return lambda lhs, rhs, bias: grouped_matmul(lhs, rhs, groups, bias=bias, transpose_rhs=transposed)
 
-    return make
+    with GROUPED_MATMUL.using(kernels):
+        yield make
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_in_the_interpreter_match_numpy(name, fused):
+def test_interpreted_kernels_match_numpy(name, kernel_matmul):
     lhs, rhs, bias, dout, sizes, transposed = random_case(name)
     expected = group_by_group(lhs, rhs, bias, dout, sizes, transposed)
-    assert_close(output_and_gradients(fused(sizes, transposed), lhs, rhs, bias, dout), expected, 1e-6)
+    assert_close(output_and_gradients(kernel_matmul(sizes, transposed), lhs, rhs, bias, dout), expected, 1e-6)
 
 
 @pytest.mark.gpu
@@ -103,62 +102,34 @@ def test_kernels_on_a_gpu_match_numpy(name, dtype):
 
 
 @pytest.mark.parametrize("row_tile", [128, 192])
-def test_few_last_rows_of_a_group_take_part_of_a_tile(row_tile, interpreted_backend):
-    backend = interpreted_backend(tiles=kernel_tiles((9, 0)), compute_capability=80)
+def test_few_last_rows_of_a_group_take_part_of_a_tile(row_tile, interpreted_kernels):
+    kernels = interpreted_kernels(tiles=grouped_tiles((9, 0)), compute_capability=80)
     rng, sizes = np.random.default_rng(0), np.array([140, 64, 0, 200, 300])
     groups = GroupMetadata.of(sizes, 704, row_tile=row_tile)
     lhs, rhs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((704, 20), (5, 20, 40)))
-    spec = GroupedSpec(backend=backend, transpose_rhs=False)
-    out, pull = jax.vjp(lambda lhs: fused_grouped_matmul(spec, lhs, rhs, None, None, groups, None, None), lhs)
+    with GROUPED_MATMUL.using(kernels):
+        out, pull = jax.vjp(lambda lhs: grouped_matmul(lhs, rhs, groups), lhs)
     expected = group_by_group(lhs, rhs, None, out, sizes, False)
     assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
 
 
-def test_frozen_matrices_keep_no_rows_for_their_gradient(fused):
+def test_frozen_matrices_save_no_rows(kernel_matmul):
     lhs, rhs, bias, _, sizes, transposed = random_case("uneven, with empty groups")
-    _, pull = jax.vjp(lambda lhs: fused(sizes, transposed)(lhs, rhs, bias), lhs)
+    _, pull = jax.vjp(lambda lhs: kernel_matmul(sizes, transposed)(lhs, rhs, bias), lhs)
     assert all(x.shape != lhs.shape for x in jax.tree.leaves(pull))
 
 
-def test_packed_matrices_are_expanded_forward_and_backward(fused):
+def test_mxfp4_matrices_match_numpy(kernel_matmul):
     rng, sizes = np.random.default_rng(0), np.array([3, 0, 6])
     packed = MXFP4(
         blocks=jnp.asarray(rng.integers(0, 256, (3, 20, 1, 16), dtype=np.uint8)),
         scales=jnp.asarray(rng.integers(124, 130, (3, 20, 1), dtype=np.uint8)),
     )
     lhs = jnp.asarray(rng.standard_normal((9, 32)), jnp.float32)
-    out, pull = jax.vjp(lambda lhs: fused(sizes, True)(lhs, packed, None), lhs)
+    out, pull = jax.vjp(lambda lhs: kernel_matmul(sizes, True)(lhs, packed, None), lhs)
     plain = dequantize(packed, jnp.float32)
     expected = group_by_group(lhs, plain, None, out, sizes, True)
     assert_close((out, pull(out)[0]), (expected[0], expected[1][0]), 1e-6)
-
-
-def random_mxfp4():
-    """Blocks of all scales but the smallest, one of them not a number."""
-    rng = np.random.default_rng(0)
-    blocks = jnp.asarray(rng.integers(0, 256, (3, 50, 2, 16), dtype=np.uint8))
-    scales = jnp.asarray(rng.integers(2, 253, (3, 50, 2), dtype=np.uint8)).at[1, 2].set(255)
-    return MXFP4(blocks=blocks, scales=scales)
-
-
-def test_the_kernel_expands_mxfp4_as_xla_does(interpreted_backend):
-    packed = random_mxfp4()
-    backend = interpreted_backend(tiles=kernel_tiles((8, 0)), compute_capability=80)
-    got, expected = backend.dequantize(packed, jnp.float32), dequantize(packed, jnp.float32)
-    assert np.isnan(expected).any()
-    np.testing.assert_array_equal(got, expected)
-    number = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(got)[number], np.signbit(expected)[number])
-
-
-@pytest.mark.gpu
-def test_the_kernel_on_a_gpu_expands_mxfp4_as_xla_does():
-    from jaxglue.ops.moe.triton import TritonBackend
-
-    packed = random_mxfp4()
-    backend = TritonBackend.of(compute_capability())
-    got, expected = backend.dequantize(packed, jnp.bfloat16), dequantize(packed, jnp.bfloat16)
-    np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -166,23 +137,23 @@ def test_the_kernel_on_a_gpu_expands_mxfp4_as_xla_does():
     [
         ({"group_sizes": np.array([3, 4])}, "must sum to the 8 rows of lhs, got a sum of 7"),
         ({"group_sizes": np.array([9, -1])}, "at least 0"),
-        ({"rhs": jnp.zeros((2, 5, 3))}, r"E=2 groups and K=4 to fit lhs, got \(2, 5, 3\)"),
+        ({"rhs": jnp.zeros((2, 5, 3))}, r"rhs must be \[E, K, N\] with E=2 groups and K=4, got \(2, 5, 3\)"),
         ({"rhs": jnp.zeros((3, 4, 3))}, "E=2 groups"),
-        ({"bias": jnp.zeros((2, 4))}, r"bias must be \[E, N\] = \[2, 3\]"),
+        ({"bias": jnp.zeros((2, 4))}, r"bias of rhs must be \[E, N\] = \[2, 3\]"),
         ({"lhs": jnp.zeros((8, 1, 4))}, r"lhs must be \[S, K\]"),
         ({"backend": "cublas"}, "backend must be one of"),
         ({"backend": "triton"}, "cannot serve this grouped matmul"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(changes, message):
+def test_mismatched_arguments_are_refused(changes, message):
     arguments = {"lhs": jnp.zeros((8, 4)), "rhs": jnp.zeros((2, 4, 3)), "group_sizes": np.array([5, 3])} | changes
     with pytest.raises(ValueError, match=message):
         grouped_matmul(**arguments)
 
 
-def test_the_choice_of_a_backend_names_its_reason():
-    assert choose_backend(jnp.bfloat16, capability=(9, 0)).name == "triton"
-    assert "no NVIDIA GPU" in choose_backend(jnp.bfloat16).reason
-    assert "float32" in choose_backend(jnp.float32, capability=(9, 0)).reason
-    with pytest.raises(ValueError, match=r"8\.0 \(Ampere\) or newer, got 7\.5"):
-        choose_backend(jnp.bfloat16, backend="triton", capability=(7, 5))
+def test_choice_of_backend_names_its_reason():
+    assert GROUPED_MATMUL.choose((9, 0), jnp.bfloat16).name == "triton"
+    assert "no NVIDIA GPU" in GROUPED_MATMUL.choose(None, jnp.bfloat16).reason
+    assert "float32" in GROUPED_MATMUL.choose((9, 0), jnp.float32).reason
+    with pytest.raises(ValueError, match=r"8\.0 or newer, got 7\.5"):
+        GROUPED_MATMUL.choose((7, 5), jnp.bfloat16, backend="triton")

@@ -1,4 +1,4 @@
-"""The experts' feed-forward against every expert on every token, in float32."""
+"""Experts' feed-forward against every expert on every token, in float32."""
 
 from functools import partial
 
@@ -8,20 +8,18 @@ import numpy as np
 import pytest
 
 from jaxglue.ops import names
-from jaxglue.ops.moe import ExpertLora, moe_mlp, route
-from jaxglue.ops.moe import grouped as grouped_module
-from jaxglue.ops.moe import mlp as mlp_module
-from jaxglue.ops.moe.activation import ActivationSpec, activate, fused_activation
-from jaxglue.ops.moe.groups import GroupMetadata
-from jaxglue.ops.moe.tiles import KernelTiles, Tiles, kernel_tiles
+from jaxglue.ops.moe import GROUPED_MATMUL, Adapter, ExpertLora, GroupMetadata, moe_mlp, route
+from jaxglue.ops.moe.reference import activate
+from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
+from jaxglue.ops.moe.vjp import fused_activation
 
 M, D, F, E, X, R = 19, 16, 24, 5, 2, 4
 
 
 def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
-    """(differentiated arguments): x, logits, matrices, biases, adapters.
+    """Draw x, logits, matrices, biases and adapters.
 
-    Few projections are near GPT-OSS's clamps: there bfloat16 decides by its rounding whether a gradient passes.
+    Few projections are near GPT-OSS's clamps, where rounding to bfloat16 decides whether a gradient passes.
     """
     keys = iter(jax.random.split(jax.random.key(0), 16))
     normal = lambda *shape, scale=1.0: scale * jax.random.normal(next(keys), shape)  # noqa: E731
@@ -37,15 +35,15 @@ def random_layer(transpose: bool, M=M, D=D, F=F, R=R):
         "gate_up_bias": normal(E, 2 * F),
         "down_bias": normal(E, D),
         "lora": ExpertLora(
-            gate_up=(normal(E, R, D, scale=4 * D**-0.5), normal(E, 2 * F, R, scale=0.1)),
-            down=(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
+            gate_up=Adapter(normal(E, R, D, scale=4 * D**-0.5), normal(E, 2 * F, R, scale=0.1)),
+            down=Adapter(normal(E, R, F, scale=4 * F**-0.5), normal(E, D, R, scale=0.1)),
             scale=0.5,
         ),
     }
 
 
 def every_expert(arguments, *, activation, transpose):
-    """The definition, as Hugging Face's modules have it."""
+    """Compute the definition, as Hugging Face's modules do."""
     a = arguments
     chosen, expert_ids = jax.lax.top_k(a["logits"], X)
     weights = jax.nn.softmax(chosen, axis=-1)
@@ -65,9 +63,9 @@ def every_expert(arguments, *, activation, transpose):
     return out
 
 
-def ours(arguments, *, activation, transpose, row_tile=128, backend="reference"):
+def ours(arguments, *, activation, transpose, backend="reference"):
     arguments = dict(arguments)
-    routing = route(arguments.pop("logits"), X, order="topk_softmax", row_tile=row_tile)
+    routing = route(arguments.pop("logits"), X, order="topk_softmax")
     x, gate_up, down = (arguments.pop(name) for name in ("x", "gate_up", "down"))
     return moe_mlp(
         x, routing, gate_up, down, activation=activation, transpose_rhs=transpose, backend=backend, **arguments
@@ -85,7 +83,7 @@ def output_and_gradients(function, arguments):
 
 
 @pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
-def test_output_and_all_gradients_match_every_expert(activation, transpose):
+def test_reference_matches_every_expert(activation, transpose):
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
@@ -93,21 +91,21 @@ def test_output_and_all_gradients_match_every_expert(activation, transpose):
 
 
 @pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
-def test_the_kernels_match_every_expert(activation, transpose, interpreted_backend, monkeypatch):
-    tiles = Tiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
-    backend = interpreted_backend(tiles=KernelTiles(matmul=tiles, outer=tiles), compute_capability=80)
-    for module in (grouped_module, mlp_module):
-        monkeypatch.setattr(module, "fused_backend", lambda dtype, name: backend)
+def test_interpreted_kernels_match_every_expert(activation, transpose, interpreted_kernels):
+    tiles = MatmulTiles(block_m=16, block_n=16, block_k=16, num_warps=4, num_stages=1)
+    kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
     expected = output_and_gradients(partial(every_expert, **options), arguments)
-    assert_same(output_and_gradients(partial(ours, **options, row_tile=16), arguments), expected)
+    with GROUPED_MATMUL.using(kernels):
+        got = output_and_gradients(partial(ours, **options, backend="auto"), arguments)
+    assert_same(got, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "D", "F"), [(600, 64, 96), (700, 320, 576)])
 @pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
-def test_the_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F):
+def test_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_layer(transpose, M=M, D=D, F=F, R=16))
     half["logits"] = half["logits"].astype(jnp.float32)
     options = {"activation": activation, "transpose": transpose}
@@ -115,14 +113,13 @@ def test_the_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F)
         expected = output_and_gradients(
             jax.jit(partial(every_expert, **options)), jax.tree.map(lambda x: x.astype(jnp.float32), half)
         )
-    got = output_and_gradients(jax.jit(partial(ours, **options, row_tile=None, backend="triton")), half)
+    got = output_and_gradients(jax.jit(partial(ours, **options, backend="triton")), half)
     assert_same(got, expected, 1e-2)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss"])
-def test_activation_kernels_match_at_the_clamps_too(activation, interpreted_backend):
-    tiles = kernel_tiles((8, 0))
-    spec = ActivationSpec(backend=interpreted_backend(tiles=tiles, compute_capability=80), activation=activation)
+def test_activation_kernels_match_at_the_clamps(activation, interpreted_kernels):
+    kernels = interpreted_kernels(tiles=grouped_tiles((8, 0)), compute_capability=80)
     rng = np.random.default_rng(0)
     projected, weights = (
         jnp.asarray(rng.uniform(-12, 12, (7, 60)), jnp.float32),
@@ -130,14 +127,14 @@ def test_activation_kernels_match_at_the_clamps_too(activation, interpreted_back
     )
     groups = GroupMetadata.of(jnp.array([3, 2]), 7)  # the last two rows are in none
     plain = lambda projected, weights: activate(projected, activation) * weights[:, None]  # noqa: E731
-    fused = lambda projected, weights: fused_activation(spec, projected, weights, groups)  # noqa: E731
+    fused = lambda projected, weights: fused_activation(kernels, activation, projected, weights, groups)  # noqa: E731
     expected, pull = jax.vjp(plain, projected, weights)
     got, fused_pull = jax.vjp(fused, projected, weights)
     result = jax.tree.map(lambda x: x[:5], (got, fused_pull(expected)))
     assert_same(result, jax.tree.map(lambda x: x[:5], (expected, pull(expected))), 1e-6)
 
 
-def test_a_policy_can_keep_the_projections_by_name():
+def test_a_policy_can_save_the_projections_by_name():
     arguments = random_layer(transpose=True)
     policy = jax.checkpoint_policies.save_only_these_names(names.EXPERT_GATE_UP)
     layer = jax.checkpoint(partial(ours, activation="swiglu", transpose=True), policy=policy)
@@ -145,9 +142,11 @@ def test_a_policy_can_keep_the_projections_by_name():
     assert [x.shape for x in jax.tree.leaves(pull) if x.shape[:1] == (M * X,)] == [(M * X, 2 * F)]
 
 
-def test_arguments_that_do_not_fit_are_refused():
+def test_mismatched_arguments_are_refused():
     arguments = random_layer(transpose=True)
     with pytest.raises(ValueError, match="activation must be one of swiglu, gpt_oss, got 'relu'"):
         ours(arguments, activation="relu", transpose=True)
     with pytest.raises(ValueError, match="routing is for 19 tokens, but x has 18"):
         ours(arguments | {"x": arguments["x"][1:]}, activation="swiglu", transpose=True)
+    with pytest.raises(ValueError, match=r"down must be \[E, N, K\] with E=5 groups and K=24, got \(5, 16, 23\)"):
+        ours(arguments | {"down": arguments["down"][..., 1:]}, activation="swiglu", transpose=True)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.moe import grouped_matmul
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 
 E2M1 = {
     "0000": 0.0, "0001": 0.5, "0010": 1.0, "0011": 1.5, "0100": 2.0, "0101": 3.0, "0110": 4.0, "0111": 6.0,
@@ -14,14 +14,14 @@ E2M1 = {
 
 
 def random_tensor(shape=(3, 5, 4), seed=0):
-    """[3, 5, 128] in blocks of 32, with scales from 2^-125 to 2^125."""
+    """Draw [3, 5, 128] in blocks of 32, with scales from 2^-125 to 2^125."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (*shape, 16), dtype=np.uint8)
     return MXFP4(blocks=jnp.asarray(blocks), scales=jnp.asarray(rng.integers(2, 253, shape, dtype=np.uint8)))
 
 
-def written_out(tensor):
-    """The definition in Python's own floats: low half first, then high; times 2^(s − 127)."""
+def decode(tensor):
+    """Compute the definition in Python floats: low half first, then high; times 2^(s − 127)."""
     out = np.empty(tensor.shape, np.float64)
     for index in np.ndindex(*tensor.scales.shape):
         values = []
@@ -34,27 +34,27 @@ def written_out(tensor):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_decoding_is_exact_to_the_bit(dtype):
+def test_dequantize_is_exact(dtype):
     tensor = random_tensor()
-    got, expected = dequantize(tensor, dtype), written_out(tensor)
+    got, expected = dequantize_mxfp4(tensor, dtype), decode(tensor)
     np.testing.assert_array_equal(np.asarray(got, np.float64), expected)
     np.testing.assert_array_equal(np.signbit(np.asarray(got, np.float64)), np.signbit(expected))
 
 
-def test_every_byte_decodes_and_255_is_not_a_number():
+def test_every_byte_decodes_and_scale_255_is_nan():
     blocks = jnp.arange(256, dtype=jnp.uint8).reshape(16, 16)
     tensor = MXFP4(blocks=blocks, scales=jnp.full(16, 127, jnp.uint8))
-    np.testing.assert_array_equal(np.asarray(dequantize(tensor, jnp.float32)), written_out(tensor))
+    np.testing.assert_array_equal(np.asarray(dequantize_mxfp4(tensor, jnp.float32)), decode(tensor))
     broken = MXFP4(blocks=blocks, scales=jnp.full(16, 255, jnp.uint8))
-    assert np.isnan(np.asarray(dequantize(broken, jnp.float32))).all()
+    assert np.isnan(np.asarray(dequantize_mxfp4(broken, jnp.float32))).all()
 
 
-def test_a_grouped_matmul_takes_the_packed_matrices():
+def test_grouped_matmul_accepts_mxfp4():
     tensor = MXFP4(blocks=random_tensor().blocks, scales=jnp.full((3, 5, 4), 120, jnp.uint8))
     lhs = jnp.asarray(np.random.default_rng(1).standard_normal((10, 128)), jnp.float32)
     sizes = np.array([4, 0, 6])
     got = grouped_matmul(lhs, tensor, sizes, transpose_rhs=True)
-    expected = grouped_matmul(lhs, dequantize(tensor, jnp.float32), sizes, transpose_rhs=True)
+    expected = grouped_matmul(lhs, dequantize_mxfp4(tensor, jnp.float32), sizes, transpose_rhs=True)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -66,7 +66,7 @@ def test_a_grouped_matmul_takes_the_packed_matrices():
         ({"scales": jnp.zeros((3, 5, 4))}, "scales must be uint8, got float32"),
     ],
 )
-def test_a_truncated_tensor_is_refused(change, message):
+def test_truncated_tensor_is_refused(change, message):
     tensor = random_tensor()
     with pytest.raises(ValueError, match=message):
-        dequantize(MXFP4(**{"blocks": tensor.blocks, "scales": tensor.scales} | change))
+        dequantize_mxfp4(MXFP4(**{"blocks": tensor.blocks, "scales": tensor.scales} | change))

@@ -1,4 +1,4 @@
-"""What the fused backends share: one differentiation rule, which keeps and computes only what is asked for."""
+"""Differentiation rules around the kernels; they save and compute only for the gradients that are needed."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,66 +12,67 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
 from jaxglue.ops.moe.exchange import weighted_bias_gradients
-from jaxglue.ops.moe.groups import GroupMetadata
+from jaxglue.ops.moe.grouped import GroupMetadata
+from jaxglue.ops.moe.reference import Activation, Adapter
 from jaxglue.ops.moe.routing import Routing
+from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
 
-class Adapter(NamedTuple):
-    """Low-rank change of each group's matrix: y += (x·Aᵀ)·Bᵀ. A scale belongs into B."""
-
-    A: Float[Array, "E R K"]
-    B: Float[Array, "E N R"]
-
-
 class Rows(NamedTuple):
-    """Rows in the order of their experts: of an array, or of tokens, gathered as they are loaded."""
+    """Rows in the order of their experts: an array's own, or gathered from an array of tokens by the kernel."""
 
     array: Float[Array, "S K"]
+    """[M, K] with `tokens`."""
     tokens: Int[Array, " S"] | None = None
-    """Row s is array[tokens[s]]; the array is then [M, K]."""
+    """Row of the array for each row s."""
 
     @property
-    def number(self) -> int:
-        """S."""
+    def count(self) -> int:
+        """Return S."""
         return (self.array if self.tokens is None else self.tokens).shape[0]
 
 
 class LowRank(NamedTuple):
-    """A term hidden[s] · expand[group of s] of a product."""
+    """The term hidden[s] · expand[group of s] of a sum."""
 
     hidden: Float[Array, "S R"]
     expand: Float[Array, "E R N"]
-    """[E, N, R] when transposed."""
+    """[E, N, R] if transposed."""
     transposed: bool
 
 
-class GroupedBackend(Protocol):
-    """The products, which sum in float32, and what goes with them."""
+class MoeBackend(Protocol):
+    """Kernels of one backend, hashable. Matmuls and sums accumulate in float32; rows of no group are unspecified."""
 
     def matmul(
         self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
     ) -> Float[Array, "S N"]:
-        """lhs[s] · rhs[group of s] (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
+        """Compute lhs[s] · rhs[group of s] (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
 
     def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype) -> Float[Array, "E K N"]:
-        """Σ lhs[s]ᵀ rhs[s] over the rows of each group, of lhs [S, K] and rhs [S, N]."""
+        """Compute Σ lhs[s]ᵀ rhs[s] over the rows of each group, of lhs [S, K] and rhs [S, N]."""
 
     def combine(self, rows: Float[Array, "S D"], inverse: Int[Array, "M k"], weights, expert_ids, bias) -> Array:
-        """Σ rows[inverse] (+ weights · bias[expert_ids]) over k, summed in float32: [M, D]."""
+        """Compute Σ rows[inverse] (+ weights · bias[expert_ids]) over k: [M, D]."""
 
-    def dequantize(self, packed: MXFP4, dtype) -> Array:
-        """The values of the packed array, exact where the dtype can hold them."""
+    def activate(self, projected, weights, groups: GroupMetadata, activation: Activation) -> Float[Array, "S F"]:
+        """Compute activation(projected[s]) · weights[s], in projected's dtype."""
+
+    def activate_gradient(
+        self, projected, weights, groups: GroupMetadata, dout, activation: Activation
+    ) -> tuple[Array, Array]:
+        """Compute the gradients to projected and weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedSpec:
-    """What is static in a call: it must be hashable."""
+    """Static arguments of a grouped matmul."""
 
-    backend: GroupedBackend
+    kernels: MoeBackend
     transpose_rhs: bool
     exchange: Literal["dispatch", "combine"] | None = None
-    """Whether lhs holds tokens, which are dispatched to the rows of their experts, or the rows of out are combined."""
+    """Dispatch lhs, an array of tokens, to the rows of their experts, or combine the rows of out to tokens."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,37 +86,37 @@ def fused_grouped_matmul(
     routing: Routing | None = None,
     weights: Float[Array, "M k"] | None = None,
 ) -> Float[Array, "S N"]:
-    """A grouped matmul by a fused backend.
+    """Compute a grouped matmul by kernels.
 
-    With an exchange, lhs or the result has a row for each token: rows of the experts are gathered as they are loaded,
-    forward and backward, and no array of them is made. A bias of combined rows is weighted.
+    With an exchange, lhs or the result has a row for each token. Kernels gather rows of tokens as they load them,
+    forward and backward, so no array of copies exists. A bias of combined rows is weighted.
     """
     return _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights)[0]
 
 
-def _dense(spec: GroupedSpec, rhs: Array | MXFP4, dtype) -> Array:
-    """The matrices as an array of this dtype."""
-    return spec.backend.dequantize(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
+def _dense(rhs: Array | MXFP4, dtype) -> Array:
+    """Return the matrices as an array of this dtype."""
+    return dequantize(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
 
 
 def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
-    """(out, hidden); the hidden values of the adapter are None where there is none."""
-    matmul, rows = partial(spec.backend.matmul, groups=groups), _rows(spec, "dispatch", lhs, routing)
+    """Return (out, hidden); hidden is lhs · Aᵀ, None without an adapter."""
+    matmul, rows = partial(spec.kernels.matmul, groups=groups), _rows(spec, "dispatch", lhs, routing)
     hidden, low_rank = None, None
     if adapter is not None:
         A, B = (x.astype(lhs.dtype) for x in adapter)
         hidden = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LORA_HIDDEN)
         low_rank = LowRank(hidden, B, True)
     product = partial(matmul, transpose_rhs=spec.transpose_rhs, low_rank=low_rank)
-    matrices = _dense(spec, rhs, lhs.dtype)
+    matrices = _dense(rhs, lhs.dtype)
     if spec.exchange != "combine":
         return product(rows, matrices, bias), hidden
     out = product(rows, matrices, None)
-    return spec.backend.combine(out, routing.inverse, weights, routing.expert_ids, bias), hidden
+    return spec.kernels.combine(out, routing.inverse, weights, routing.expert_ids, bias), hidden
 
 
 def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> Rows:
-    """The array's rows, gathered where this is the exchange."""
+    """Return the array's rows, gathered if this is the exchange."""
     if spec.exchange != exchange:
         return Rows(array)
     assert routing is not None
@@ -129,16 +130,16 @@ def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> R
 )
 @dataclass(frozen=True, kw_only=True)
 class _Residuals:
-    """What the gradient needs; None where it is not asked for, which is known when a step is traced."""
+    """Residuals; None where the gradients that need them are not taken."""
 
     lhs: Array | None
-    """Only for the gradients of rhs and adapter."""
+    """For the gradients to rhs and adapter."""
     hidden: Array | None
-    """lhs · Aᵀ, only for the gradient of the adapter."""
+    """lhs · Aᵀ, for the gradient to the adapter."""
     rhs: Array | MXFP4
     bias: Array | None
     adapter: Adapter | None
-    """Wherever there is one: the gradient to lhs goes through it."""
+    """Always saved: the gradient to lhs flows through it."""
     groups: GroupMetadata
     routing: Routing | None
     rhs_needs_grad: bool
@@ -169,21 +170,21 @@ def _backward(spec, r: _Residuals, dout):
         dout = jnp.zeros(dout.shape, dout.dtype)
     lhs, drows = _rows(spec, "dispatch", r.lhs, r.routing), _rows(spec, "combine", dout, r.routing)
     low_rank, dadapter = _adapter_backward(spec, r, lhs, drows)
-    matrices = _dense(spec, r.rhs, dout.dtype)
-    dlhs = spec.backend.matmul(drows, matrices, None, r.groups, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
+    matrices = _dense(r.rhs, dout.dtype)
+    dlhs = spec.kernels.matmul(drows, matrices, None, r.groups, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
     if spec.exchange == "dispatch":
         assert r.routing is not None
-        dlhs = spec.backend.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)
+        dlhs = spec.kernels.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)
     drhs = None
     if r.rhs_needs_grad and not isinstance(r.rhs, MXFP4):
         pair = (drows, lhs) if spec.transpose_rhs else (lhs, drows)
-        drhs = spec.backend.outer(*pair, r.groups, r.rhs.dtype)
+        drhs = spec.kernels.outer(*pair, r.groups, r.rhs.dtype)
     dbias, dweights = _bias_backward(spec, r, dout)
     return dlhs, drhs, dbias, dadapter, None, None, dweights
 
 
 def _bias_backward(spec, r: _Residuals, dout):
-    """Gradients of the bias and of what weighs it, None where they are not asked for."""
+    """Return the gradients to bias and weights, None if neither is needed."""
     if r.bias is None:
         return None, None
     if spec.exchange == "combine":
@@ -193,16 +194,16 @@ def _bias_backward(spec, r: _Residuals, dout):
 
 
 def _adapter_backward(spec, r: _Residuals, lhs: Rows, drows: Rows):
-    """(the adapter's term of the gradient to lhs, its own gradient), None where there is none."""
+    """Return (low-rank term of the gradient to lhs, gradient to the adapter)."""
     if r.adapter is None:
         return None, None
     A, B = (x.astype(drows.array.dtype) for x in r.adapter)
-    dhidden = spec.backend.matmul(drows, B, None, r.groups, transpose_rhs=False)
+    dhidden = spec.kernels.matmul(drows, B, None, r.groups, transpose_rhs=False)
     low_rank = LowRank(dhidden, A, False)
     if r.hidden is None:
         return low_rank, None
-    dA = spec.backend.outer(Rows(dhidden), lhs, r.groups, r.adapter.A.dtype)
-    dB = spec.backend.outer(drows, Rows(r.hidden), r.groups, r.adapter.B.dtype)
+    dA = spec.kernels.outer(Rows(dhidden), lhs, r.groups, r.adapter.A.dtype)
+    dB = spec.kernels.outer(drows, Rows(r.hidden), r.groups, r.adapter.B.dtype)
     return low_rank, Adapter(dA, dB)
 
 
@@ -210,7 +211,51 @@ fused_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _group_sums(rows: Float[Array, "S N"], groups: GroupMetadata) -> Float[Array, "E N"]:
-    """Sum of the rows of each group in float32. A product with zeros and ones: a scatter would contend for E rows."""
+    """Sum the rows of each group in float32, by a matmul with one-hot rows: a scatter would contend for E rows."""
     rows = jnp.where(jnp.arange(rows.shape[0])[:, None] < groups.offsets[-1], rows, 0)
     member = jax.nn.one_hot(groups.row_group(rows.shape[0]), groups.sizes.shape[0], dtype=rows.dtype)
     return jnp.einsum("se,sn->en", member, rows, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def fused_activation(
+    kernels: MoeBackend,
+    activation: Activation,
+    projected: Float[Array, "S 2F"],
+    weights: Float[Array, " S"],
+    groups: GroupMetadata,
+) -> Float[Array, "S F"]:
+    """Compute the activation times the rows' weights by kernels."""
+    return kernels.activate(projected, weights, groups, activation)
+
+
+def _activation_forward(kernels, activation, *primals):
+    return fused_activation(kernels, activation, *primals), primals
+
+
+def _activation_backward(kernels, activation, residuals, dout):
+    return *kernels.activate_gradient(*residuals, dout, activation), None
+
+
+fused_activation.defvjp(_activation_forward, _activation_backward)
+
+
+def fused_mlp(
+    kernels: MoeBackend,
+    x: Float[Array, "M D"],
+    routing: Routing,
+    matrices,
+    biases,
+    adapters,
+    *,
+    activation: Activation,
+    transpose_rhs: bool,
+) -> Float[Array, "M D"]:
+    """Compute `moe_mlp` by kernels from (gate_up, down) of matrices, biases and adapters."""
+    spec = partial(GroupedSpec, kernels=kernels, transpose_rhs=transpose_rhs)
+    groups, weights = routing.groups, None if biases[1] is None else routing.weights
+    first, second = zip(matrices, biases, adapters, strict=True)
+    projected = fused_grouped_matmul(spec(exchange="dispatch"), x, *first, groups, routing, None)
+    projected = checkpoint_name(projected, names.EXPERT_GATE_UP)
+    hidden = fused_activation(kernels, activation, projected, routing.row_weights, groups)
+    return fused_grouped_matmul(spec(exchange="combine"), hidden, *second, groups, routing, weights)

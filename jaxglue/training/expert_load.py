@@ -1,4 +1,4 @@
-"""How evenly the routers of a model spread a batch over its experts: figures for the metrics."""
+"""Expert load of a batch, for the metrics."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from jaxglue.sharding.layout import WHOLE, Layout
 
 
 class _ObservingContext:
-    """Packed rows whose routing is kept."""
+    """Layer context of packed rows that records routing statistics."""
 
     dropout_key = router_losses = None
 
@@ -27,19 +27,19 @@ class _ObservingContext:
         self.statistics: dict[str, Array] = {}
 
     def observe_routing(self, routing: Routing) -> None:
-        """Computes the statistics of the tokens that are not padding."""
+        """Record the statistics of the tokens that are not padding."""
         self.statistics = routing_statistics(routing, self.token_mask)
 
 
-class RoutingProbe:
-    """Runs a batch forward, layer by layer, and reads what its routers did.
+class ExpertLoadProbe:
+    """Forward pass over a batch, layer by layer, that measures how evenly the routers load the experts.
 
     Args:
-        graphdefs: the modules, as `split_model` gives them.
+        graphdefs: the model's modules, from `split_model`.
         config: the model's shape.
-        dtype: the dtype of activations and matmuls.
+        dtype: of activations and matmuls.
         attention: the attention backend.
-        layout: where the parameters are.
+        layout: placement of the parameters on the mesh.
     """
 
     def __init__(
@@ -56,12 +56,11 @@ class RoutingProbe:
         self._layers = [types[graph] for graph in graphdefs.layers]
 
     def read(self, trainable: Params, frozen: Params, batch: Batch) -> dict[str, float]:
-        """Figures over all layers with experts.
+        """Measure a batch over all layers with experts.
 
         Returns:
-            expert_load_max: the largest share of assignments that one expert has, times E: 1 when even, E at worst.
-            expert_load_entropy: the mean over layers of the load's entropy over log E: 1 when even, 0 at worst.
-            expert_dropped: assignments that were not computed; always 0, as experts have no capacity.
+            expert_load_max: the largest share of assignments of one expert, times E: 1 when even, E at worst.
+            expert_load_entropy: entropy of the shares over log E, averaged over layers: 1 when even, 0 at worst.
         """
         x, contexts = self._embed_head.embed(trainable, frozen, batch, None)
         observed = []
@@ -72,7 +71,6 @@ class RoutingProbe:
         return {
             "expert_load_max": max(float(layer["load_max"]) for layer in observed),
             "expert_load_entropy": sum(float(layer["load_entropy"]) for layer in observed) / len(observed),
-            "expert_dropped": sum(float(layer["dropped"]) for layer in observed),
         }
 
 
