@@ -1,9 +1,9 @@
-"""One mixture-of-experts layer, frozen weights: ways to send tokens to experts, forward and with the gradient to x.
+"""One layer of frozen experts: ways to send tokens to experts, forward and with the gradient to x.
 
 python benchmarks/moe_routing.py --json benchmarks/results/moe_routing.json
 
-The limit is the experts' matmuls on the assignments alone at the speed of a large bfloat16 matmul. The slow ways run
-only for one number of tokens and an even load.
+The limit is the time of the assignments' matmuls at the rate of a large bfloat16 matmul. The slow ways run only for one
+number of tokens and an even load.
 """
 
 import argparse
@@ -19,10 +19,10 @@ import numpy as np
 from measure import milliseconds, table, write_results
 
 from jaxglue.ops.moe import moe_mlp, route
-from jaxglue.ops.moe.activation import activate
+from jaxglue.ops.moe.reference import activate
 
 LIMIT = 790e12  # FLOP/s of a large bfloat16 matmul on an H200
-CAPACITY = 2  # of the padded way, in even loads; what is beyond is dropped
+CAPACITY = 2  # even loads that the padded way has room for; it drops the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Layer:
         return route(logits, self.X, order=self.order, normalize=True)
 
     def flops(self, tokens: int) -> int:
-        """Of the forward pass; the gradient to x takes as many again."""
+        """Return the FLOPs of the forward pass; the gradient to x takes as many again."""
         return 6 * tokens * self.X * self.D * self.F
 
 
@@ -65,7 +65,7 @@ def ragged_dot(layer: Layer, x, logits, gate_up, down):
 
 
 def every_expert(layer: Layer, x, logits, gate_up, down):
-    """One expert after the other, each on every token."""
+    """Apply one expert after the other, each to every token."""
     weights = layer.route(logits).dense_weights
 
     def add(out, expert):
@@ -78,7 +78,7 @@ def every_expert(layer: Layer, x, logits, gate_up, down):
 
 
 def padded(layer: Layer, x, logits, gate_up, down):
-    """Each expert gets room for CAPACITY even loads; assignments beyond it are dropped."""
+    """Pad each expert to CAPACITY even loads and drop assignments beyond it."""
     routing, (gate_up, down) = layer.route(logits), _plain(layer, gate_up, down)
     room = CAPACITY * x.shape[0] * layer.X // layer.E
     rows = routing.groups.offsets[:-1, None] + jnp.arange(room)
@@ -88,12 +88,12 @@ def padded(layer: Layer, x, logits, gate_up, down):
     hidden = activate(projected.reshape(-1, projected.shape[-1]), layer.activation).astype(x.dtype)
     out = jnp.einsum("ecf,efd->ecd", hidden.reshape(layer.E, room, -1), down).astype(jnp.float32)
     weights = jnp.where(used, routing.row_weights.at[rows].get(mode="clip"), 0)
-    place = jnp.where(used, routing.tokens.at[rows].get(mode="clip"), x.shape[0])
-    return jnp.zeros(x.shape, jnp.float32).at[place].add(out * weights[..., None], mode="drop").astype(x.dtype)
+    token = jnp.where(used, routing.tokens.at[rows].get(mode="clip"), x.shape[0])
+    return jnp.zeros(x.shape, jnp.float32).at[token].add(out * weights[..., None], mode="drop").astype(x.dtype)
 
 
 def masked_loop(layer: Layer):
-    """(forward, step): a Python loop that asks the GPU for every expert's tokens, as PyTorch models do."""
+    """Return (forward, step) of a Python loop that reads each expert's tokens from the GPU, as PyTorch models do."""
     routed = jax.jit(lambda logits: (layer.route(logits).expert_ids, layer.route(logits).dense_weights))
     count = jax.jit(lambda expert_ids, e: (expert_ids == e).sum())
 
@@ -130,9 +130,9 @@ def _expert(layer: Layer, x, gate_up, down):
 
 
 FAST = ("ours", "padded")
-"""The ways that are worth more than one load, and a better median."""
+"""Ways measured under several loads, with more repeats."""
 PUBLISHED = "23% forward, 13% backward"
-"""Of a PyTorch layer's routed path, when it stopped asking for every expert's tokens and grouped all of them once."""
+"""Published speed-up of a PyTorch layer from grouping tokens once instead of reading each expert's."""
 WAYS: dict[str, Callable | None] = {
     "ours": ours,
     "ragged_dot": ragged_dot,
@@ -144,7 +144,7 @@ Programs = dict[str, tuple[Callable, ...]]
 
 
 def random_inputs(layer: Layer, tokens: int):
-    """(x, gate_up, down, dout)."""
+    """Draw (x, gate_up, down, dout)."""
     shapes = [(tokens, layer.D), (layer.E, layer.D, 2 * layer.F), (layer.E, layer.F, layer.D), (tokens, layer.D)]
     if layer.transpose:
         shapes[1:3] = [(E, columns, rows) for E, rows, columns in shapes[1:3]]
@@ -155,13 +155,13 @@ def random_inputs(layer: Layer, tokens: int):
 
 
 def router_logits(layer: Layer, tokens: int, load: str):
-    """Random; `skewed` makes expert e about (e + 1) times rarer than the first."""
+    """Draw logits; `skewed` makes expert e about e + 1 times rarer than the first."""
     logits = jax.random.normal(jax.random.key(1), (tokens, layer.E))
     return logits - jnp.log(jnp.arange(1.0, layer.E + 1)) if load == "skewed" else logits
 
 
 def functions(layer: Layer, way: str):
-    """(forward, step): the step also gives the gradient to x."""
+    """Return (forward, step), where the step also computes the gradient to x."""
     if way == "masked loop":
         return masked_loop(layer)
     function = WAYS[way]
@@ -174,8 +174,7 @@ def functions(layer: Layer, way: str):
 
 
 def programs_of(model: str, tokens: int, ways: Iterable[str]) -> Programs:
-    """Way → what `functions` gives, compiled for these shapes; `routing` routes eight times, so that the call does not
-    count."""
+    """Compile each way's `functions` for these shapes; `routing` routes eight times, to amortize the call."""
     layer = MODELS[model]
     x, gate_up, down, dout = jax.eval_shape(partial(random_inputs, layer, tokens))
     logits = jax.ShapeDtypeStruct((tokens, layer.E), jnp.float32)
@@ -191,7 +190,7 @@ def programs_of(model: str, tokens: int, ways: Iterable[str]) -> Programs:
 
 
 def results_of(model: str, tokens: int, programs: Programs, loads: list[str]) -> Iterator[dict]:
-    """Rows of the table."""
+    """Measure the rows of the table."""
     layer = MODELS[model]
     x, gate_up, down, dout = random_inputs(layer, tokens)
     for way in WAYS:
@@ -222,7 +221,7 @@ def results_of(model: str, tokens: int, programs: Programs, loads: list[str]) ->
 
 
 def gains(results: list[dict]) -> list[dict]:
-    """How much faster each loop is with the tokens grouped once, beside what was published for that change."""
+    """Compute the speed-up over each loop, beside the published one."""
     rows = []
     for loop in (row for row in results if row["way"] == "masked loop"):
         same = [

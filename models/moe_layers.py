@@ -41,7 +41,14 @@ class ExpertLinear(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, experts: ExpertConfig, in_features: int, out_features: int, *, dtype, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        experts: ExpertConfig,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype,
+        rngs: nnx.Rngs,
     ):
         assert config.moe is not None
         E, std, mxfp4 = config.moe.num_experts, config.initializer_range, config.moe.mxfp4

@@ -21,6 +21,7 @@ from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
+from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
@@ -31,7 +32,6 @@ from jaxglue.training.output import shared_output_folder
 from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import StepReport, TrainingProgress
-from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.samples import Samples
 from jaxglue.training.setup import Setup, prepare
 from jaxglue.training.startup import StartupTimer

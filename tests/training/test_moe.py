@@ -8,9 +8,9 @@ from flax import nnx
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models.parameters import split_model
 from jaxglue.planner.workload import parameter_counts
+from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.plan_view import plan_rows
-from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
 

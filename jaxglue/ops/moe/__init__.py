@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-def _load_triton(capability: Capability, dtype) -> MoeBackend:
+def _load(capability: Capability, dtype) -> MoeBackend:
     from jaxglue.ops.moe.triton import TritonMoe
 
     return TritonMoe.of(capability)
@@ -49,7 +49,7 @@ GROUPED_MATMUL = Operation(
     name="grouped matmul",
     backends={
         "triton": Backend(
-            check=check_triton, load=_load_triton, advantage="work grows with the rows, not with rows times groups"
+            check=check_triton, load=_load, advantage="work grows with the rows, not with rows times groups"
         )
     },
 )

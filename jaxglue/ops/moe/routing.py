@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
-from jaxglue.ops.moe.groups import GroupMetadata
+from jaxglue.ops.moe.grouped import GroupMetadata
 
 Order = Literal["softmax_topk", "topk_softmax"]
 

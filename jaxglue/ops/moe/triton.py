@@ -30,7 +30,7 @@ class TritonMoe(Launcher):
         self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
     ):
         """See `MoeBackend`."""
-        E, S, K = rhs.shape[0], lhs.count, lhs.array.shape[1]
+        E, S, K = rhs.shape[0], lhs.size, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
         row_tiles = groups.tiles if lhs.tokens is None else groups.gathered_tiles
         out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), row_tiles.table
@@ -64,7 +64,7 @@ class TritonMoe(Launcher):
 
     def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype):
         """See `MoeBackend`."""
-        E, S, K, N = groups.sizes.shape[0], lhs.count, lhs.array.shape[1], rhs.array.shape[1]
+        E, S, K, N = groups.sizes.shape[0], lhs.size, lhs.array.shape[1], rhs.array.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
         descriptors = self._descriptors(lhs.array, rhs.array)
         tokens = [groups.offsets if x.tokens is None else x.tokens for x in (lhs, rhs)]

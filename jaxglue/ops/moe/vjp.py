@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     """Row of the array for each row s."""
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """Return S."""
         return (self.array if self.tokens is None else self.tokens).shape[0]
 

@@ -12,13 +12,13 @@ from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 __all__ = ["DEQUANTIZE", "dequantize", "project_quantized"]
 
 
-def _check_triton(capability: Capability | None, weight: Quantized | MXFP4) -> None:
+def _check(capability: Capability | None, weight: Quantized | MXFP4) -> None:
     check_triton(capability)
     if isinstance(weight, Int8Weight):
         raise NotImplementedError("int8 weights have no kernel")
 
 
-def _load_triton(capability: Capability, weight: Quantized | MXFP4) -> DequantizeBackend:
+def _load(capability: Capability, weight: Quantized | MXFP4) -> DequantizeBackend:
     from jaxglue.ops.quant.triton import TritonDequantize
 
     return TritonDequantize.of(capability)
@@ -26,9 +26,7 @@ def _load_triton(capability: Capability, weight: Quantized | MXFP4) -> Dequantiz
 
 DEQUANTIZE = Operation(
     name="dequantization",
-    backends={
-        "triton": Backend(check=_check_triton, load=_load_triton, advantage="XLA takes several times as long")
-    },
+    backends={"triton": Backend(check=_check, load=_load, advantage="XLA takes several times as long")},
 )
 """Backends of `dequantize` and `project_quantized`; a call is described by the weight."""
 

@@ -62,7 +62,7 @@ def dequantize_mxfp4(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
-    """Decode e2m1 (sign, two exponent bits, one mantissa bit) to float32 by arithmetic: a table look-up would not fuse."""
+    """Decode e2m1 (sign, two exponent bits, one mantissa bit) to float32 by arithmetic: a look-up would not fuse."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     normal = (exponent + 126) << 23 | mantissa << 22

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
+from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.kernels import mxfp4_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
@@ -26,8 +28,9 @@ class TritonDequantize(Launcher):
         """Return the kernels for a GPU of this compute capability."""
         return cls(compute_capability=triton_capability(capability))
 
-    def dequantize(self, weight: NF4 | MXFP4, dtype) -> Float[Array, "*B out in"]:
+    def dequantize(self, weight: Quantized | MXFP4, dtype) -> Float[Array, "*B out in"]:
         """See `DequantizeBackend`."""
+        assert not isinstance(weight, Int8Weight)
         return self._mxfp4(weight, dtype) if isinstance(weight, MXFP4) else self._nf4(weight, dtype)
 
     def _mxfp4(self, weight: MXFP4, dtype):

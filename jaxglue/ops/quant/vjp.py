@@ -24,9 +24,7 @@ def dequantize_with(kernels: DequantizeBackend | None, weight: Quantized | MXFP4
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(
-    kernels: DequantizeBackend | None, x: Float[Array, "*B in"], weight: Quantized
-) -> Float[Array, "*B out"]:
+def project(kernels: DequantizeBackend | None, x: Float[Array, "*B in"], weight: Quantized) -> Float[Array, "*B out"]:
     """Compute x·Wᵀ in x's dtype."""
     contract_last = (((x.ndim - 1,), (1,)), ((), ()))
     matrix = dequantize_with(kernels, weight, x.dtype)

@@ -18,7 +18,7 @@ from jaxglue.ops.quant.nf4 import quantize_nf4
 @pytest.fixture(scope="module")
 def nf4():
     """The golden matrix of bitsandbytes: blocks of zeros, outliers, a last group of scales that is not full."""
-    return quantize_nf4(jnp.asarray(load_file(Path(__file__).parents[1] / "goldens/nf4.safetensors")["weight"]))
+    return quantize_nf4(jnp.asarray(load_file(Path(__file__).parents[2] / "goldens/nf4.safetensors")["weight"]))
 
 
 @pytest.fixture(scope="module")

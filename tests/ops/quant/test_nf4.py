@@ -15,7 +15,7 @@ PARTS = ("codes", "scales", "scale_absmax", "scale_offset")
 
 @pytest.fixture(scope="module")
 def golden():
-    return load_file(Path(__file__).parents[1] / "goldens/nf4.safetensors")
+    return load_file(Path(__file__).parents[2] / "goldens/nf4.safetensors")
 
 
 @pytest.fixture(scope="module")
