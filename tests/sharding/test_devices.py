@@ -17,7 +17,7 @@ def test_on_eight_simulated_devices():
     # A device that waits for another keeps a thread; XLA starts as many as NPROC says, by default one for each core.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     tests = Path(__file__).parents[1]
-    files = [str(tests / "sharding"), str(tests / "training/test_mesh.py")]
+    files = [str(tests / path) for path in ("sharding", "training/test_mesh.py", "training/test_resident_bytes.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tests.parent)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
