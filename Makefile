@@ -32,7 +32,7 @@ ifdef GPU
 	.venv/bin/python benchmarks/sft_step.py --rows qwen3-0.6b --engines ours --scratch runs/benchmarks
 	.venv/bin/python benchmarks/attention.py
 	.venv/bin/python benchmarks/packed_metadata.py
-	.venv/bin/python benchmarks/rowwise.py
+	.venv/bin/python benchmarks/norm_rope.py
 	.venv/bin/python benchmarks/dequantize.py
 	.venv/bin/python benchmarks/optimizer.py
 	.venv/bin/python benchmarks/moe_routing.py

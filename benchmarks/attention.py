@@ -1,9 +1,9 @@
-"""Every attention backend over models, numbers of tokens and distributions of document lengths.
+"""Time every attention backend over models, numbers of tokens and distributions of document lengths.
 
 python benchmarks/attention.py --json benchmarks/results/attention.json
 
-The limit is useful work at the speed of a large bfloat16 matmul: only pairs of a query and a key that it sees count,
-4·H FLOPs for each query head forward and 2.5 times that backward.
+The limit is useful work at the speed of a large bfloat16 matmul: 4·H FLOPs for each visible pair of query and key and
+each query head forward, 2.5 times that backward.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LIMIT = 790e12  # FLOP/s of a large bfloat16 matmul on an H200
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The attention of one layer of a model."""
+    """Attention of one layer of a model."""
 
     N: int
     K: int
@@ -46,7 +46,7 @@ COLUMNS = ("forward ms", "forward + backward ms", "of the limit, forward", "of t
 
 
 def distributions(tokens: int) -> dict[str, list[int]]:
-    """Document lengths that add up to `tokens`, by name."""
+    """Return document lengths that add up to `tokens`, by name."""
     return {
         "log-normal": log_normal_lengths(tokens, max(2, round(26 * tokens / 16_384))),
         "uniform 64-1024": uniform_lengths(tokens),
@@ -58,14 +58,14 @@ def distributions(tokens: int) -> dict[str, list[int]]:
 
 
 def visible_pairs(lengths: list[int], window: int | None) -> int:
-    """Pairs of a query and a key that it sees."""
+    """Count the visible pairs of query and key."""
     longest = max(lengths)
-    seen = np.cumsum(np.minimum(np.arange(1, longest + 1), window or longest))
-    return int(sum(seen[length - 1] for length in lengths))
+    visible = np.cumsum(np.minimum(np.arange(1, longest + 1), window or longest))
+    return int(sum(visible[length - 1] for length in lengths))
 
 
 def random_inputs(heads: Heads, tokens: int):
-    """(q, k, v), sinks and dout."""
+    """Return (q, k, v), sinks and dout."""
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(1, tokens, n, heads.H) for n in (heads.N, heads.K, heads.K, heads.N)]
     q, k, v, dout = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys[:4], shapes, strict=True))
@@ -73,7 +73,7 @@ def random_inputs(heads: Heads, tokens: int):
 
 
 def measure(heads: Heads, lengths: list[int], backend: str) -> tuple[float, float]:
-    """Milliseconds of the forward pass, and of forward and backward."""
+    """Return milliseconds of the forward pass, and of forward and backward."""
     tokens = sum(lengths)
     qkv, sinks, dout = random_inputs(heads, tokens)
     segments = jax.device_put(pack_segments([lengths], seq_len=tokens))
@@ -90,7 +90,7 @@ def measure(heads: Heads, lengths: list[int], backend: str) -> tuple[float, floa
 
 
 def results_of(model: str, tokens: int, lengths_name: str, backend: str) -> dict:
-    """One row of the table."""
+    """Return a row of the table."""
     heads, lengths = MODELS[model], distributions(tokens)[lengths_name]
     row = {"model": model, "tokens": tokens, "documents": f"{lengths_name} ({len(lengths)})", "backend": backend}
     try:
@@ -106,7 +106,7 @@ def results_of(model: str, tokens: int, lengths_name: str, backend: str) -> dict
 
 
 def cases(args: argparse.Namespace):
-    """(model, tokens, name of the lengths, backend): all lengths for the first model, log-normal ones for the rest."""
+    """Yield (model, tokens, lengths' name, backend): all lengths for the first model, log-normal ones for the rest."""
     for tokens in args.tokens:
         for model in args.models:
             for name in distributions(tokens) if model == args.models[0] else ["log-normal"]:

@@ -1,8 +1,8 @@
-"""The rate of large bf16 matmuls: at once, and while they go on, when the GPU's power limit sets its clock.
+"""Measure large bf16 matmuls: the burst rate, and the sustained rate under the GPU's power limit.
 
     python benchmarks/matmul.py --json benchmarks/results/matmul.json
 
-Shapes are those of Qwen3 layers. Zeros switch fewer transistors than random numbers: they show what power costs.
+Shapes are those of Qwen3 layers. Zeros switch fewer transistors than random numbers and show the cost of power.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SHAPES = {
 }
 """Rows, columns of the input, columns of the output."""
 _HEAT, _COUNTED, _REST = 1.5, 0.5, 0.5
-"""Seconds before the rate is read, of the reading, and of idleness before the first calls."""
+"""Seconds of warm-up, of the sustained measurement, and of idleness before the burst."""
 
 
 @jit_step
@@ -41,7 +41,7 @@ def _backward(x, weight):
 
 
 def rate(call: Callable[[], jax.Array], flops: float, seconds: float) -> float:
-    """TFLOP/s of calls over some seconds."""
+    """Return the TFLOP/s of calls over this many seconds."""
     begun, calls = time.perf_counter(), 0
     while (spent := time.perf_counter() - begun) < seconds:
         jax.block_until_ready([call() for _ in range(8)])
@@ -49,8 +49,8 @@ def rate(call: Callable[[], jax.Array], flops: float, seconds: float) -> float:
     return calls * flops / spent / 1e12
 
 
-def ask_for_clock_and_power() -> subprocess.Popen[str]:
-    """A process that prints MHz and watts of the GPU that runs this, as they are while it works."""
+def query_clock_and_power() -> subprocess.Popen[str]:
+    """Start a process that prints the GPU's present MHz and watts."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = ["nvidia-smi", "-i", gpu, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -67,13 +67,13 @@ def measure(name: str, direction: str, values: str) -> dict:
     flops = 2.0 * rows * inner * columns
     jax.block_until_ready(function(x, weight))
     time.sleep(_REST)
-    at_once = rate(lambda: function(x, weight), flops, 0.01)
+    burst = rate(lambda: function(x, weight), flops, 0.01)
     rate(lambda: function(x, weight), flops, _HEAT)
-    with ask_for_clock_and_power() as query:
-        going_on = rate(lambda: function(x, weight), flops, _COUNTED)
+    with query_clock_and_power() as query:
+        sustained = rate(lambda: function(x, weight), flops, _COUNTED)
         clock, power = map(float, query.communicate()[0].split(","))
-    row = {"matmul": f"{name}, {direction}", "values": values, "at once TFLOP/s": round(at_once, 1)}
-    return row | {"going on TFLOP/s": round(going_on, 1), "MHz": clock, "W": power}
+    row = {"matmul": f"{name}, {direction}", "values": values, "burst TFLOP/s": round(burst, 1)}
+    return row | {"sustained TFLOP/s": round(sustained, 1), "MHz": clock, "W": power}
 
 
 def main() -> None:

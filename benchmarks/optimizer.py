@@ -1,8 +1,8 @@
-"""An optimizer step of LoRA on all linear layers: kernels launched, their time, and the host's time to ask for them.
+"""Time an optimizer step of LoRA on all linear layers: kernels, their GPU time, and the host's dispatch time.
 
     python benchmarks/optimizer.py --json benchmarks/results/optimizer.json
 
-"XLA" is what runs without our kernels: compiled updates of eight layers at a time.
+"XLA" is the reference: compiled updates of eight layers at a time.
 """
 
 import argparse

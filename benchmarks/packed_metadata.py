@@ -1,19 +1,19 @@
-"""What packing metadata costs in a training step: rebuilt in every layer, built once, and ours.
+"""Time packing metadata in a training step: rebuilt in every layer, built once, and ours.
 
 python benchmarks/packed_metadata.py --json benchmarks/results/packed_metadata.json
 
-Four ways through the same decoder layers (bfloat16 base, LoRA of rank 16 on all linear layers, activations computed
-again in the backward pass, dispatched layer by layer as in training):
+Four ways through the same decoder layers (bfloat16 base, LoRA of rank 16 on all linear layers, full recomputation in
+the backward pass, dispatched layer by layer as in training):
 
 - dense, rebuilt: every layer makes a causal T×T mask from the segments and attends under it
 - dense, cached:  the same attention, its mask made once per batch
 - ours, rebuilt:  our attention, but every layer finds the segments' bounds and the rotary tables again
 - ours:           both once per batch
 
-Embedding, output projection and optimizer are left out: they are the same. The layers of a model share one layer's
-weights, which changes neither time nor shapes. Metadata's time is what it takes on the GPU once per batch (kernels
-and copies, from a profile) and, for a rebuilt one, what the step takes longer than with the cached one. Packing in
-numpy happens on the host while the GPU is busy; it has a column of its own.
+Embedding, output projection and optimizer, the same for all, are left out. The layers of a model share one layer's
+weights, which changes neither time nor shapes. The metadata's time is its GPU time once per batch (kernels and copies,
+from a profile) plus, where it is rebuilt, the step's time beyond that with cached metadata. Packing in numpy, on the
+host while the GPU is busy, has its own column.
 """
 
 import argparse
@@ -49,14 +49,14 @@ CACHED = {"dense, rebuilt": "dense, cached", "ours, rebuilt": "ours"}
 
 
 def dense_mask(segments: PackedSegments) -> Bool[Array, "B 1 T T"]:
-    """Which keys each query sees."""
+    """Return which keys are visible to each query."""
     index = jnp.arange(segments.starts.shape[1])
     causal = index[None, None, :] <= index[None, :, None]
     return (causal & (index[None, None, :] >= segments.starts[:, :, None]))[:, None]
 
 
 def bounds_from_ids(segments: PackedSegments) -> PackedSegments:
-    """The segments with positions, starts and ends found on the device, from the ids alone."""
+    """Recompute positions, starts and ends on the device from the segment ids."""
     ids, T = segments.segment_ids, segments.segment_ids.shape[1]
     index = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), ids.shape)
     first = ids != jnp.pad(ids, ((0, 0), (1, 0)))[:, :-1]
@@ -69,11 +69,11 @@ def bounds_from_ids(segments: PackedSegments) -> PackedSegments:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DenseContext(PackedContext):
-    """A layer's context with a T×T mask; None to make it in the layer."""
+    """A layer's context with a T×T mask; None to build it in the layer."""
 
     mask: Bool[Array, "B 1 T T"] | None
 
-    def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
+    def attend(self, q, k, v, *, window=None, sinks=None):
         mask = dense_mask(self.segments) if self.mask is None else self.mask
         implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
@@ -82,7 +82,7 @@ class DenseContext(PackedContext):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RebuiltContext(PackedContext):
-    """A layer's context that finds bounds and rotary tables again in every layer."""
+    """A layer's context that recomputes bounds and rotary tables."""
 
     config: DecoderConfig = field(metadata={"static": True})
 
@@ -90,8 +90,8 @@ class RebuiltContext(PackedContext):
         positions = bounds_from_ids(self.segments).positions
         return rotate_heads(q, k, *rope_tables(positions, self.config.rope, self.config.head_dim), norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
-        return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks, scale=scale)
+    def attend(self, q, k, v, *, window=None, sinks=None):
+        return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks)
 
 
 class Stack:
@@ -107,7 +107,7 @@ class Stack:
         self._weights = trainable["layers"][0], frozen["layers"][0]
 
     def forward(self, x, context):
-        """The last layer's output, and what each layer keeps."""
+        """Return the last layer's output, and each layer's input and residuals."""
         kept = []
         for _ in range(self.depth):
             y, residuals, _ = self._functions.forward(*self._weights, x, context)
@@ -116,7 +116,7 @@ class Stack:
         return x, kept
 
     def step(self, x, make_context):
-        """Metadata, forward and backward; the sum of the layers' gradients."""
+        """Run metadata, forward and backward; return the sum of the layers' gradients."""
         context = make_context()
         y, kept = self.forward(x, context)
         dx, gradients = jnp.ones_like(y), None
@@ -127,7 +127,7 @@ class Stack:
 
 
 def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
-    """For each way a function that makes the layers' context from numpy metadata: what is done once per batch."""
+    """Return, for each way, a function that builds the layers' context from numpy metadata once per batch."""
     rope = jax.jit(lambda positions: rope_tables(positions, config.rope, config.head_dim))
     mask = jax.jit(dense_mask)
 
@@ -149,7 +149,7 @@ def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
 
 
 def measure(shape: str, tokens: int, layers: int | None) -> list[dict]:
-    """A row for each way."""
+    """Return a row for each way."""
     stack, lengths = Stack(shape, layers), uniform_lengths(tokens)
     pack = partial(pack_segments, [lengths], seq_len=tokens)
     x = jax.random.normal(jax.random.key(0), (1, tokens, stack.config.hidden_size), jnp.bfloat16)
@@ -162,7 +162,7 @@ def measure(shape: str, tokens: int, layers: int | None) -> list[dict]:
 
 
 def row(shape: str, tokens: int, way: str, times: dict[str, tuple[float, float, float]], host: float) -> dict:
-    """A row of the table from (forward, step, metadata once per batch) in ms of all ways."""
+    """Return a row of the table from all ways' (forward, step, metadata once per batch) in ms."""
     forward, step, metadata = times[way]
     if way in CACHED:
         metadata += step - times[CACHED[way]][1]

@@ -50,7 +50,6 @@ class LayerContext(Protocol):
         *,
         window: int | None = None,
         sinks: Float[Array, " N"] | None = None,
-        scale: float | None = None,
     ) -> Float[Array, "B T N H"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
@@ -79,6 +78,6 @@ class PackedContext:
         """Apply the optional q/k norms and the rotary embedding at the tokens' positions."""
         return rotate_heads(q, k, self.cos, self.sin, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None, scale=None) -> Float[Array, "B T N H"]:
+    def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "B T N H"]:
         """Compute causal attention within each segment."""
-        return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, scale=scale, backend=self.backend)
+        return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, backend=self.backend)

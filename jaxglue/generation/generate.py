@@ -64,11 +64,11 @@ class DecodeContext(_Inference):
         """Applies the norms of heads, where there are any, and the rotary embedding of the token's position."""
         return rotate_heads(q, k, *self._tables, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None, scale=None) -> Float[Array, "1 1 N H"]:
+    def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "1 1 N H"]:
         """Attention over the cache, the new token included."""
         append = partial(jax.lax.dynamic_update_slice_in_dim, start_index=self._position, axis=1)
         self.cache = keys, values = append(self.cache[0], k), append(self.cache[1], v)
-        return attend_cache(q, keys, values, self._position, window=window, sinks=sinks, scale=scale)
+        return attend_cache(q, keys, values, self._position, window=window, sinks=sinks)
 
 
 def attend_cache(
@@ -79,7 +79,6 @@ def attend_cache(
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
 ) -> Float[Array, "1 1 N H"]:
     """Attention of the query at `position` over a cache that is filled up to and with it; softmax in float32."""
     _, C, K, H = keys.shape
@@ -90,7 +89,7 @@ def attend_cache(
         visible &= index > position - window
     grouped = q.reshape(K, N // K, H)
     scores = jnp.einsum("kgh,ckh->kgc", grouped, keys[0], preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, scores * (H**-0.5 if scale is None else scale), -jnp.inf)
+    scores = jnp.where(visible, scores * H**-0.5, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(K, N // K, 1)
         scores = jnp.concatenate([scores, sink], axis=-1)

@@ -15,9 +15,9 @@ from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD
 class PlannedContext(PackedContext):
     """Context of packed rows whose attention is traced, never run."""
 
-    def attend(self, q, k, v, *, window=None, sinks=None, scale=None):
+    def attend(self, q, k, v, *, window=None, sinks=None):
         """Return the shape of attention's output, with a fused backend's differentiation rule."""
-        spec = FlashSpec(backend=_ShapesOnly(), window=window, scale=scale or 1.0)
+        spec = FlashSpec(backend=_ShapesOnly(), window=window)
         return flash_attention(spec, q, k, v, sinks, self.segments)
 
 
@@ -25,10 +25,10 @@ class PlannedContext(PackedContext):
 class _ShapesOnly:
     """An `AttentionBackend` in place of the kernels; the planner recognizes its functions by name."""
 
-    def forward(self, q, k, v, sinks, segments, *, window, scale):
+    def forward(self, q, k, v, sinks, segments, *, window):
         return _named(ATTENTION_FORWARD, lambda q, k, v: (q * 0, jnp.zeros(q.shape[:3], jnp.float32)))(q, k, v)
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale):
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window):
         def gradients(q, k, v, out, lse, dout):
             return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
 

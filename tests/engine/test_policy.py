@@ -5,7 +5,6 @@ import pytest
 
 from jaxglue.engine.policy import PRESETS, RematPolicy, check_remat, format_policies, parse_policies, parse_policy
 from jaxglue.ops import names
-from jaxglue.ops.attention import LSE_NAME, OUT_NAME
 
 
 @pytest.mark.parametrize(
@@ -75,10 +74,6 @@ def test_texts_are_checked_before_the_model_is_known():
         check_remat(text)
     with pytest.raises(ValueError, match="'ful' is unknown"):
         check_remat("3 x dots + 2 x ful")
-
-
-def test_attention_uses_the_names_of_the_policies():
-    assert (OUT_NAME, LSE_NAME) == (names.ATTENTION_OUT, names.ATTENTION_LSE)
 
 
 @pytest.fixture

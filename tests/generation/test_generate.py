@@ -59,13 +59,13 @@ def test_cache_grows_across_its_smallest_bucket(llama):
     assert tokens == likeliest_next(model, prompt + tokens)[125:-1]
 
 
-def test_cached_attention_takes_sinks_and_scale():
+def test_cached_attention_takes_windows_and_sinks():
     rng = np.random.default_rng(0)
     q, keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 1, 4, 8), *[(1, 6, 2, 8)] * 2))
     sinks = rng.standard_normal(4).astype(np.float32)
-    got = attend_cache(q, keys, values, jnp.int32(3), window=3, sinks=sinks, scale=0.5)
+    got = attend_cache(q, keys, values, jnp.int32(3), window=3, sinks=sinks)
     for head in range(4):
-        weights = np.exp(0.5 * keys[0, 1:4, head // 2] @ q[0, 0, head])
+        weights = np.exp(keys[0, 1:4, head // 2] @ q[0, 0, head] / np.sqrt(8))
         want = weights @ values[0, 1:4, head // 2] / (weights.sum() + np.exp(sinks[head]))
         np.testing.assert_allclose(got[0, 0, head], want, rtol=1e-5)
 

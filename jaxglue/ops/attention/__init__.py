@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops.attention.reference import reference_attention
-from jaxglue.ops.attention.vjp import LSE_NAME, OUT_NAME, AttentionBackend, FlashSpec, flash_attention
+from jaxglue.ops.attention.vjp import AttentionBackend, FlashSpec, flash_attention
 from jaxglue.ops.backend import (
     HOPPER,
     Backend,
@@ -18,9 +18,10 @@ from jaxglue.ops.backend import (
     check_triton,
     triton_capability,
 )
+from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
-__all__ = ["ATTENTION", "BACKENDS", "LSE_NAME", "OUT_NAME", "AttentionShape", "packed_attention"]
+__all__ = ["ATTENTION", "BACKENDS", "AttentionShape", "packed_attention"]
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 
@@ -98,31 +99,28 @@ def packed_attention(
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N H"]:
-    """Compute causal attention inside each packed segment; padding gives zeros and gets no gradient.
+    """Compute causal attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
 
-    Under `jax.checkpoint`, save the names `OUT_NAME` and `LSE_NAME` to run the forward kernel once.
+    Under `jax.checkpoint`, a policy that saves `ATTENTION_OUT` and `ATTENTION_LSE` runs the forward kernel once.
 
     Args:
         q, k, v: N query heads share K key/value heads (N a multiple of K), head dim H.
         segments: bounds of the segments.
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
-        scale: factor on the scores; 1/√H by default.
         backend: one of `BACKENDS`; see `ATTENTION.choose`.
 
     Raises:
         ValueError: arguments that do not fit together, or a named backend that cannot serve them.
     """
-    _check(q, k, v, segments, window, sinks, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    _check(q, k, v, segments, window, sinks)
     kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
     if kernels is None:
-        out = reference_attention(q, k, v, segments, window=window, sinks=sinks, scale=scale)
-        return checkpoint_name(out, OUT_NAME)
-    return flash_attention(FlashSpec(backend=kernels, window=window, scale=scale), q, k, v, sinks, segments)
+        out = reference_attention(q, k, v, segments, window=window, sinks=sinks)
+        return checkpoint_name(out, ATTENTION_OUT)
+    return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
 
 
 def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> AttentionShape:
@@ -137,7 +135,7 @@ def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> 
     )
 
 
-def _check(q, k, v, segments, window, sinks, scale) -> None:
+def _check(q, k, v, segments, window, sinks) -> None:
     if q.ndim != 4:
         raise ValueError(f"q must be [B, T, N, H], got shape {q.shape}")
     B, T, N, H = q.shape
@@ -153,5 +151,3 @@ def _check(q, k, v, segments, window, sinks, scale) -> None:
         raise ValueError(f"window must be at least 1 or None, got {window}")
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(f"sinks must have one value for each of the {N} query heads, got shape {sinks.shape}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")

@@ -16,27 +16,27 @@ _LAYOUT = "BTNH"
 class CudnnAttention:
     """`AttentionBackend` by cuDNN ≥ 9 on Hopper and newer; lse is [B·S, N, T], T tokens for each segment slot."""
 
-    def forward(self, q, k, v, sinks, segments, *, window, scale):
+    def forward(self, q, k, v, sinks, segments, *, window):
         """Return (out, lse)."""
         lengths, offsets = _ragged(segments)
         out, lse = fused.dot_product_attention(
-            q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets, scale=scale,
-            mask_type=fused.MaskType.PADDING_CAUSAL, sliding_window_length=window, qkv_layout=_LAYOUT,
-            return_residual=True,
+            q, k, v, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
+            scale=q.shape[3] ** -0.5, mask_type=fused.MaskType.PADDING_CAUSAL, sliding_window_length=window,
+            qkv_layout=_LAYOUT, return_residual=True,
         )  # fmt: skip
         if sinks is not None:
             out, lse = _add_sinks(out, lse, sinks, segments)
         return _without_padding(out, segments), lse
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks); cuDNN needs no sinks, for `out` and `lse` include them."""
         lengths, offsets = _ragged(segments)
         unused = jnp.zeros(0, q.dtype)
         offsets = unused if offsets is None else offsets
         residuals = (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused, lse, out)
         dq, dk, dv, *_ = fused._dot_product_attention_bwd_rule(
-            scale, 42, 0.0, (False, False), fused.MaskType.PADDING_CAUSAL, fused.AttentionLayout.BTNH.value, window,
-            fused.check_cudnn_version(), False, residuals, dout,
+            q.shape[3] ** -0.5, 42, 0.0, (False, False), fused.MaskType.PADDING_CAUSAL, fused.AttentionLayout.BTNH.value,
+            window, fused.check_cudnn_version(), False, residuals, dout,
         )  # fmt: skip
         dq, dk, dv = (_without_padding(x, segments) for x in (dq, dk, dv))
         return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, out, dout, segments)

@@ -1,4 +1,4 @@
-"""The definition: attention over a dense mask in float32. Memory grows with T²: for tests and small models."""
+"""Attention over a dense mask in float32, the definition; memory grows with T²."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,9 +14,8 @@ def reference_attention(
     *,
     window: int | None,
     sinks: Float[Array, " N"] | None,
-    scale: float,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention inside each segment, softmax in float32; padding gives zeros."""
+    """Compute causal attention inside each segment, softmax in float32; padding gives zeros."""
     B, T, N, H = q.shape
     K = k.shape[2]
     q_index, k_index = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
@@ -25,7 +24,7 @@ def reference_attention(
         visible &= k_index > q_index - window
     visible = visible[:, None, None]
     grouped = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
     scores = jnp.where(visible, scores, -jnp.inf)
     sink = jnp.full((N,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
     sink = sink.reshape(1, K, N // K, 1, 1)

@@ -26,7 +26,7 @@ class TritonAttention(Launcher):
         """Return whether tiles are loaded through the tensor memory accelerator."""
         return self.compute_capability >= 90
 
-    def forward(self, q, k, v, sinks, segments, *, window, scale):
+    def forward(self, q, k, v, sinks, segments, *, window):
         """Return (out, lse)."""
         sizes, tiles = _Sizes.of(q, k), self.tiles.forward
         tokens = tiles.block_m // sizes.P
@@ -37,12 +37,12 @@ class TritonAttention(Launcher):
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            sizes.constants(window, scale) | {"HAS_SINKS": sinks is not None} | by_descriptor,
+            sizes.constants(window) | {"HAS_SINKS": sinks is not None} | by_descriptor,
         )
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale) -> Gradients:
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        constants = _Sizes.of(q, k).constants(window, scale)
+        constants = _Sizes.of(q, k).constants(window)
         dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
         dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
         return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
@@ -117,10 +117,10 @@ class _Sizes:
         """Return the type of lse and delta."""
         return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
 
-    def constants(self, window: int | None, scale: float) -> dict:
+    def constants(self, window: int | None) -> dict:
         """Return the constants that all kernels share."""
         sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
-        return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": scale}
+        return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": self.H**-0.5}
 
 
 def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:

@@ -8,10 +8,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
-
-OUT_NAME = "attention_out"
-LSE_NAME = "attention_lse"
 
 Gradients = tuple[Array, Array, Array, Array | None]
 
@@ -19,10 +17,10 @@ Gradients = tuple[Array, Array, Array, Array | None]
 class AttentionBackend(Protocol):
     """Kernels of a forward and backward pass; `lse` is float32, includes the sinks, and each backend has its layout."""
 
-    def forward(self, q, k, v, sinks, segments, *, window: int | None, scale: float) -> tuple[Array, Array]:
+    def forward(self, q, k, v, sinks, segments, *, window: int | None) -> tuple[Array, Array]:
         """Return (out, lse)."""
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window: int | None, scale: float) -> Gradients:
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window: int | None) -> Gradients:
         """Return (dq, dk, dv, dsinks); dsinks is None without sinks."""
 
 
@@ -32,7 +30,6 @@ class FlashSpec:
 
     backend: AttentionBackend
     window: int | None
-    scale: float
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -45,17 +42,17 @@ def flash_attention(
     segments: PackedSegments,
 ) -> Float[Array, "B T N H"]:
     """Compute packed attention by a fused backend."""
-    return spec.backend.forward(q, k, v, sinks, segments, window=spec.window, scale=spec.scale)[0]
+    return spec.backend.forward(q, k, v, sinks, segments, window=spec.window)[0]
 
 
 def _flash_forward(spec, q, k, v, sinks, segments):
-    out, lse = spec.backend.forward(q, k, v, sinks, segments, window=spec.window, scale=spec.scale)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    out, lse = spec.backend.forward(q, k, v, sinks, segments, window=spec.window)
+    out, lse = checkpoint_name(out, ATTENTION_OUT), checkpoint_name(lse, ATTENTION_LSE)
     return out, (q, k, v, sinks, segments, out, lse)
 
 
 def _flash_backward(spec, residuals, dout):
-    gradients = spec.backend.backward(*residuals, dout, window=spec.window, scale=spec.scale)
+    gradients = spec.backend.backward(*residuals, dout, window=spec.window)
     return *gradients, None
 
 

@@ -67,7 +67,6 @@ def arguments(**changes):
         ({"q": (1, 8, 3, 16)}, {}, "multiple of key/value heads, got 3 and 2"),
         ({"q": (1, 9, 4, 16), "k": (1, 9, 2, 16), "v": (1, 9, 2, 16)}, {}, r"segments must be .*\[1, 9\].*\(1, 8\)"),
         ({}, {"window": 0}, "window must be at least 1 or None, got 0"),
-        ({}, {"scale": 0.0}, "scale must be positive, got 0.0"),
         ({}, {"sinks": jnp.ones(3)}, r"sinks .* 4 query heads, got shape \(3,\)"),
     ],
 )
@@ -82,14 +81,14 @@ def test_mixed_dtypes_are_refused():
         packed_attention(q, k.astype(jnp.float16), v, pack_segments([[8]], seq_len=8))
 
 
-def naive_attention(q, k, v, lengths, window, sinks, scale):
+def naive_attention(q, k, v, lengths, window, sinks):
     """One document, one query and one head at a time, in numpy."""
     out, begin = np.zeros(q.shape), 0
     for length in lengths:
         for t, n in itertools.product(range(length), range(q.shape[2])):
             keys = slice(begin + (max(0, t - window + 1) if window else 0), begin + t + 1)
             kv = n // (q.shape[2] // k.shape[2])
-            weights = np.exp(k[0, keys, kv] @ q[0, begin + t, n] * scale)
+            weights = np.exp(k[0, keys, kv] @ q[0, begin + t, n] / np.sqrt(q.shape[3]))
             total = weights.sum() + (0 if sinks is None else np.exp(sinks[n]))
             out[0, begin + t, n] = weights / total @ v[0, keys, kv]
         begin += length
@@ -102,5 +101,5 @@ def test_reference_is_softmax_attention_inside_each_document(window, with_sinks)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=x.shape).astype(np.float32) for x in arguments())
     sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32) if with_sinks else None
-    got = reference_attention(q, k, v, pack_segments([[4, 3]], seq_len=8), window=window, sinks=sinks, scale=0.3)
-    np.testing.assert_allclose(got, naive_attention(q, k, v, [4, 3], window, sinks, 0.3), atol=1e-5)
+    got = reference_attention(q, k, v, pack_segments([[4, 3]], seq_len=8), window=window, sinks=sinks)
+    np.testing.assert_allclose(got, naive_attention(q, k, v, [4, 3], window, sinks), atol=1e-5)

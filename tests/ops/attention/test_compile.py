@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.ops.attention import LSE_NAME, OUT_NAME
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
+from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
 
@@ -26,7 +26,7 @@ def compile_step(sharding, *, T, N, K, H, window, policy):
         cu_seqlens=shaped((1, 33), jnp.int32),
     )
     backend = TritonAttention(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
-    spec = FlashSpec(backend=backend, window=window, scale=H**-0.5)
+    spec = FlashSpec(backend=backend, window=window)
 
     def loss(q, k, v, sinks, segments):
         attend = jax.checkpoint(lambda *x: flash_attention(spec, *x, segments), policy=policy)
@@ -42,7 +42,7 @@ def kernels(compiled) -> int:
 
 def test_saved_residuals_spare_the_second_forward_kernel(h200):
     shape = {"T": 16_384, "N": 32, "K": 8, "H": 128, "window": None}
-    saved = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
+    saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
     assert kernels(compile_step(h200, **shape, policy=saved)) == 3
     assert kernels(compile_step(h200, **shape, policy=jax.checkpoint_policies.nothing_saveable)) == 4
 

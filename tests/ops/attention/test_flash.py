@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxglue.ops.attention import LSE_NAME, OUT_NAME
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
+from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.segments import pack_segments
 
 FORWARD_PRIMITIVE = "erf"  # stands for the forward kernel: nothing else in these programs uses it
@@ -18,10 +18,10 @@ FORWARD_PRIMITIVE = "erf"  # stands for the forward kernel: nothing else in thes
 class Marked:
     """A backend whose forward pass can be counted in a traced program."""
 
-    def forward(self, q, k, v, sinks, segments, *, window, scale):
-        return jax.lax.erf(q * scale), q.sum(-1)
+    def forward(self, q, k, v, sinks, segments, *, window):
+        return jax.lax.erf(q), q.sum(-1)
 
-    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window, scale):
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window):
         return dout * out, k * lse.sum(), v, None
 
 
@@ -34,7 +34,7 @@ def count(jaxpr, primitive: str) -> int:
 @pytest.fixture
 def loss():
     segments = pack_segments([[5, 3]], seq_len=8)
-    spec = FlashSpec(backend=Marked(), window=None, scale=1.0)
+    spec = FlashSpec(backend=Marked(), window=None)
     return lambda q, k, v: jnp.sin(flash_attention(spec, q, k, v, None, segments)).sum()
 
 
@@ -46,7 +46,7 @@ def qkv():
 @pytest.mark.parametrize(
     ("policy", "forward_passes"),
     [
-        (jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME), 1),
+        (jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE), 1),
         (jax.checkpoint_policies.nothing_saveable, 2),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_policy_that_saves_the_residuals_runs_the_forward_kernel_once(loss, qk
 
 
 def test_checkpointing_does_not_change_the_gradients(loss, qkv):
-    policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
+    policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
     plain = jax.grad(loss, (0, 1, 2))(*qkv)
     saved = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))(*qkv)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, plain, saved))

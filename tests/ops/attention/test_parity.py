@@ -89,9 +89,7 @@ def expected_of(case, inputs, segments, dout):
     exact = (*(x.astype(jnp.float32) for x in (q, k, v)), sinks)
     with jax.default_matmul_precision("highest"):
         return output_and_gradients(
-            lambda q, k, v, sinks: reference_attention(
-                q, k, v, segments, window=case.window, sinks=sinks, scale=case.H**-0.5
-            ),
+            lambda q, k, v, sinks: reference_attention(q, k, v, segments, window=case.window, sinks=sinks),
             exact,
             dout,
         )
@@ -113,7 +111,7 @@ def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backen
     backend = interpreted_backend(
         tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
     )
-    spec = FlashSpec(backend=backend, window=case.window, scale=case.H**-0.5)
+    spec = FlashSpec(backend=backend, window=case.window)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, segments), inputs, dout)
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
 

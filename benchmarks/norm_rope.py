@@ -1,9 +1,9 @@
-"""Operations on each token by itself, by XLA and by our kernels: microseconds, and the share of the copy rate.
+"""Norms, rotation, SwiGLU and residual adds by XLA and by our kernels: microseconds and share of the copy rate.
 
-python benchmarks/rowwise.py --json benchmarks/results/rowwise.json
+python benchmarks/norm_rope.py --json benchmarks/results/norm_rope.json
 
-A backward pass includes what a layer computes again there because it was not kept: normed stream, rotated heads and
-activation. The limit is the bytes that have to be read and written, each once, at the rate of a device copy.
+A backward pass includes what a layer recomputes in it: normed stream, rotated heads and activation. The limit is the
+bytes to read and write, each once, at the rate of a device copy.
 """
 
 import argparse
@@ -26,25 +26,25 @@ TOKENS = {"qwen3-0.6b": 8192, "qwen3-8b": 16384, "llama-3.1-8b": 16384}
 
 
 class Case(NamedTuple):
-    """A function of a backend's name and arguments, forward alone or with its gradient."""
+    """A function of a backend's name and arguments, forward only or with its gradient."""
 
     operation: str
     function: Callable[..., Any]
     arguments: tuple
     passes: int
-    """How often an array of the operation's size has to be read or written."""
+    """Reads and writes of arrays of the operation's size."""
     bytes: int
     has_kernel: bool = True
 
 
 def normals(*shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Arrays of their own: a kernel reads one that it is given twice but once."""
+    """Return distinct arrays: a kernel reads an array that it gets twice only once."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
 
 
 def with_gradient(function: Callable[..., Any]) -> Callable[..., Any]:
-    """(output, gradient to the first argument) of a function of the backend, that argument, others."""
+    """Return a function that also computes the gradient to its first argument."""
 
     def both(backend, moving, *others):
         *others, dout = others
@@ -59,7 +59,7 @@ def norm(backend, x, weight):
 
 
 def norm_output(backend, x, weight):
-    """Without the stream itself, which a program of its own would copy."""
+    """Return the norm without the stream, which a separate program would copy."""
     return norm(backend, x, weight)[1]
 
 
@@ -77,17 +77,17 @@ def swiglu(backend, gate_up):
     return jax.nn.silu(gate) * up
 
 
-def adapted(backend, wide, hidden, matrices):
+def swiglu_lora(backend, wide, hidden, matrices):
     return lora_swiglu(*wide, hidden, matrices, backend=backend)
 
 
-def adapted_gradient(backend, *arguments):
+def swiglu_lora_gradient(backend, *arguments):
     *arguments, douts = arguments
-    return jax.vjp(partial(adapted, backend), *arguments)[1](douts)
+    return jax.vjp(partial(swiglu_lora, backend), *arguments)[1](douts)
 
 
 def cases(shape: str) -> Iterator[Case]:
-    """What a layer does beside matmuls and attention."""
+    """Yield the operations of a layer beside matmuls and attention."""
     config, T = SHAPES[shape], TOKENS[shape]
     D, F, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
@@ -114,8 +114,8 @@ def cases(shape: str) -> Iterator[Case]:
     hidden, dranks, *matrices = normals((1, T, 2 * RANK), (1, T, RANK), (F, RANK), (F, RANK), (RANK, F))
     arguments = tuple(gate_up), hidden, tuple(matrix.astype(jnp.float32) for matrix in matrices)
     name = f"SwiGLU between adapters of rank {RANK}"
-    yield Case(name, adapted, arguments, 3, 3 * array)
-    yield Case(f"{name}, backward", adapted_gradient, (*arguments, (dout, dranks)), 5, 5 * array)
+    yield Case(name, swiglu_lora, arguments, 3, 3 * array)
+    yield Case(f"{name}, backward", swiglu_lora_gradient, (*arguments, (dout, dranks)), 5, 5 * array)
 
 
 def results_of(shape: str, case: Case) -> Iterator[dict]:
