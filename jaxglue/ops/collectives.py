@@ -1,4 +1,4 @@
-"""Programs of a single device on a mesh: what runs inside sees local arrays, and names axes to speak to the others."""
+"""Single-device programs on a mesh, and the collectives inside them; outside of `per_device` these are the identity."""
 
 import math
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Axes over which the rows of a batch are spread."""
+"""Mesh axes that split the rows of a batch."""
 
 
 def per_device[**Arguments, Result](
     function: Callable[Arguments, Result], mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any
 ) -> Callable[Arguments, Result]:
-    """The function run by every device on its own parts of the arguments; the function itself without a mesh.
+    """Run the function on every device with its local parts of the arguments; without a mesh return it unchanged.
 
-    Inside, arrays are local and there is nothing to partition, so kernels of Triton and cuDNN need no rules.
+    Arrays inside are local, so Triton and cuDNN kernels need no partitioning rules.
     """
     if mesh is None:
         return function
@@ -26,26 +26,26 @@ def per_device[**Arguments, Result](
 
 
 def axis_size(*axes: str) -> int:
-    """Devices along these axes, to be asked inside `per_device`; 1 elsewhere."""
+    """Return the number of devices along these axes; 1 outside of `per_device`."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in axes if axis in mesh.manual_axes)
 
 
 def psum(x: Array, *axes: str) -> Array:
-    """The sum over the devices along these axes, inside `per_device`; x elsewhere."""
+    """Sum x over the devices along these axes."""
     return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
 
 
 def all_rows(x: Array) -> Array:
-    """The sum over all devices' rows, inside `per_device`, differentiable to this device's term alone; x elsewhere."""
+    """Sum x over all devices' rows; the gradient flows to this device's term only."""
     return x + jax.lax.stop_gradient(psum(x, *BATCH_AXES) - x) if axis_size(*BATCH_AXES) > 1 else x
 
 
 def reduce_scatter(x: Array, axis: str, dimension: int) -> Array:
-    """This device's part, along a dimension, of the sum over the devices along an axis, in float32.
+    """Sum x over the devices along an axis and return this device's part along a dimension, in float32.
 
-    To be asked inside `per_device`. Parts travel in x's dtype and are added up where they arrive: a reduce-scatter in
-    bfloat16 would round at every device on the way, and one in float32 send twice as much.
+    Parts travel in x's dtype and are added on arrival: a bfloat16 reduce-scatter rounds at every device on the way, a
+    float32 one sends twice the bytes.
     """
     parts = jax.lax.all_to_all(x, axis, dimension, dimension, tiled=True)
     before, after = parts.shape[:dimension], parts.shape[dimension + 1 :]
@@ -53,18 +53,18 @@ def reduce_scatter(x: Array, axis: str, dimension: int) -> Array:
 
 
 def share(x: Array, *axes: str) -> Array:
-    """An equal part of what all devices along these axes have computed alike, inside `per_device`; x elsewhere."""
+    """Divide x, the same on all devices along these axes, by their number, for a later sum over them."""
     size = axis_size(*axes)
     return x / size if size > 1 else x
 
 
 def copy_to(x: Array) -> Array:
-    """x, the same on all devices along `tensor`, each of which computes one term of what follows (Megatron's f)."""
+    """Return x, the same on all devices along `tensor`; sum its gradient over them (Megatron's f, arXiv 1909.08053)."""
     return _copy_to(x) if axis_size("tensor") > 1 else x
 
 
 def reduce_from(y: Array) -> Array:
-    """The sum of the terms of the devices along `tensor`, the same on all of them (Megatron's g, arXiv 1909.08053)."""
+    """Sum y over the devices along `tensor`; pass its gradient on unchanged (Megatron's g, arXiv 1909.08053)."""
     return _reduce_from(y) if axis_size("tensor") > 1 else y
 
 
@@ -78,11 +78,11 @@ def _reduce_from(y):
     return jax.lax.psum(y, "tensor")
 
 
-# JAX would not know that what follows a sum, or comes before a copy, is the same on all devices.
+# JAX cannot know that x and the sum are the same on all devices.
 _copy_to.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, "tensor"),))
 _reduce_from.defvjp(lambda y: (_reduce_from(y), None), lambda _, dy: (dy,))
 
 
 def own_key(key: PRNGKeyArray) -> PRNGKeyArray:
-    """A key of this device's rows alone, inside `per_device`; the key itself elsewhere."""
+    """Return a key for this device's rows."""
     return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES)) if axis_size(*BATCH_AXES) > 1 else key

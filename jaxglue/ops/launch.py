@@ -6,16 +6,16 @@ import jax
 from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta
 
-# jax-triton 0.4.1 insists on a key that Triton 3.7 does not write, though it has a default for it.
+# jax-triton 0.4.1 requires a key that Triton 3.7 no longer writes, and has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Launches kernels on one kind of GPU; what runs kernels of ours derives from it."""
+    """Base of every class that launches kernels, on one kind of GPU."""
 
     compute_capability: int
-    """As Triton counts it: 90 for 9.0."""
+    """In Triton's form: 90 for 9.0."""
 
     def _launch(
         self,
@@ -29,7 +29,7 @@ class Launcher:
         flops: int = 0,
         registers: int | None = None,
     ):
-        """`registers` is the most that a thread may take; None for as many as the compiler likes."""
+        """Launch a kernel; `registers` limits those of a thread."""
         return triton_call(
             *arrays,
             kernel=kernel,

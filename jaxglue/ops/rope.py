@@ -1,4 +1,4 @@
-"""Rotary position embeddings: tables once per batch from the packed positions, applied in every layer."""
+"""Rotary position embeddings: tables once per batch from packed positions, applied in every layer."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _REQUIRED = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary frequencies as Hugging Face configs describe them (`modeling_rope_utils` in transformers)."""
+    """Rotary frequencies in the form of Hugging Face configs (`modeling_rope_utils` in transformers)."""
 
     rope_type: str = "default"
     rope_theta: float = 10_000.0
@@ -46,7 +46,11 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "RopeConfig":
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier) of a config.json."""
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier) of a config.json.
+
+        Raises:
+            ValueError: an unsupported rope type, missing parameters, or partial rotation.
+        """
         given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         given.setdefault("rope_type", given.pop("type", "default"))
         given.setdefault("rope_theta", raw.get("rope_theta", cls.rope_theta))
@@ -57,7 +61,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [head_dim / 2] in radians per token, float64, and the factor on cos and sin."""
+    """Return inverse frequencies [head_dim / 2] in radians per token, float64, and the factor on cos and sin."""
     plain = config.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
     match config.rope_type:
         case "linear":
@@ -71,7 +75,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
 
 
 def _llama3_frequencies(plain: np.ndarray, config: RopeConfig) -> np.ndarray:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Stretch long wavelengths by `factor`, keep short ones, blend those between (Llama 3.1)."""
     assert config.factor and config.low_freq_factor and config.high_freq_factor
     assert config.original_max_position_embeddings
     turns = config.original_max_position_embeddings * plain / (2 * math.pi)
@@ -81,7 +85,7 @@ def _llama3_frequencies(plain: np.ndarray, config: RopeConfig) -> np.ndarray:
 
 
 def _yarn_frequencies(plain: np.ndarray, config: RopeConfig, head_dim: int) -> np.ndarray:
-    """Interpolates the slow dimensions and keeps the fast ones (YaRN, arXiv 2309.00071)."""
+    """Interpolate the slow dimensions and keep the fast ones (YaRN, arXiv 2309.00071)."""
     original = config.original_max_position_embeddings
     assert config.factor and original
 
@@ -116,7 +120,7 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
 def rope_tables(
     positions: Int[Array, "B T"], config: RopeConfig, head_dim: int
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Cosines and sines in float32 for every token of the batch; half = head_dim / 2."""
+    """Compute cosines and sines in float32 for every token of the batch; half = head_dim / 2."""
     frequencies, attention_factor = inverse_frequencies(config, head_dim)
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
@@ -125,7 +129,7 @@ def rope_tables(
 def apply_rope(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T N H"]:
-    """Rotates the two halves of every head in float32; returns x's dtype."""
+    """Rotate the two halves of every head in float32; return x's dtype."""
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)

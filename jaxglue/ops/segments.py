@@ -1,4 +1,4 @@
-"""Packed-sequence metadata: built once per batch on the host, used by every layer."""
+"""Metadata of packed rows, built once per batch on the host and used by every layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PackedSegments:
-    """Which tokens of a packed row belong together: B rows, T tokens in a row, S segment slots.
+    """Bounds of the segments in packed rows: B rows, T tokens in a row, S segment slots.
 
-    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`. So one scalar load gives a
-    kernel the range of its tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries
-    before `ends[n - 1]`.
+    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`. One scalar load then gives a
+    kernel its range of tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries before
+    `ends[n - 1]`.
     """
 
     segment_ids: Int[Array, "B T"]
@@ -32,17 +32,17 @@ class PackedSegments:
 
 
 def segment_bucket(count: int) -> int:
-    """The number of segment slots for `count` segments: the next power of two, so that few shapes are compiled."""
+    """Return the segment slots for `count` segments: the next power of two, so that few shapes are compiled."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def pack_segments(lengths: Sequence[Sequence[int]], *, seq_len: int, max_segments: int | None = None) -> PackedSegments:
-    """Metadata in numpy for rows whose documents have these lengths, in order.
+    """Build the metadata, in numpy, of rows whose documents have these lengths.
 
     Args:
-        lengths: for each of the B rows the lengths, in tokens, of its documents.
-        seq_len: T; what the documents leave over is padding.
-        max_segments: segment slots S to reserve (rounded up to a bucket); by default as many as the fullest row needs.
+        lengths: tokens of each document, in order, for each of the B rows.
+        seq_len: T; the rest of a row is padding.
+        max_segments: segment slots S to reserve (rounded up to a bucket); by default those of the fullest row.
 
     Raises:
         ValueError: a length below 1, a row longer than `seq_len`, or a row with more than `max_segments` documents.
@@ -72,7 +72,7 @@ def pack_segments(lengths: Sequence[Sequence[int]], *, seq_len: int, max_segment
 
 
 def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:
-    """Metadata in numpy for rows with these segment boundaries, each row's from 0 to its number of real tokens.
+    """Build the metadata, in numpy, of rows with these segment boundaries, from 0 to the number of real tokens.
 
     Raises:
         ValueError: boundaries that do not start at 0 or do not increase, or a segment that ends after `seq_len`.

@@ -1,4 +1,4 @@
-"""Triton kernels that go through many tensors in one launch; a table says which part of which tensor a program takes.
+"""Triton kernels over many tensors in one launch; a table assigns each program a tile of a tensor.
 
 A row of `tiles` [n, 4] int32 is (tensor, tile in it, values in the tensor, whether its weights decay).
 """
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _select(pointers, which, dtype: tl.constexpr):
-    """The pointer of this number: addresses are arguments of the launch, which have no order of their own."""
+    """Return the pointer of this number among the launch's arguments."""
     address = pointers[0].to(tl.int64)
     for i in tl.static_range(1, len(pointers)):
         address = tl.where(which == i, pointers[i].to(tl.int64), address)
@@ -18,7 +18,7 @@ def _select(pointers, which, dtype: tl.constexpr):
 
 @triton.jit
 def square_norm_kernel(tiles, gradients, out, TILE: tl.constexpr):
-    """Σ g² of a tile to its place of out [n]; grid (n)."""
+    """Store Σ g² of each tile in out [n]; grid (n)."""
     row = tiles + 4 * tl.program_id(0)
     index = tl.load(row + 1) * TILE + tl.arange(0, TILE)
     gradient = _select(gradients, tl.load(row), tl.float32) + index
@@ -31,7 +31,7 @@ def _step(
     parameter, mu, nu, gradient, scalars, decays,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """(parameter, mu, nu) after a step, as `AdamW.update` computes it; scalars [4] is `StepScalars`."""
+    """Return (parameter, mu, nu) after a step, as `AdamW.update` does; scalars [4] is `StepScalars`."""
     gradient *= tl.load(scalars)
     mu = BETA1 * mu + (1 - BETA1) * gradient
     nu = BETA2 * nu + (1 - BETA2) * gradient * gradient
@@ -46,7 +46,7 @@ def adam_kernel(
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPSILON: tl.constexpr, DECAY: tl.constexpr,
     MU: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's parameters and moments in place; grid (n)."""
+    """Update a tile's parameters and moments in place; grid (n)."""
     row = tiles + 4 * tl.program_id(0)
     which = tl.load(row)
     index = tl.load(row + 1) * TILE + tl.arange(0, TILE)
@@ -67,7 +67,7 @@ def adam_kernel(
 
 @triton.jit
 def _nearest(values, midpoints):
-    """How many of 255 ascending midpoints are below each value, by bisection."""
+    """Count the midpoints, of 255 ascending ones, below each value, by bisection."""
     found = tl.full(values.shape, 0, tl.int32)
     for bit in tl.static_range(8):
         further = found + (128 >> bit)
@@ -77,7 +77,7 @@ def _nearest(values, midpoints):
 
 @triton.jit
 def _store_blocks(values, codes_at, absmax_at, inside, midpoints):
-    """Rows of values as 8-bit codes and each row's largest magnitude."""
+    """Store rows of values as 8-bit codes and each row's largest magnitude."""
     absmax = tl.max(tl.where(inside, tl.abs(values), 0.0), 1)
     scaled = values * (1.0 / tl.where(absmax > 0, absmax, 1.0))[:, None]
     tl.store(codes_at, _nearest(scaled, midpoints).to(tl.uint8), mask=inside)

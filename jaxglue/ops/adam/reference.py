@@ -11,9 +11,9 @@ from jaxglue.ops.quant.blocks import dynamic_code, nearest
 
 MomentFormat = Literal["float32", "bfloat16", "8bit"]
 MOMENT_BYTES: dict[MomentFormat, float] = {"float32": 8, "bfloat16": 6, "8bit": 2 + 8 / 256}
-"""Of both moments of a value."""
+"""Bytes of both moments of a value."""
 BLOCK = 256
-"""Values that share a scale in 8 bits."""
+"""Values with a common scale in 8 bits."""
 SMALLEST = 4096
 """Tensors of fewer values keep their moments in float32 instead of 8 bits, as in bitsandbytes."""
 
@@ -21,7 +21,7 @@ SMALLEST = 4096
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EightBit:
-    """A moment in 8 bits (arXiv 2110.02861): blocks of 256 codes of the dynamic type, in row-major order. A pytree."""
+    """A moment in 8 bits (arXiv 2110.02861), a pytree: blocks of 256 codes of the dynamic type, in row-major order."""
 
     codes: UInt8[Array, "*S"]
     absmax: Float[Array, " blocks"]
@@ -29,10 +29,10 @@ class EightBit:
 
 
 class StepScalars(NamedTuple):
-    """What a step's updates share, float32."""
+    """Scalars common to all updates of a step, float32."""
 
     scale: Float[Array, ""]
-    """Factor on the gradients, which clips them."""
+    """Factor on the gradients, for clipping."""
     learning_rate: Float[Array, ""]
     mu_correction: Float[Array, ""]
     """1 − beta1^t."""
@@ -42,7 +42,7 @@ class StepScalars(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """The constants of a run."""
+    """Constants of AdamW, and its update of one tensor."""
 
     beta1: float
     beta2: float
@@ -51,9 +51,9 @@ class AdamW:
     moments: MomentFormat
 
     def init(self, parameter: Float[Array, "*S"]) -> tuple[Any, Any]:
-        """(mu, nu) before the first step.
+        """Return (mu, nu) before the first step.
 
-        nu stays in float32 beside a bfloat16 mu, whose 8 bits cannot follow a decay of 0.999.
+        nu stays in float32 beside a bfloat16 mu: bfloat16's 8 bits of precision cannot follow a decay of 0.999.
         """
         if self.moments == "8bit" and parameter.size >= SMALLEST:
             blocks = -(-parameter.size // BLOCK)
@@ -63,17 +63,17 @@ class AdamW:
         return jnp.zeros_like(parameter, mu), jnp.zeros_like(parameter, jnp.float32)
 
     def update(self, parameter, mu, nu, gradient, scalars: StepScalars, *, decays: bool) -> tuple[Any, Any, Any]:
-        """(parameter, mu, nu) after a step."""
+        """Return (parameter, mu, nu) after a step."""
         gradient = gradient * scalars.scale
         m = self.beta1 * _values(mu, signed=True) + (1 - self.beta1) * gradient
         v = self.beta2 * _values(nu, signed=False) + (1 - self.beta2) * gradient * gradient
         step = m / scalars.mu_correction / (jnp.sqrt(v / scalars.nu_correction) + self.epsilon)
         if decays:
             step += self.weight_decay * parameter
-        return parameter - scalars.learning_rate * step, _like(mu, m, signed=True), _like(nu, v, signed=False)
+        return parameter - scalars.learning_rate * step, _stored(mu, m, signed=True), _stored(nu, v, signed=False)
 
     def scalars(self, scale, learning_rate, step) -> StepScalars:
-        """What the updates of the step after `step` others share."""
+        """Return the scalars of step number `step`, counted from 0."""
 
         def correction(beta: float) -> Array:  # 1 − beta^t without cancellation
             return -jnp.expm1((step + 1) * jnp.log(jnp.float32(beta))) if beta else jnp.float32(1)
@@ -82,7 +82,7 @@ class AdamW:
 
 
 def is_moment(leaf: object) -> bool:
-    """Whether this is a moment of one tensor; for `jax.tree.map(…, is_leaf=is_moment)`."""
+    """Return whether this is an 8-bit moment, for `jax.tree.map(…, is_leaf=is_moment)`."""
     return isinstance(leaf, EightBit)
 
 
@@ -93,8 +93,8 @@ def _values(moment: Array | EightBit, *, signed: bool) -> Float[Array, "*S"]:
     return jnp.asarray(dynamic_code(signed=signed))[moment.codes] * scales
 
 
-def _like(moment: Array | EightBit, values: Float[Array, "*S"], *, signed: bool) -> Array | EightBit:
-    """The values as this moment is stored."""
+def _stored(moment: Array | EightBit, values: Float[Array, "*S"], *, signed: bool) -> Array | EightBit:
+    """Return the values in this moment's format."""
     if not isinstance(moment, EightBit):
         return values.astype(moment.dtype)
     blocks = jnp.pad(values.ravel(), (0, -values.size % BLOCK)).reshape(-1, BLOCK)

@@ -1,4 +1,4 @@
-"""AdamW of many tensors in a few launches, where XLA would launch kernels for each."""
+"""AdamW of many tensors in a few launches; XLA launches kernels for each tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code, midpoints
 
 _TILE = 4096
-"""Values that a program takes."""
+"""Values of a program."""
 _ADDRESSES = 480
-"""Arrays in a launch at most: their addresses fit into the 4 KiB of arguments that every driver takes. All in one
-launch are no faster on the GPU, and the kernel takes longer to compile."""
+"""Most arrays in a launch: their addresses fit the 4 KiB of arguments that every driver takes, and more compile slowly
+without running faster."""
 _PARTS = ("codes", "absmax")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonAdam(Launcher):
-    """Updates in place."""
+    """AdamW by our own kernels, in place."""
 
     adam: AdamW
 
     def square_norm(self, gradients: Sequence[Float[Array, "*S"]]) -> Float[Array, ""]:
-        """Σ g² over all tensors, the same on every run."""
+        """Compute Σ g² over all tensors, deterministically."""
         parts = []
         for some in batched(gradients, _per_launch(len(gradients), 1)):
             tiles = _tiles(some, [True] * len(some))
@@ -43,7 +43,7 @@ class TritonAdam(Launcher):
     def update(
         self, parameters: Sequence[Any], mus, nus, gradients, decays: Sequence[bool], scalars: StepScalars
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """(parameters, mus, nus) after a step; the moments in any of their formats."""
+        """Return (parameters, mus, nus) after a step; moments may have any format."""
         values = jnp.stack(scalars)
         refs = jax.tree.map(jax.new_ref, (list(parameters), list(mus), list(nus)))
         eight = [number for number, mu in enumerate(mus) if isinstance(mu, EightBit)]
@@ -75,7 +75,7 @@ class TritonAdam(Launcher):
 
 
 def _per_launch(count: int, each: int) -> int:
-    """Tensors, of `each` arrays, in a launch: as many in all launches if it can be, so that one program serves them."""
+    """Return the tensors, of `each` arrays, in a launch; the same in all launches if possible, to share one program."""
     most = _ADDRESSES // each
     least = -(-count // most)
     even = (count // launches for launches in range(least, 2 * least) if count % launches == 0)
@@ -83,7 +83,7 @@ def _per_launch(count: int, each: int) -> int:
 
 
 def _tiles(tensors: Sequence[Any], decays: Sequence[bool]) -> np.ndarray:
-    """See `adam_kernels`."""
+    """Return the table of `jaxglue.ops.adam.kernels`."""
     rows = [
         (number, tile, tensor.size, decay)
         for number, (tensor, decay) in enumerate(zip(tensors, decays, strict=True))

@@ -35,8 +35,8 @@ class CudnnAttention:
         offsets = unused if offsets is None else offsets
         residuals = (q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused, lse, out)
         dq, dk, dv, *_ = fused._dot_product_attention_bwd_rule(
-            q.shape[3] ** -0.5, 42, 0.0, (False, False), fused.MaskType.PADDING_CAUSAL, fused.AttentionLayout.BTNH.value,
-            window, fused.check_cudnn_version(), False, residuals, dout,
+            q.shape[3] ** -0.5, 42, 0.0, (False, False), fused.MaskType.PADDING_CAUSAL,
+            fused.AttentionLayout.BTNH.value, window, fused.check_cudnn_version(), False, residuals, dout,
         )  # fmt: skip
         dq, dk, dv = (_without_padding(x, segments) for x in (dq, dk, dv))
         return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, out, dout, segments)

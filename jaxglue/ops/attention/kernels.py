@@ -1,39 +1,39 @@
 """Triton kernels of packed attention: forward, gradient of the queries, gradient of the keys and values.
 
-FlashAttention-2 (Dao 2023, arXiv:2307.08691) over packed rows. Two things are particular to packing:
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Two choices are specific to packing:
 
-- A program reads the range of its loop with one scalar load from `starts` or `ends`, so tiles outside a segment or a
-  window cost nothing, forward and backward. Only tiles that cross a boundary evaluate the mask.
-- A tile of queries holds P of the G query heads that share a key/value head for BLOCK_M // P tokens. Short segments
-  and windows waste less of a tile, and the gradient of a key sums over the group inside one program: no atomics, so
-  the result is deterministic.
+- A program reads the range of its loop with one scalar load from `starts` or `ends`, so tiles outside a segment or
+  window cost nothing. Only tiles that cross a boundary evaluate the mask.
+- A tile of queries holds P of the G query heads of a key/value head for BLOCK_M // P tokens. Short segments and windows
+  waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
+  deterministically.
 
 Layout: q, out, dout, dq [B, T, N, H]; k, v, dk, dv [B, T, K, H]; lse, delta [B, N // P, T, P] float32, lse in natural
-units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles of what
-is multiplied come through TMA, which takes the address arithmetic out of the registers.
+units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (compute capability ≥ 9.0), matmul
+operands come through TMA, which needs no registers for addresses.
 
-Heads of a tile run one after the other, and tiles in an order in which the last ones have least to do.
+The heads of a tile run consecutively, and the tiles with least to do run last.
 """
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Finite, so that what a row gathers before its first visible key is wiped without NaNs when that key comes. A power of
-# two, so that its scaling is exact: a fused multiply-add could otherwise leave the rounding error, 1e22, as exponent.
+# Finite: a row's sums before its first visible key are wiped without NaNs when that key comes. A power of two: scaling
+# it is exact, where a fused multiply-add could leave a rounding error of 1e22 as exponent.
 MASKED = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
 def _query_tile(PACKS: tl.constexpr):
-    """(tile of queries, pack of heads) of this program; late tiles of a segment have most to do and come first."""
+    """Return this program's (tile of queries, pack of heads); late tiles of a segment have most to do and come first."""
     index = tl.program_id(0)
     return tl.num_programs(0) // PACKS - 1 - index // PACKS, index % PACKS
 
 
 @triton.jit
 def _first_visible(starts, tokens, T: tl.constexpr, WINDOW: tl.constexpr):
-    """First key that each token sees; T for tokens past the row, as for padding."""
+    """Return the first visible key of each token; T for padding and tokens past the row."""
     low = tl.load(starts + tokens, mask=tokens < T, other=T)
     if WINDOW > 0:
         low = tl.maximum(low, tokens - WINDOW + 1)
@@ -43,7 +43,7 @@ def _first_visible(starts, tokens, T: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit
 def _tile(row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
           PACK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    """(base, offsets, mask) of the tile [TOKENS·PACK, BLOCK_H] that begins at a token and head of [B, T, HEADS, H]."""
+    """Return (base, offsets, mask) of the tile [TOKENS·PACK, BLOCK_H] from a token and head of [B, T, HEADS, H] on."""
     lane, column = tl.arange(0, TOKENS * PACK), tl.arange(0, BLOCK_H)
     base = ((row * T + token) * HEADS + head) * H
     offsets = ((lane // PACK) * (HEADS * H) + (lane % PACK) * H)[:, None] + column[None, :]
@@ -56,7 +56,7 @@ def _tile(row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexp
 @triton.jit
 def _load(source, row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
           PACK: tl.constexpr, BLOCK_H: tl.constexpr, DESCRIPTOR: tl.constexpr):  # fmt: skip
-    """A tile, by pointer or descriptor; zeros past the head dim, zeros or another row's tokens past the row."""
+    """Load a tile, by pointer or descriptor; zeros past the head dim, zeros or another row's tokens past the row."""
     if DESCRIPTOR:
         return source.load([(row * T + token).to(tl.int32), head, 0]).reshape(TOKENS * PACK, BLOCK_H)
     else:
@@ -78,7 +78,7 @@ def forward_kernel(
     SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
+    """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
     tile, pack = _query_tile(N // P)
     row = tl.program_id(1).to(tl.int64)
@@ -129,7 +129,7 @@ def dq_kernel(
     SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
+    """Compute dq of one tile, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
     tile, pack = _query_tile(N // P)
     row = tl.program_id(1).to(tl.int64)
@@ -144,7 +144,7 @@ def dq_kernel(
     lows = _first_visible(starts, tokens, T, WINDOW)
     dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     out_tile = _load(out, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
-    # By descriptor it is waited for at once, so last; it lands in registers, which dout would take too many of.
+    # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
     q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, Q_DESCRIPTOR)
     stats = ((row * (N // P) + pack) * T + first) * P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
@@ -174,9 +174,9 @@ def dkdv_kernel(
     SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile of keys and values, summed over the group of query heads; grid (key tiles · K, B).
+    """Compute dk and dv of one tile, summed over the group of query heads; grid (key tiles · K, B).
 
-    Scores are held transposed, [keys, queries], so that no accumulator has to be.
+    Scores are transposed, [keys, queries], so that no accumulator needs to be.
     """
     tile, kv_head, row = tl.program_id(0) // K, tl.program_id(0) % K, tl.program_id(1).to(tl.int64)
     N: tl.constexpr = K * G

@@ -1,4 +1,4 @@
-"""Triton kernel of the loss and its gradient to the logits: reads them twice, writes the gradient once."""
+"""Triton kernel of the loss and its gradient; it reads the logits twice and writes the gradient once."""
 
 import triton
 import triton.language as tl
@@ -6,12 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: losses [M] and dlogits [M, V] of logits [M, V]; those of weight 0 are not read. Grid (M)."""
+    """Compute losses [M] and dlogits [M, V] of logits [M, V], one token in a program; weight 0 skips it. Grid (M)."""
     row = tl.program_id(0).to(tl.int64)
     logits, dlogits, lanes = logits + row * V, dlogits + row * V, tl.arange(0, BLOCK)
     target, weight = tl.load(targets + row), tl.load(weights + row)
     counted = tl.where(weight != 0.0, V, 0)
-    # Every lane has a sum of its own, relative to the largest logit that it has seen.
+    # Each lane sums relative to its own largest logit.
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for start in range(0, counted, BLOCK):

@@ -9,7 +9,7 @@ from jaxglue.ops.cross_entropy.kernels import cross_entropy_kernel
 from jaxglue.ops.launch import Launcher
 
 _BLOCK = 4096
-"""Logits that a program of 256 threads reads at a time."""
+"""Logits in a step of a program of 256 threads."""
 
 
 @dataclass(frozen=True, kw_only=True)

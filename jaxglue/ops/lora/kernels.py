@@ -1,4 +1,4 @@
-"""Triton kernels of low-rank products, and of their gradients, which read the wide cotangent once."""
+"""Triton kernels of LoRA products and their gradients; the latter read the wide cotangent once."""
 
 import triton
 import triton.language as tl
@@ -11,9 +11,9 @@ def gradients_kernel(
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What these rows and COLUMNS of dy [M, N] give of two sums; grid (M / BLOCK_M, N / COLUMNS).
+    """Compute partial sums over rows and COLUMNS of dy [M, N]; grid (M / BLOCK_M, N / COLUMNS).
 
-    dhidden [N / COLUMNS, M, R] is to be added up over columns, dmatrix [M / BLOCK_M, N, R] over rows; hidden
+    Sum dhidden [N / COLUMNS, M, R] over columns and dmatrix [M / BLOCK_M, N, R] over rows afterwards. hidden
     [M, STRIDE] has this product's ranks from FIRST on.
     """
     rows, ranks = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
@@ -40,7 +40,7 @@ def product_kernel(
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out [M, N] = hidden·matrixᵀ; grid (N / BLOCK_N, M / BLOCK_M).
+    """Compute a tile of out [M, N] = hidden·matrixᵀ; grid (N / BLOCK_N, M / BLOCK_M).
 
     hidden [M, STRIDE] has this product's ranks from FIRST on.
     """

@@ -1,12 +1,10 @@
 """Triton kernels of SwiGLU between adapters: the wide arrays are read and written once each way.
 
-gate, up [M, F] are the projections without their adapters, whose products are formed here from the ranks: hidden
-[M, 2R] has gate's, then up's; gate_b, up_b [F, R] and down_a [R, F] are float32. A program walks over COLUMNS of its
-rows forward, and over ROWS of its columns backward; its part of a sum over all of them is added up afterwards, so that
-the result is deterministic.
+gate, up [M, F] are the projections without their adapters, whose products are formed here: hidden [M, 2R] has gate's
+ranks, then up's; gate_b, up_b [F, R] and down_a [R, F] are float32. A program covers COLUMNS of its rows forward and
+ROWS of its columns backward; its partial sums are added up afterwards, so the result is deterministic.
 
-
-Loops name their number of stages: otherwise only what is multiplied, not what is added, would be loaded ahead.
+Loops name their number of stages: otherwise Triton loads only matmul operands ahead, not addends.
 """
 
 import triton
@@ -22,21 +20,21 @@ def _sigmoid(x):
 
 @triton.jit
 def _ranks(hidden, rows, lanes, M: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr):
-    """[rows, lanes] of hidden [M, STRIDE] from column FIRST on."""
+    """Load [rows, lanes] of hidden [M, STRIDE] from column FIRST on."""
     mask = (rows < M)[:, None] & (lanes < R)[None, :]
     return tl.load(hidden + rows[:, None] * STRIDE + FIRST + lanes[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _outer(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr):
-    """[columns, lanes] of matrix [F, R]."""
+    """Load [columns, lanes] of matrix [F, R]."""
     mask = (columns < F)[:, None] & (lanes < R)[None, :]
     return tl.load(matrix + columns[:, None] * R + lanes[None, :], mask=mask, other=0.0).to(dtype)
 
 
 @triton.jit
 def _inner(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr):
-    """[lanes, columns] of matrix [R, F]."""
+    """Load [lanes, columns] of matrix [R, F]."""
     mask = (lanes < R)[:, None] & (columns < F)[None, :]
     return tl.load(matrix + lanes[:, None] * F + columns[None, :], mask=mask, other=0.0).to(dtype)
 
@@ -47,7 +45,7 @@ def forward_kernel(
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [M, F], and these columns' part of its product with down_aᵀ, ranks [F / COLUMNS, M, R]."""
+    """Compute out [M, F] and partial sums ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns)."""
     rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     dtype = out.dtype.element_ty
     gate_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, 0)
@@ -77,9 +75,9 @@ def backward_kernel(
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dgate, dup [M, F] of dout [M, F] and dranks [M, R], and these rows' part of ddown_aᵀ; grid (columns, rows).
+    """Compute dgate, dup [M, F] from dout [M, F] and dranks [M, R], and partial sums of ddown_aᵀ; grid (columns, rows).
 
-    ddown_a [M / ROWS, F, R] is to be added up over rows.
+    Sum ddown_a [M / ROWS, F, R] over rows afterwards.
     """
     lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
     columns = left + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Triton kernels over tokens: every value is read and written once."""
+"""Triton kernels over tokens that read and write every value once."""
 
 import triton
 import triton.language as tl
@@ -16,13 +16,13 @@ def _inverse_rms(squares, D: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def _normed(x, scale, weight, dtype: tl.constexpr):
-    """x · scale · weight, rounded where the reference rounds."""
+    """Return x · scale · weight, rounded where the reference rounds."""
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of out [M, D]; rounded to its dtype before the weight and after; grid (M)."""
+    """Norm one row to out [M, D], rounded to its dtype before and after the weight; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     dtype = out.dtype.element_ty
@@ -33,7 +33,7 @@ def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def norm_gradient_kernel(x, weight, dresidual, dout, dx, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of dx [M, D]: the gradient through the norm and that of the residual stream; grid (M)."""
+    """Add the norm's gradient to the residual stream's in one row of dx [M, D]; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     row, grad = _load(x + start, columns, mask), _load(dout + start, columns, mask) * _load(weight, columns, mask)
@@ -49,7 +49,7 @@ def _rotate(
     N: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, INVERSE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """All N heads of one token."""
+    """Norm and rotate all N heads of one token."""
     HALF: tl.constexpr = H // 2
     dtype = out.dtype.element_ty
     columns = tl.arange(0, BLOCK_H)
@@ -78,7 +78,7 @@ def rotate_kernel(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr,
     HAS_NORM: tl.constexpr, INVERSE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One token of the rotated (and before that normed) q [M, N·H] and k [M, K·H]; grid (M)."""
+    """Norm and rotate one token of q [M, N·H] and k [M, K·H]; grid (M)."""
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (H // 2), sin + token * (H // 2)
     q, q_out, k, k_out = q + token * N * H, q_out + token * N * H, k + token * K * H, k_out + token * K * H
@@ -91,7 +91,7 @@ def _rotate_gradient(
     x, weight, cos, sin, dout, dx,
     N: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """All N heads of one token: rotates the gradient back, then through the norm."""
+    """Take the gradient of all N heads of one token back through rotation and norm."""
     HALF: tl.constexpr = H // 2
     dtype = dx.dtype.element_ty
     columns = tl.arange(0, BLOCK_H)
@@ -117,7 +117,7 @@ def rotate_gradient_kernel(
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One token of dq [M, N·H] and dk [M, K·H], of normed and rotated heads; grid (M)."""
+    """Compute one token of dq [M, N·H] and dk [M, K·H] of normed and rotated heads; grid (M)."""
     token = tl.program_id(0).to(tl.int64)
     cos, sin = cos + token * (H // 2), sin + token * (H // 2)
     q, dq_out, dq = q + token * N * H, dq_out + token * N * H, dq + token * N * H

@@ -8,9 +8,9 @@ from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import kernels
 
 _ROW_VALUES = 512
-"""Values of a row for each warp."""
+"""Values of a row per warp."""
 _HEADS = 16
-"""Heads that a program holds at a time."""
+"""Heads in a step of a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
