@@ -17,7 +17,7 @@ def test_goldens_cover_every_type():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["config"]["rope_type"])
-def test_frequencies_are_those_of_transformers(case):
+def test_frequencies_match_transformers(case):
     config = RopeConfig.from_hf({"rope_parameters": case["config"]})
     frequencies, attention_factor = inverse_frequencies(config, GOLDEN["head_dim"])
     np.testing.assert_allclose(frequencies, case["inv_freq"], rtol=2e-6)
@@ -25,13 +25,13 @@ def test_frequencies_are_those_of_transformers(case):
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_configs_of_earlier_transformers_read_the_same(key):
+def test_configs_of_earlier_transformers_are_read(key):
     scaling = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
     raw = {"rope_theta": LLAMA3["rope_theta"], "rope_scaling": {key: "llama3", **scaling}}
     assert RopeConfig.from_hf(raw) == RopeConfig.from_hf({"rope_parameters": LLAMA3})
 
 
-def test_tables_hold_each_tokens_own_angle():
+def test_tables_hold_the_angle_of_each_token():
     config = RopeConfig.from_hf({"rope_parameters": CASES[0]["config"]})
     positions = np.array([[0, 1, 2, 0, 1, 0]], np.int32)
     cos, sin = rope_tables(positions, config, GOLDEN["head_dim"])
@@ -40,7 +40,7 @@ def test_tables_hold_each_tokens_own_angle():
     np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
 
 
-def test_rotation_depends_on_the_distance_only():
+def test_scores_depend_on_distance_only():
     rng = np.random.default_rng(0)
     q, k = (jnp.broadcast_to(rng.normal(size=8).astype(np.float32), (1, 6, 1, 8)) for _ in range(2))
     cos, sin = rope_tables(jnp.arange(6)[None], RopeConfig(rope_theta=50.0), 8)
@@ -50,7 +50,7 @@ def test_rotation_depends_on_the_distance_only():
     assert abs(scores[0, 1] - scores[0, 0]) > 1e-3
 
 
-def test_unsupported_type_is_refused_by_name():
+def test_unsupported_type_is_refused():
     with pytest.raises(ValueError, match="rope type 'longrope' is not supported: known are default, linear"):
         RopeConfig.from_hf({"rope_scaling": {"rope_type": "longrope"}})
 

@@ -6,7 +6,7 @@ from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.segments import pack_segments, segment_bucket, segments_from_cu_seqlens
 
 
-def test_every_token_knows_its_segment():
+def test_tokens_carry_the_bounds_of_their_segment():
     segments = pack_segments([[3, 2], [6]], seq_len=6)
     np.testing.assert_array_equal(segments.segment_ids, [[1, 1, 1, 2, 2, 0], [1] * 6])
     np.testing.assert_array_equal(segments.positions, [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
@@ -16,7 +16,7 @@ def test_every_token_knows_its_segment():
     assert {leaf.dtype for leaf in jax.tree.leaves(segments)} == {np.dtype(np.int32)}
 
 
-def test_starts_and_ends_say_which_keys_a_query_sees():
+def test_starts_and_ends_bound_the_visible_keys():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 9, size=12).tolist()
     segments = pack_segments([lengths], seq_len=sum(lengths) + 5)
@@ -40,7 +40,7 @@ def test_segment_slots_are_bucketed(count, slots):
     assert pack_segments([[1] * count], seq_len=64).cu_seqlens.shape == (1, slots + 1)
 
 
-def test_one_compilation_serves_all_batches_of_a_bucket():
+def test_batches_of_a_bucket_share_one_compilation():
     x = np.ones((1, 16, 1, 4), np.float32)
     attend = jax.jit(lambda segments: packed_attention(x, x, x, segments))
     for lengths in ([1, 2, 3], [4, 4, 4, 4], [16]):
@@ -48,13 +48,13 @@ def test_one_compilation_serves_all_batches_of_a_bucket():
     assert attend._cache_size() == 1
 
 
-def test_boundaries_give_the_same_metadata_as_lengths():
+def test_cu_seqlens_give_the_same_metadata_as_lengths():
     got = segments_from_cu_seqlens([[0, 3, 5], [0, 6]], seq_len=6)
     assert jax.tree.all(jax.tree.map(np.array_equal, got, pack_segments([[3, 2], [6]], seq_len=6)))
 
 
 @pytest.mark.parametrize("row", [[0, 3, 3, 5], [0, 4, 2], [1, 3], [], [0, 9]])
-def test_bad_boundaries_are_refused(row):
+def test_bad_cu_seqlens_are_refused(row):
     with pytest.raises(ValueError, match=r"cu_seqlens of row 1 must increase from 0 to at most 8, got"):
         segments_from_cu_seqlens([[0, 8], row], seq_len=8)
 

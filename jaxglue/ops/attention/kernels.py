@@ -26,7 +26,7 @@ MASKED = tl.constexpr(-(2.0**100))
 
 @triton.jit
 def _query_tile(PACKS: tl.constexpr):
-    """Return this program's (tile of queries, pack of heads); late tiles of a segment have most to do and come first."""
+    """Return this program's (query tile, pack of heads); late tiles of a segment have most work and come first."""
     index = tl.program_id(0)
     return tl.num_programs(0) // PACKS - 1 - index // PACKS, index % PACKS
 

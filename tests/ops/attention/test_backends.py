@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what is refused before anything is launched."""
+"""The choice of an attention backend, and refusals before a launch."""
 
 import itertools
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_auto_chooses_by_gpu_and_shape(changes, capability, expected):
         ("flash", {}, (9, 0), "backend must be one of.*got 'flash'"),
     ],
 )
-def test_a_named_backend_that_cannot_serve_says_why(backend, changes, capability, message):
+def test_named_backend_that_cannot_serve_says_why(backend, changes, capability, message):
     pytest.importorskip("jax_triton", reason="without jax-triton that is the obstacle that is named")
     with pytest.raises(ValueError, match=message):
         ATTENTION.choose(capability, replace(LLAMA, **changes), backend=backend)
@@ -70,7 +70,7 @@ def arguments(**changes):
         ({}, {"sinks": jnp.ones(3)}, r"sinks .* 4 query heads, got shape \(3,\)"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(shapes, options, message):
+def test_unfit_arguments_are_refused(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         packed_attention(*arguments(**shapes), pack_segments([[8]], seq_len=8), **options)
 
@@ -82,7 +82,7 @@ def test_mixed_dtypes_are_refused():
 
 
 def naive_attention(q, k, v, lengths, window, sinks):
-    """One document, one query and one head at a time, in numpy."""
+    """Attend one document, one query and one head at a time, in numpy."""
     out, begin = np.zeros(q.shape), 0
     for length in lengths:
         for t, n in itertools.product(range(length), range(q.shape[2])):
@@ -97,7 +97,7 @@ def naive_attention(q, k, v, lengths, window, sinks):
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_reference_is_softmax_attention_inside_each_document(window, with_sinks):
+def test_reference_is_softmax_attention_in_each_document(window, with_sinks):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=x.shape).astype(np.float32) for x in arguments())
     sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32) if with_sinks else None

@@ -1,4 +1,4 @@
-"""The kernels compiled for an H200 on a machine without a GPU. Needs jax-cuda13-plugin and jax-cuda13-pjrt, no more."""
+"""Kernels compiled for an H200 without a GPU; needs jax-cuda13-plugin and jax-cuda13-pjrt."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxglue.ops.segments import PackedSegments
 
 
 def compile_step(sharding, *, T, N, K, H, window, policy):
-    """The gradient of a checkpointed attention call, compiled."""
+    """Compile the gradient of a checkpointed attention call."""
     from jaxglue.ops.attention.tiles import kernel_tiles
     from jaxglue.ops.attention.triton import TritonAttention
 
@@ -40,7 +40,7 @@ def kernels(compiled) -> int:
     return compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
 
 
-def test_saved_residuals_spare_the_second_forward_kernel(h200):
+def test_saved_residuals_spare_a_forward_kernel(h200):
     shape = {"T": 16_384, "N": 32, "K": 8, "H": 128, "window": None}
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
     assert kernels(compile_step(h200, **shape, policy=saved)) == 3
@@ -50,7 +50,7 @@ def test_saved_residuals_spare_the_second_forward_kernel(h200):
 @pytest.mark.parametrize(
     ("N", "K", "H", "window"), [(64, 8, 64, 128), (40, 8, 128, None), (32, 32, 96, None), (8, 2, 256, 4096)]
 )
-def test_memory_grows_with_tokens_not_with_their_square(h200, N, K, H, window):
+def test_memory_is_linear_in_tokens(h200, N, K, H, window):
     T = 131_072
     policy = jax.checkpoint_policies.everything_saveable
     temporary = (

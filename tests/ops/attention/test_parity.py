@@ -25,7 +25,7 @@ class Case:
     sinks: bool = False
 
     def inputs(self, dtype):
-        """(q, k, v, sinks), segments, dout."""
+        """Return (q, k, v, sinks), segments, dout."""
         keys = jax.random.split(jax.random.key(0), 5)
         q, k, v, dout = (
             jax.random.normal(key, (len(self.lengths), self.T, heads, self.H), dtype)
@@ -51,7 +51,7 @@ SMALL = {
 
 
 def random_lengths(total: int, count: int, seed: int = 0) -> tuple[int, ...]:
-    """`count` random lengths, some of them 1, that add up to `total`."""
+    """Return `count` random lengths, some of them 1, that add up to `total`."""
     cuts = np.random.default_rng(seed).choice(np.arange(1, total), size=count - 1, replace=False)
     cuts = np.union1d(cuts, [1, 2, total - 1])
     return tuple(np.diff([0, *cuts, total]).tolist())
@@ -73,7 +73,7 @@ LARGE = {
 
 
 def output_and_gradients(attention, inputs, dout):
-    """(out, (dq, dk, dv, dsinks)) in float32."""
+    """Return (out, (dq, dk, dv, dsinks)) in float32."""
 
     @jax.jit
     def step(inputs, dout):
@@ -84,7 +84,7 @@ def output_and_gradients(attention, inputs, dout):
 
 
 def expected_of(case, inputs, segments, dout):
-    """The same by the reference, computed in float32."""
+    """Return the reference's output and gradients, computed in float32."""
     q, k, v, sinks = inputs
     exact = (*(x.astype(jnp.float32) for x in (q, k, v)), sinks)
     with jax.default_matmul_precision("highest"):
@@ -96,7 +96,7 @@ def expected_of(case, inputs, segments, dout):
 
 
 def assert_close(got, expected, dout, tolerance):
-    """‖got − expected‖ ≤ tolerance·‖expected‖ for every array; one that should vanish is measured against dout."""
+    """Assert ‖got − expected‖ ≤ tolerance·‖expected‖ for every array; against ‖dout‖ where expected is 0."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         scale = np.linalg.norm(b) or np.linalg.norm(dout.astype(jnp.float32))
@@ -104,7 +104,7 @@ def assert_close(got, expected, dout, tolerance):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backend):
+def test_interpreted_kernels_match_the_reference(name, interpreted_backend):
     case = SMALL[name]
     inputs, segments, dout = case.inputs(jnp.float32)
     tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
@@ -121,7 +121,7 @@ def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backen
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, jnp.bfloat16) for name in LARGE), ("Llama", jnp.float16), ("GPT-OSS", jnp.float16)]
 )
-def test_backends_on_a_gpu_match_the_reference(name, dtype, backend):
+def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
     inputs, segments, dout = case.inputs(dtype)
 
@@ -134,7 +134,7 @@ def test_backends_on_a_gpu_match_the_reference(name, dtype, backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "triton"])
-def test_nothing_is_read_back_from_the_device(backend):
+def test_no_transfer_from_the_device(backend):
     case = LARGE["GPT-OSS"]
     (q, k, v, sinks), segments, dout = case.inputs(jnp.bfloat16)
 
@@ -150,7 +150,7 @@ def test_nothing_is_read_back_from_the_device(backend):
 
 
 @pytest.mark.gpu
-def test_triton_gradients_are_the_same_in_every_run():
+def test_triton_gradients_are_deterministic():
     case = LARGE["Llama"]
     inputs, segments, dout = case.inputs(jnp.bfloat16)
 
@@ -162,7 +162,7 @@ def test_triton_gradients_are_the_same_in_every_run():
 
 
 @pytest.mark.gpu
-def test_the_end_of_a_row_with_more_elements_than_an_int32_counts():
+def test_offsets_beyond_int32():
     last = 200
     case = Case(lengths=((4096,) * 31 + (4096 - last, last),), T=131_072, N=136, K=8, H=128)
     inputs, segments, dout = case.inputs(jnp.bfloat16)

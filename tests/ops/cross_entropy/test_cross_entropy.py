@@ -1,4 +1,4 @@
-"""Cross-entropy fused with the output projection, and our kernel for it, against the definition in float32."""
+"""Cross-entropy fused with the output projection, and its kernel, against the definition in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ M, D, V = 11, 16, 37
 
 @pytest.fixture
 def case():
-    """(x, weight, targets, weights of predictions, of which some are 0)."""
+    """(x, weight, targets, loss weights with some 0)."""
     keys = jax.random.split(jax.random.key(0), 4)
     x, weight = jax.random.normal(keys[0], (M, D)), jax.random.normal(keys[1], (V, D))
     targets = jax.random.randint(keys[2], (M,), 0, V).at[3].set(V - 1)
@@ -30,7 +30,7 @@ def assert_close(got, expected, tolerance):
 
 
 @pytest.mark.parametrize("chunk", [None, 4, 11])
-def test_loss_and_gradients_are_those_of_the_definition(case, chunk):
+def test_loss_and_gradients_match_the_definition(case, chunk):
     x, weight, *rest = case
     expected = jax.value_and_grad(by_definition, (0, 1))(x, weight, *rest)
     assert_close(jax.value_and_grad(linear_cross_entropy, (0, 1))(x, weight, *rest, chunk), expected, 1e-5)
@@ -39,7 +39,7 @@ def test_loss_and_gradients_are_those_of_the_definition(case, chunk):
     assert_close(frozen, expected[1][0], 1e-5)
 
 
-def test_a_chunk_is_the_largest_power_of_two_that_fits():
+def test_chunk_is_the_largest_power_of_two_that_fits():
     assert chunk_size(151_936) == 1024
     assert 4 * chunk_size(1000) * 1000 <= module.LOGITS_BYTES < 8 * chunk_size(1000) * 1000
 
@@ -54,7 +54,7 @@ def interpreted_cross_entropy(interpreted, monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [1.0, 200.0])
-def test_the_kernel_matches_the_reference(interpreted_cross_entropy, case, scale):
+def test_kernel_matches_the_reference(interpreted_cross_entropy, case, scale):
     x, weight, targets, weights = case
     arguments = scale * x @ weight.T, targets, weights, jnp.float32
     got = interpreted_cross_entropy(*arguments)
@@ -64,7 +64,7 @@ def test_the_kernel_matches_the_reference(interpreted_cross_entropy, case, scale
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [1000, 50_257])
-def test_bf16_on_the_gpu_matches_the_definition_in_float32(vocab_size):
+def test_bf16_matches_float32_on_a_gpu(vocab_size):
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight = (jax.random.normal(k, (n, 64), jnp.bfloat16) for k, n in zip(keys, (300, vocab_size), strict=False))
     rest = jax.random.randint(keys[2], (300,), 0, vocab_size), jnp.arange(300) % 3 / 2

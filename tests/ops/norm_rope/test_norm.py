@@ -1,4 +1,4 @@
-"""The norm of a residual stream's branch: kernels against the reference, outputs and gradients."""
+"""Norm of a residual stream: outputs and gradients of the kernels against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ EPS = 1e-3
 
 
 def random_case(shape, dtype=jnp.float32):
-    """((x, weight), (dresidual, dout))."""
+    """Return ((x, weight), (dresidual, dout))."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
     return (normal(*shape), 1 + normal(shape[-1]) / 4), (normal(*shape), normal(*shape))
 
 
 def output_and_gradients(backend, inputs, douts):
-    """((x, normed), (dx, dweight)) in float32."""
+    """Return ((x, normed), (dx, dweight)) in float32."""
     out, pull = jax.vjp(lambda x, weight: branch_norm(x, weight, EPS, backend=backend), *inputs)
     return jax.tree.map(lambda x: np.asarray(x, np.float32), (out, pull(douts)))
 
@@ -29,7 +29,7 @@ def assert_close(got, expected, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
-def test_the_reference_matches_numpy():
+def test_reference_matches_numpy():
     (x, weight), _ = random_case((2, 3, 24))
     stream, normed = branch_norm(x, weight, EPS, backend="reference")
     np.testing.assert_array_equal(stream, x)
@@ -37,7 +37,7 @@ def test_the_reference_matches_numpy():
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 64), (3, 1, 45)])
-def test_kernels_in_the_interpreter_match_the_reference(shape, interpreted_backend):
+def test_interpreted_kernels_match_the_reference(shape, interpreted_backend):
     case = random_case(shape)
     expected = output_and_gradients("reference", *case)
     with NORM_ROPE.using(interpreted_backend):
@@ -47,13 +47,13 @@ def test_kernels_in_the_interpreter_match_the_reference(shape, interpreted_backe
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(2, 37, 1024), (1, 50, 2880), (1, 9, 8192)])
-def test_kernels_on_a_gpu_match_the_reference(shape, dtype):
+def test_kernels_match_the_reference_on_a_gpu(shape, dtype):
     half = random_case(shape, dtype)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
     assert_close(output_and_gradients("triton", *half), output_and_gradients("reference", *exact), 1e-2)
 
 
-def test_a_frozen_norm_costs_one_kernel_forward_and_one_backward(h200):
+def test_frozen_norm_is_one_kernel_each_way(h200):
     def step(x, weight, douts):
         out, pull = jax.vjp(lambda x: branch_norm(x, weight, EPS), x)
         return out[1], pull(douts)
@@ -68,6 +68,6 @@ def test_a_frozen_norm_costs_one_kernel_forward_and_one_backward(h200):
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
 
 
-def test_a_weight_of_another_width_is_refused():
+def test_weight_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"x's last axis, \[8\], got shape \(4,\)"):
         branch_norm(jnp.zeros((2, 8)), jnp.zeros(4), EPS)

@@ -1,4 +1,4 @@
-"""Norm and rotation of heads: every backend against NumPy and the reference, outputs and gradients."""
+"""Norm and rotation of heads: outputs and gradients of every backend against numpy and the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ CASES = {
 
 
 def random_case(name, dtype=jnp.float32):
-    """((q, k, norms), tables, (dq, dk)) over uneven segments."""
+    """Return ((q, k, norms), tables, (dq, dk)) over uneven segments."""
     N, K, H, normed, rope = CASES[name]
     segments = pack_segments([[5, 2, 4], [9]], seq_len=12)
     rng, shape = np.random.default_rng(0), segments.positions.shape
@@ -34,7 +34,7 @@ def random_case(name, dtype=jnp.float32):
 
 
 def output_and_gradients(backend, inputs, tables, douts):
-    """((q, k), (dq, dk, the norms' gradients)) in float32."""
+    """Return ((q, k), (dq, dk, the norms' gradients)) in float32."""
     out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, *tables, norms=norms, backend=backend), *inputs)
     return jax.tree.map(lambda x: np.asarray(x, np.float32), (out, pull(douts)))
 
@@ -45,7 +45,7 @@ def assert_close(got, expected, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
 
-def test_the_reference_matches_numpy():
+def test_reference_matches_numpy():
     (q, k, norms), (cos, sin), _ = random_case("odd numbers")
     turns = np.asarray(cos + 1j * sin)[:, :, None]
     for got, x, weight in zip(
@@ -57,7 +57,7 @@ def test_the_reference_matches_numpy():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backend):
+def test_interpreted_kernels_match_the_reference(name, interpreted_backend):
     case = random_case(name)
     expected = output_and_gradients("reference", *case)
     with NORM_ROPE.using(interpreted_backend):
@@ -67,21 +67,21 @@ def test_kernels_in_the_interpreter_match_the_reference(name, interpreted_backen
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_on_a_gpu_match_the_reference(name, dtype):
+def test_kernels_match_the_reference_on_a_gpu(name, dtype):
     half = random_case(name, dtype)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), half)
     assert_close(output_and_gradients("triton", *half), output_and_gradients("reference", *exact), 1e-2)
 
 
 @pytest.mark.parametrize(("name", "heads"), [("normed", 2), ("not normed", 0)])
-def test_the_gradient_keeps_heads_only_for_norms(name, heads, interpreted_backend):
+def test_residuals_hold_heads_only_for_norms(name, heads, interpreted_backend):
     (q, k, norms), tables, _ = random_case(name)
     with NORM_ROPE.using(interpreted_backend):
         _, pull = jax.vjp(lambda q, k: rotate_heads(q, k, *tables, norms=norms), q, k)
     assert sum(x.shape in (q.shape, k.shape) for x in jax.tree.leaves(pull)) == heads
 
 
-def test_frozen_norms_cost_one_kernel_forward_and_one_backward(h200):
+def test_frozen_norms_are_one_kernel_each_way(h200):
     def step(q, k, weights, tables, douts):
         out, pull = jax.vjp(lambda q, k: rotate_heads(q, k, *tables, norms=HeadNorms(*weights, EPS)), q, k)
         return out, pull(douts)
@@ -109,13 +109,13 @@ def test_frozen_norms_cost_one_kernel_forward_and_one_backward(h200):
         ({"backend": "triton"}, "cannot serve this norm and rotation"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(changes, message):
+def test_unfit_arguments_are_refused(changes, message):
     tables = {name: jnp.zeros((1, 3, 4)) for name in ("cos", "sin")}
     arguments = {"q": jnp.zeros((1, 3, 2, 8)), "k": jnp.zeros((1, 3, 1, 8)), **tables} | changes
     with pytest.raises(ValueError, match=message):
         rotate_heads(**arguments)
 
 
-def test_the_choice_of_a_backend_names_its_reason():
+def test_backend_choice_names_its_reason():
     assert NORM_ROPE.choose((9, 0), jnp.bfloat16).name == "triton"
     assert "float32" in NORM_ROPE.choose((9, 0), jnp.float32).reason

@@ -1,4 +1,4 @@
-"""The differentiation rule that the fused backends share."""
+"""Differentiation rule of the fused backends."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ FORWARD_PRIMITIVE = "erf"  # stands for the forward kernel: nothing else in thes
 
 @dataclass(frozen=True)
 class Marked:
-    """A backend whose forward pass can be counted in a traced program."""
+    """A backend with a countable forward pass in a traced program."""
 
     def forward(self, q, k, v, sinks, segments, *, window):
         return jax.lax.erf(q), q.sum(-1)
@@ -26,7 +26,7 @@ class Marked:
 
 
 def count(jaxpr, primitive: str) -> int:
-    """Occurrences of a primitive in a program and all programs inside it."""
+    """Count a primitive in a program and all programs inside it."""
     inner = sum(count(sub, primitive) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params))
     return inner + sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
 
@@ -50,13 +50,13 @@ def qkv():
         (jax.checkpoint_policies.nothing_saveable, 2),
     ],
 )
-def test_a_policy_that_saves_the_residuals_runs_the_forward_kernel_once(loss, qkv, policy, forward_passes):
+def test_saved_residuals_run_the_forward_kernel_once(loss, qkv, policy, forward_passes):
     step = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
     program = jax.jit(step).trace(*qkv).jaxpr
     assert count(program.jaxpr, FORWARD_PRIMITIVE) == forward_passes
 
 
-def test_checkpointing_does_not_change_the_gradients(loss, qkv):
+def test_checkpointing_keeps_the_gradients(loss, qkv):
     policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
     plain = jax.grad(loss, (0, 1, 2))(*qkv)
     saved = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))(*qkv)

@@ -1,4 +1,4 @@
-"""SwiGLU between adapters: the kernels and XLA's rule against the definition."""
+"""SwiGLU between adapters: kernels and reference against the definition."""
 
 import re
 
@@ -15,7 +15,7 @@ CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
 
 
 def random_case(M, F, R, dtype=jnp.float32):
-    """(arguments, cotangents)."""
+    """Return (arguments, cotangents)."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape, dtype=dtype, scale=1.0):
@@ -34,7 +34,7 @@ def by_definition(gate, up, hidden, matrices):
 
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request):
-    """What `lora_swiglu` uses: XLA, or the kernels on the CPU with small tiles."""
+    """None for the reference, or the kernels on the CPU with small tiles."""
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
@@ -46,7 +46,7 @@ def backend(request):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_those_of_the_definition(backend, case):
+def test_outputs_and_gradients_match_the_definition(backend, case):
     case = random_case(*case)
     with LORA_SWIGLU.using(backend):
         got = outputs_and_gradients(lora_swiglu, *case)
@@ -55,14 +55,14 @@ def test_outputs_and_gradients_are_those_of_the_definition(backend, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, (1000, 3072, 16), (300, 1000, 32)])
-def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
+def test_bf16_matches_float32_on_a_gpu(case):
     case = random_case(*case, jnp.bfloat16)
     with jax.default_matmul_precision("highest"):
         expected = outputs_and_gradients(by_definition, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
     assert_close(outputs_and_gradients(lora_swiglu, *case), expected, 1e-2)
 
 
-def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
+def test_only_kernels_write_wide_arrays(h200):
     M, F, R = 1024, 512, 16
     arguments, cotangents = jax.eval_shape(lambda: random_case(M, F, R, jnp.bfloat16))
     shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (arguments, cotangents))

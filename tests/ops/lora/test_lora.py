@@ -1,4 +1,4 @@
-"""Products of adapters side by side: the kernel of their gradients against two matmuls and the definition."""
+"""Products of adapters side by side: kernels and matmuls against the definition."""
 
 import re
 
@@ -17,7 +17,7 @@ CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 
 
 
 def random_case(M, outputs, ranks, dtype=jnp.float32):
-    """((hidden, matrices), cotangents)."""
+    """Return ((hidden, matrices), cotangents)."""
     keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(ranks)))
     hidden = jax.random.normal(next(keys), (1, M, sum(ranks)), dtype)
     matrices = [jax.random.normal(next(keys), shape) for shape in zip(outputs, ranks, strict=True)]
@@ -32,7 +32,7 @@ def by_definition(hidden, matrices):
 
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request):
-    """Computes the gradients; the kernel on the CPU, with small tiles."""
+    """None for the reference, or the kernels on the CPU with small tiles."""
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
@@ -44,7 +44,7 @@ def backend(request):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_products_and_gradients_are_those_of_the_definition(backend, case):
+def test_products_and_gradients_match_the_definition(backend, case):
     arguments = random_case(*case)
     with LORA.using(backend):
         got = outputs_and_gradients(lora_expand, *arguments)
@@ -53,7 +53,7 @@ def test_products_and_gradients_are_those_of_the_definition(backend, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, (1000, (3072, 1000), (16, 16)), (300, (1536,), (64,))])
-def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
+def test_bf16_matches_float32_on_a_gpu(case):
     arguments, cotangents = random_case(*case, jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, cotangents))
     with jax.default_matmul_precision("highest"):
@@ -61,8 +61,8 @@ def test_bf16_on_the_gpu_matches_the_definition_in_float32(case):
     assert_close(outputs_and_gradients(lora_expand, arguments, cotangents), expected, 1e-2)
 
 
-def test_wide_arrays_are_written_by_kernels_alone_on_a_gpu(h200):
-    """Two adapters of one input."""
+def test_only_kernels_write_wide_arrays(h200):
+    # two adapters of one input
     M, D, N, R = 2048, 512, 1024, 16
 
     def step(x, down, up, cotangents):
