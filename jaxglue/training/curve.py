@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""The loss curve of a run."""
 
 import os
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from jaxglue.training.metrics import read_metrics
 
 
 def save_loss_curve(metrics: Path, output: Path) -> None:
-    """Draws `loss` and `eval_loss` of a `metrics.jsonl` over the steps, as a PNG."""
-    # Only now: every start would wait a second for matplotlib.
+    """Draw `loss` and `eval_loss` of a `metrics.jsonl` over the steps, as a PNG."""
+    # Imported late: matplotlib would delay every start by a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -30,7 +30,7 @@ def save_loss_curve(metrics: Path, output: Path) -> None:
 
 
 def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:
-    """Exponential moving average, corrected for its start as in Adam (Kingma & Ba 2015, section 3)."""
+    """Return the exponential moving average, bias-corrected as in Adam (Kingma & Ba 2015, section 3)."""
     average, smoothed = 0.0, []
     for count, value in enumerate(values, start=1):
         average = decay * average + (1 - decay) * value

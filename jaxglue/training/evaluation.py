@@ -1,4 +1,4 @@
-"""What a run looks at between steps: the loss on held-out data, and how routers spread tokens over experts."""
+"""Evaluation between steps: loss on held-out data, and load of experts."""
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ from jaxglue.training.setup import Setup
 
 
 class Evaluation:
-    """Figures about a model as it stands.
+    """Evaluates a model during training.
 
     Args:
-        setup: of the run; its held-out batches, if there are any.
+        setup: the run, perhaps with held-out batches.
         executor: runs the model.
         probe: reads its routers.
-        mesh: the devices that share the work; None for one device.
+        mesh: devices that share the work; None for one device.
     """
 
     def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
@@ -30,16 +30,16 @@ class Evaluation:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to look at: held-out data, or routers."""
+        """Whether the run has held-out data or routers."""
         return self._batches is not None or self._probe is not None
 
     def read(self, step: int, trainable: Params, frozen: Params, last_batch: Batch | None) -> dict[str, float]:
-        """`eval_loss`, the mean per held-out target token, if there is such data, and what `ExpertLoadProbe` reads.
+        """Return `eval_loss`, the mean per held-out target token, and expert load, where the run has them.
 
         Args:
-            step: number of the step after which this is.
+            step: optimizer steps done.
             trainable, frozen: parameter trees of `split_model`.
-            last_batch: a batch for the routers, should nothing be held out.
+            last_batch: batch for the routers where nothing is held out.
         """
         values = {}
         if self._batches is not None:

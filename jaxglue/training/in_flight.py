@@ -1,4 +1,4 @@
-"""Steps that have been dispatched, and when the device was done with them."""
+"""Dispatched steps, and when the devices finished them."""
 
 import time
 from collections import deque
@@ -10,27 +10,27 @@ import jax
 
 
 class StepResult(NamedTuple):
-    """A step that has been dispatched; the arrays may still be computed."""
+    """A dispatched step, whose values may still be computing."""
 
     step: int
     values: dict[str, jax.Array]
-    """loss, learning_rate and, unless layers are updated in the backward pass, grad_norm."""
+    """loss, learning_rate and, unless parameters are updated in the backward pass, grad_norm."""
     tokens: int
 
 
 class StepsInFlight:
-    """Results in the order of their steps. A thread notes when each is there: the host may look much later."""
+    """Queue of results in the order of their steps; a thread notes when each is done, for the host looks later."""
 
     def __init__(self) -> None:
         self._waiter = ThreadPoolExecutor(1)
         self._results: deque[tuple[StepResult, Future[float]]] = deque()
 
     def add(self, result: StepResult) -> None:
-        """Takes the result of a step that has just been dispatched."""
+        """Append the result of a step just dispatched."""
         self._results.append((result, self._waiter.submit(_when_done, result)))
 
     def take(self, *, leave: int) -> Iterator[tuple[StepResult, float]]:
-        """Waits for all results but the last few, and hands out each with the time of `time.perf_counter`."""
+        """Yield all results but the last `leave`, each with the time it was done, `time.perf_counter`."""
         while len(self._results) > leave:
             result, done = self._results.popleft()
             yield result, done.result()

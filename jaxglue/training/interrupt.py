@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave."""
+"""Ctrl-C and SIGTERM: finish the step, save, exit."""
 
 import os
 import signal
@@ -7,9 +7,9 @@ from typing import Self
 
 
 class Interrupt:
-    """While its context lasts, the first SIGINT or SIGTERM only sets `requested`; the second raises KeyboardInterrupt.
+    """Context in which a first SIGINT or SIGTERM sets `requested` and a second one raises KeyboardInterrupt.
 
-    Signals reach Python's main thread only, so the context must be entered there.
+    Enter it in Python's main thread, the only one that receives signals.
     """
 
     requested = False
@@ -28,5 +28,5 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt(f"second signal ({name}) before the checkpoint was saved")
         self.requested = True
-        # A handler may interrupt a print, and print does not allow itself to be re-entered.
+        # The handler may interrupt a print, which cannot be re-entered.
         os.write(2, f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n".encode())

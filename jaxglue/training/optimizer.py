@@ -1,4 +1,4 @@
-"""AdamW over the parts of a model, in a few launches on a GPU, else in compiled updates of a few parts each."""
+"""AdamW over the parts of a model: a few kernel launches on one GPU, elsewhere compiled updates of a few parts each."""
 
 import itertools
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class OptimizerConfig(Config):
 
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Learning rate of each optimizer step, counted from 0."""
+    """Return the learning rate as a function of the optimizer steps done."""
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
     warmup = round(config.warmup_ratio * total_steps)
     rest = max(total_steps - warmup, 1)
@@ -69,14 +69,14 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
         "linear": optax.linear_schedule(peak, end, rest),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
-    # The first step already moves: it is step 1 of the warm-up's count.
+    # The first step counts as step 1 of the warm-up, so that its rate is not 0.
     return optax.join_schedules(
         [optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1)), after], [warmup]
     )
 
 
 class Optimizer:
-    """AdamW with global-norm clipping. Its state is a tree with the places of the trainable one."""
+    """AdamW with global-norm clipping; its state is a tree with the keys of the trainable one."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = WHOLE):
         self._layout = layout
@@ -97,24 +97,26 @@ class Optimizer:
         self._update_fused = jax.jit(self._fused_step, donate_argnums=(0, 1), static_argnames=("kernels", "clips"))
 
     def init(self, trainable: Params) -> Params:
-        """State before the first step: `mu` and `nu` of every part."""
+        """Return the state before the first step: `mu` and `nu` of every part."""
         state: Params = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
-        for place in places(trainable):
-            prefix = place if isinstance(place, str) else ""
-            set_part(state, place, commit(self._init(get_part(trainable, place), prefix=prefix)))
+        for key in param_keys(trainable):
+            prefix = key if isinstance(key, str) else ""
+            set_part(state, key, commit(self._init(get_part(trainable, key), prefix=prefix)))
         return state
 
     def update(
         self, trainable: Params, state: Params, gradients: Params, step: int
     ) -> tuple[Params, Params, dict[str, Float[Array, ""]]]:
-        """(new trainable, new state, grad_norm and learning_rate); the old trees are donated.
+        """Update all parts; return new trainable, new state, and grad_norm and learning_rate.
+
+        The old trees are donated.
 
         Args:
-            trainable, state, gradients: of this step.
+            trainable, state, gradients: trees of this step.
             step: optimizer steps done before.
         """
-        everything = places(trainable)
-        old, states, gradient = ([get_part(tree, at) for at in everything] for tree in (trainable, state, gradients))
+        keys = param_keys(trainable)
+        old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
         if kernels := self._kernels(old):
             new, new_states, values = self._update_fused(old, states, gradient, np.int32(step), kernels=kernels)
         else:
@@ -125,22 +127,22 @@ class Optimizer:
             for batch in batches:
                 some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), scalars)
                 new, new_states = new + some[0], new_states + some[1]
-        return _with_parts(trainable, everything, new), _with_parts(state, everything, new_states), values
+        return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
-        """The learning rate after `step` optimizer steps, as `update` reports it."""
+        """Return the learning rate after `step` optimizer steps, as `update` reports it."""
         return {"learning_rate": self._learning_rate(np.int32(step))}
 
     def update_part(
-        self, trainable: Params, state: Params, place: ParamKey, gradient: Params, step: int
+        self, trainable: Params, state: Params, key: ParamKey, gradient: Params, step: int
     ) -> tuple[Params, Params]:
-        """(trainable, state) with one part updated, without clipping; the part's old arrays are donated."""
-        parts = [get_part(trainable, place)], [get_part(state, place)], [gradient]
+        """Update one part without clipping; return trainable and state. The part's old arrays are donated."""
+        parts = [get_part(trainable, key)], [get_part(state, key)], [gradient]
         if kernels := self._kernels(parts[0]):
             new, new_states, _ = self._update_fused(*parts, np.int32(step), kernels=kernels, clips=False)
         else:
             new, new_states = self._update(*parts, self._scalars(None, np.int32(step))[0])
-        return _with_parts(trainable, [place], new), _with_parts(state, [place], new_states)
+        return _with_parts(trainable, [key], new), _with_parts(state, [key], new_states)
 
     def _init_part(self, part: Params, prefix: str = "") -> Params:
         leaves, treedef = jax.tree.flatten(part)
@@ -149,7 +151,7 @@ class Optimizer:
         return {"mu": mu, "nu": nu}
 
     def _step_scalars(self, squares: list[Array] | None, step: Array) -> tuple[StepScalars, dict[str, Array]]:
-        """What the updates of this step share, and what is reported of it; no squares, no clipping."""
+        """Return the scalars of all updates and the reported values; without squares nothing is clipped."""
         norm = jnp.sqrt(sum(squares or [], start=jnp.float32(0)))
         clips = self._clip_norm and squares is not None
         scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12)) if clips else jnp.float32(1)
@@ -157,7 +159,7 @@ class Optimizer:
         return self._adam.scalars(scale, rate, step), {"grad_norm": norm, "learning_rate": rate}
 
     def _update_parts(self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars):
-        """(new parts, new states)."""
+        """Return new parts and new states."""
         flat, rebuild = _flatten(parts, states, gradients)
         rows = zip(*flat, _decays(parts), strict=True)
         new = [self._adam.update(p, m, v, g, scalars, decays=decays) for p, m, v, g, decays in rows]
@@ -173,7 +175,7 @@ class Optimizer:
         kernels: "TritonAdam",
         clips: bool = True,
     ):
-        """Return (new parts, new states, reported values)."""
+        """Return new parts, new states and the reported values."""
         flat, rebuild = _flatten(parts, states, gradients)
         scalars, values = self._step_scalars([kernels.square_norm(flat[3])] if clips else None, step)
         parameters, mus, nus, slopes = flat
@@ -185,7 +187,7 @@ class Optimizer:
 
 
 def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:
-    """((parameters, mus, nus, gradients), what makes (parts, states) of the first three again)."""
+    """Return leaves of (parameters, mus, nus, gradients), and a function from the first three to (parts, states)."""
     leaves, treedef = jax.tree.flatten(parts)
     mus, nus = (jax.tree.leaves([state[name] for state in states], is_leaf=is_moment) for name in ("mu", "nu"))
 
@@ -196,21 +198,21 @@ def _flatten(parts: list[Params], states: list[Params], gradients: list[Params])
     return [leaves, mus, nus, jax.tree.leaves(gradients)], rebuild
 
 
-def _with_parts(tree: Params, where: list[ParamKey], parts: list[Params]) -> Params:
-    """The tree with the parts of these places replaced."""
+def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Params:
+    """Return the tree with the parts at these keys replaced."""
     tree = {**tree, "layers": list(tree["layers"])}
-    for place, part in zip(where, parts, strict=True):
-        set_part(tree, place, part)
+    for key, part in zip(keys, parts, strict=True):
+        set_part(tree, key, part)
     return tree
 
 
-def places(tree: Params) -> list[ParamKey]:
-    """The places of all parts that hold a parameter, the layers last."""
+def param_keys(tree: Params) -> list[ParamKey]:
+    """Return the keys of all parts with parameters, layers last."""
     names: list[ParamKey] = [name for name in sorted(tree.keys() - {"layers"}) if jax.tree.leaves(tree[name])]
     return names + [index for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer)]
 
 
 def _decays(parts: list[Params]) -> list[bool]:
-    """Whether weights decay, for every leaf: those of matrices do. Biases of experts have two axes too."""
+    """Tell for each leaf whether it decays: matrices do, but for experts' biases, which have two axes too."""
     bias = jax.tree_util.DictKey("bias")
     return [leaf.ndim > 1 and path[-1] != bias for path, leaf in jax.tree_util.tree_leaves_with_path(parts)]

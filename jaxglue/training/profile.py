@@ -7,14 +7,14 @@ import jax
 
 
 class StepProfiler:
-    """Traces `count` steps from step `first` on into a folder that TensorBoard and xprof read; none for count 0."""
+    """Traces `count` steps from step `first` on, into a folder for TensorBoard and xprof."""
 
     def __init__(self, folder: Path, *, first: int, count: int):
         self._folder, self._first, self._end = folder, first, first + count
         self._tracing = False
 
     def before(self, step: int) -> None:
-        """Called before a step is dispatched."""
+        """Start or stop the trace; call it before dispatching each step."""
         if step == self._first and self._end > self._first:
             jax.profiler.start_trace(str(self._folder))
             self._tracing = True

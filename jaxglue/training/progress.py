@@ -9,28 +9,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 _NOTABLE_WAIT = 0.01
-"""Share of the time spent waiting for data from which on it is shown."""
+"""Share of time spent waiting for data above which it is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What is logged of a step; its fields are the names in `metrics.jsonl`."""
+    """The logged values of a step, under their names in `metrics.jsonl`."""
 
     loss: float
     """Nats per target token."""
     learning_rate: float
     grad_norm: float | None
-    """None when layers are updated before all gradients are there."""
+    """None when parameters are updated in the backward pass."""
     tokens_per_second: float
     mfu: float | None
-    """0–1; None on a device with an unknown peak."""
+    """Model FLOPs utilization, 0–1; None on a device of unknown peak."""
     memory_gb: float
     data_wait: float
-    """Share of the time spent waiting for a batch, 0–1."""
+    """Share of time spent waiting for a batch, 0–1."""
 
 
 class TrainingProgress:
-    """Shows the steps of a run while its context lasts. It only formats numbers that are on the host already."""
+    """Shows the steps of a run while its context lasts; it never waits for a device."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class TrainingProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepares the display.
+        """Prepare the display.
 
         Args:
-            total_steps: optimizer steps at the end of the run.
-            first_step: steps done before, for a resumed run.
-            console: where to print; by default standard output.
+            total_steps: optimizer steps of the whole run.
+            first_step: steps done before a resume.
+            console: by default standard output.
             clock: seconds, for the time left.
         """
         self.console = console or Console()
@@ -64,22 +64,22 @@ class TrainingProgress:
         self._bar.stop()
 
     def advance(self, step: int) -> None:
-        """Moves the bar; `step` steps are done."""
+        """Move the bar to `step` steps done."""
         self._bar.update(self._task, completed=step)
 
     def report(self, step: int, report: StepReport) -> None:
-        """Shows the values of a step, which may be an earlier one than the bar's."""
+        """Show the values of a step, perhaps an earlier one than the bar's."""
         line = format_report(report, self._seconds_left(step))
         self._bar.update(self._task, description=line)
         if not self.console.is_terminal:
             self.say(f"step {step}/{self._total}  {line}")
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar if there is one."""
+        """Print a line, above the bar on a terminal."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _seconds_left(self, step: int) -> float | None:
-        """From the pace since the first report, which keeps compilation out; None at the first."""
+        """Extrapolate the pace since the first report, which excludes compilation; None at the first."""
         now = self._clock()
         if self._begun is None or step <= self._begun[0]:
             self._begun = self._begun or (step, now)
@@ -89,7 +89,7 @@ class TrainingProgress:
 
 
 def format_report(report: StepReport, seconds_left: float | None) -> str:
-    """The values of a step on one line, those first that a narrow terminal must not cut off."""
+    """Format a step's values on one line, the most important first: a narrow terminal cuts off the end."""
     parts = [
         f"loss {report.loss:.4f}",
         f"{format_duration(seconds_left)} left" if seconds_left is not None else "",
@@ -103,7 +103,7 @@ def format_report(report: StepReport, seconds_left: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Hours, minutes and seconds: `1:02:03` or `2:03`."""
+    """Format hours, minutes and seconds: `1:02:03` or `2:03`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""Answers to the sample prompts before and after training: what the loss curve cannot show."""
+"""Answers to sample prompts before and after training."""
 
 import json
 from pathlib import Path
@@ -13,18 +13,18 @@ from jaxglue.training.setup import Setup
 
 
 class Samples:
-    """The sample prompts of a run; prints their answers and appends them to `samples.jsonl`."""
+    """Answers the sample prompts of a run, on the console and in `samples.jsonl`."""
 
     def __init__(self, setup: Setup, graphdefs: ModelGraphDefs, folder: Path | None, console: Console):
-        """Encodes the prompts.
+        """Encode the prompts.
 
         Args:
-            setup, graphdefs: of the run.
-            folder: where `samples.jsonl` is; None where another process writes it.
+            setup, graphdefs: the run and its model.
+            folder: of `samples.jsonl`; None on processes that write nothing.
             console: where to print.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or it refuses a prompt.
+            ValueError: the tokenizer has no chat template, or its template refuses a prompt.
         """
         model, run = setup.config.model, setup.config.run
         self._tokenizer, self._console, self._path = setup.tokenizer, console, folder and folder / "samples.jsonl"
@@ -34,7 +34,7 @@ class Samples:
         self._sampling = SamplingConfig(max_tokens=run.sample_tokens, temperature=0.0)
 
     def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
-        """Answers every prompt, always with the likeliest token."""
+        """Answer every prompt greedily."""
         for prompt, tokens in self._prompts.items():
             stream = self._generator.stream(trainable, frozen, tokens, self._sampling, self._stops)
             answer = "".join(stream_text(self._tokenizer, stream))

@@ -1,4 +1,4 @@
-"""What the time before the first step went into."""
+"""Time of the start-up, by stage."""
 
 import time
 from typing import Self
@@ -7,23 +7,23 @@ import psutil
 
 
 class StartupTimer:
-    """Seconds of each stage since the one before."""
+    """Measures the stages of a start-up."""
 
     def __init__(self, begun: float | None = None):
-        """Begins the first stage now, or at `begun`, in seconds since the epoch."""
+        """Begin the first stage now, or at `begun`, in seconds since the epoch."""
         self._mark = time.time() if begun is None else begun
         self.stages: dict[str, float] = {}
         """Seconds by stage, in order."""
 
     @classmethod
     def since_process_start(cls) -> Self:
-        """A timer whose first stage, the imports, ends now."""
+        """Return a timer whose first stage, the imports, ends now."""
         timer = cls(psutil.Process().create_time())
         timer.stage("imports")
         return timer
 
     def stage(self, name: str) -> None:
-        """Ends a stage."""
+        """End a stage, which began with the end of the previous one."""
         now = time.time()
         self.stages[name], self._mark = now - self._mark, now
 

@@ -1,4 +1,4 @@
-"""What a run is going to do, and what it did."""
+"""The panels of plan and results, and `summary.json`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from jaxglue.training.progress import format_duration
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The results of a run; None where there is none."""
+    """The results of a run; None for results that do not exist."""
 
     steps: int
     first_loss: float
@@ -28,16 +28,16 @@ class RunSummary:
     peak_memory_gb: float
     seconds: float
     startup_seconds: dict[str, float]
-    """Up to the end of the first step, by stage."""
+    """By stage, up to the end of the first step."""
     adapter: Path | None
-    """The adapter, or with full fine-tuning the model, that was written."""
+    """Folder of the trained adapter, or of the model after full fine-tuning."""
     checkpoints: Path | None
     metrics: Path
     curve: Path
 
 
 def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> None:
-    """A titled table of names and values, for the plan at the start and the summary at the end; None is left out."""
+    """Print a titled table of names and values; rows of None are left out."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -48,7 +48,7 @@ def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> Non
 
 
 def summary_rows(summary: RunSummary) -> dict[str, object]:
-    """The rows of the closing panel."""
+    """Return the rows of the closing panel."""
     best = summary.best_eval_loss
     return {
         "train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} in {summary.steps:,} steps",
@@ -65,6 +65,6 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
 
 
 def summary_json(summary: RunSummary) -> dict[str, object]:
-    """The results for `summary.json`: numbers as they are, paths as text."""
+    """Return the results for `summary.json`, paths as text."""
     values = dataclasses.asdict(summary)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

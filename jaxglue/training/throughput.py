@@ -1,4 +1,4 @@
-"""How fast a run is and how much memory it takes."""
+"""Speed and memory of a run."""
 
 import contextlib
 import resource
@@ -13,17 +13,17 @@ from jaxglue.planner.gpus import peak_flops
 
 
 class Reading(NamedTuple):
-    """Speed over a stretch of training."""
+    """Speed over a window of training."""
 
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), 0–1: recomputation counts as no useful work."""
+    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), 0–1, without recomputation; None if the peak is unknown."""
     data_wait: float
-    """Share of the time, 0–1, that the loop waited for a batch."""
+    """Share of time spent waiting for a batch, 0–1."""
 
 
 class Meter:
-    """Tokens and seconds since the last reading and since the start; evaluation and other pauses do not count."""
+    """Counts tokens and seconds since the last reading and since the start, without pauses such as evaluation."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class Meter:
         devices: Sequence[jax.Device],
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Starts to count.
+        """Start counting.
 
         Args:
-            model_flops_per_token: of forward and backward, without recomputation.
-            devices: those that train, all of one kind.
+            model_flops_per_token: forward and backward, without recomputation.
+            devices: all that train, of one kind.
             clock: seconds.
         """
         peak = peak_flops(devices[0].device_kind)
@@ -45,38 +45,38 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets everything counted, as after the first step, whose time is compilation."""
+        """Forget everything counted."""
         self._window = self._total = _Count()
         self._mark = self._last = self._clock()
 
     def add(self, tokens: int, done: float) -> None:
-        """Counts the tokens of a step, padding left out, that was done at a time of the clock."""
+        """Count the tokens of a step, without padding, and the time when it was done."""
         self._window, self._last = self._window.plus(tokens=tokens), done
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time inside counts as waiting for data."""
+        """Count time inside the context as waiting for data."""
         begun = self._clock()
         yield
         self._window = self._window.plus(waited=self._clock() - begun)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside does not count."""
+        """Exclude time inside the context."""
         begun = self._clock()
         yield
         pause = self._clock() - begun
         self._mark, self._last = self._mark + pause, self._last + pause
 
     def read(self) -> Reading:
-        """Speed of the steps since the last reading, up to when the last one was done."""
+        """Return the speed since the last reading, up to the end of the last step counted."""
         window = self._window.plus(seconds=self._last - self._mark)
         self._total = self._total.plus(*window)
         self._window, self._mark = _Count(), self._last
         return self._reading(window)
 
     def total(self) -> Reading:
-        """Speed from the start to the last reading."""
+        """Return the speed from the start to the last reading."""
         return self._reading(self._total)
 
     def _reading(self, count: "_Count") -> Reading:
@@ -96,16 +96,16 @@ class _Count(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes in use, of the fullest device."""
+    """Memory of the fullest device, in bytes."""
 
     used: int
     peak: int
-    place: str
-    """What was measured: "device", or "host" where devices do not count their memory, as on CPUs."""
+    kind: str
+    """"device", or "host" for devices that do not count their memory, as CPUs."""
 
 
 def memory_use(devices: Sequence[Any]) -> Memory:
-    """Memory in use now and at most so far: XLA's count for GPUs, the process's resident memory for CPUs."""
+    """Return memory in use now and at its peak: XLA's count on GPUs, the process's resident memory on CPUs."""
     stats = [device.memory_stats() for device in devices]
     if all(stats):
         used, peak = (max(stat[key] for stat in stats) for key in ("bytes_in_use", "peak_bytes_in_use"))

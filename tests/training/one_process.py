@@ -1,4 +1,4 @@
-"""Runs `scripts/train.py` with the arguments after the first, which names a step before which this process dies."""
+"""Run `scripts/train.py` with the arguments after the first: the step before which this process kills itself."""
 
 import os
 import runpy
@@ -6,17 +6,17 @@ import signal
 import sys
 from pathlib import Path
 
-from jaxglue.training.trainer import Trainer
+from jaxglue.training.train_step import TrainStep
 
 die_before = int(sys.argv.pop(1))
-dispatch = Trainer._dispatch_step
+dispatch = TrainStep.dispatch
 
 
-def dispatch_or_die(self):
-    if self._step == die_before:
+def dispatch_or_die(self, batch):
+    if self.step == die_before:
         os.kill(os.getpid(), signal.SIGKILL)
-    return dispatch(self)
+    return dispatch(self, batch)
 
 
-Trainer._dispatch_step = dispatch_or_die
+TrainStep.dispatch = dispatch_or_die
 runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train.py"), run_name="__main__")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxglue.training.metrics import read_metrics
-from jaxglue.training.trainer import Trainer, train
+from jaxglue.training.train_step import TrainStep
+from jaxglue.training.trainer import train
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="run by test_devices.py in a process of eight devices")
 
@@ -16,7 +17,7 @@ def losses(folder):
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
-def test_full_fine_tuning_continues_on_another_mesh(make_config, tmp_path, monkeypatch, caplog):
+def test_full_fine_tuning_resumes_on_another_mesh(make_config, tmp_path, monkeypatch, caplog):
     options = {
         "batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -27,26 +28,28 @@ def test_full_fine_tuning_continues_on_another_mesh(make_config, tmp_path, monke
     }
     train(make_config(**options, output=tmp_path / "whole", mesh="data=2,fsdp=4"))
     assert "compiled programs again" not in caplog.text
-    dispatch, trainers = Trainer._dispatch_step, []
+    dispatch, dispatching = TrainStep.dispatch, []
 
-    def interrupted(self):
-        trainers.append(self)
-        result = dispatch(self)
-        if result.step == 2 and len(trainers) == 2:
+    def interrupted(self, batch):
+        dispatching.append(self)
+        result = dispatch(self, batch)
+        if result.step == 2 and len(dispatching) == 2:
             signal.raise_signal(signal.SIGTERM)
         return result
 
-    monkeypatch.setattr(Trainer, "_dispatch_step", interrupted)
+    monkeypatch.setattr(TrainStep, "dispatch", interrupted)
     assert train(make_config(**options)) is None  # auto: fsdp=8
-    embedding = trainers[0]._trainable["embed_tokens"]["weight"]
-    moments = [state for state in jax.tree.leaves(trainers[0]._optimizer_state) if state.shape == embedding.shape]
+    embedding = dispatching[0].trainable["embed_tokens"]["weight"]
+    moments = [
+        state for state in jax.tree.leaves(dispatching[0].state()["optimizer"]) if state.shape == embedding.shape
+    ]
     assert {array.sharding.spec for array in (embedding, *moments)} == {jax.sharding.PartitionSpec("fsdp")}
     assert train(make_config(**options, mesh="data=4,fsdp=2", resume=True)) is not None
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-4)
-    assert trainers[-1]._trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
+    assert dispatching[-1].trainable["embed_tokens"]["weight"].sharding.spec == jax.sharding.PartitionSpec("fsdp")
 
 
-def test_adapters_train_on_copies_of_the_weights(make_config, tmp_path, capsys):
+def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
     options = {"batch_size": 8, "steps": 3, "seq_len": 48, "rank": 2, "eval_fraction": 0.2}
     train(make_config(**options, output=tmp_path / "copies", sample_prompt=("Hello",), sample_tokens=2))
     assert "data=8" in capsys.readouterr().out
@@ -56,7 +59,7 @@ def test_adapters_train_on_copies_of_the_weights(make_config, tmp_path, capsys):
     assert samples[0] == samples[1]
 
 
-def test_experts_train_on_their_own_devices(make_config, moe_folder, tmp_path):
+def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, tmp_path):
     options = {"batch_size": 8, "steps": 2, "seq_len": 48, "rank": 2, "router_balance_loss": 0.1, "eval_fraction": 0.2}
     for name, mesh in (("whole", "data=8"), ("run", "data=2,expert=4")):
         train(make_config(**options, output=tmp_path / name, mesh=mesh))

@@ -1,4 +1,4 @@
-"""The optimizer, part by part, is optax's AdamW on the whole tree."""
+"""AdamW part by part against optax on the whole tree."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ def random_tree(seed, layers=10):
 
 @pytest.fixture
 def on_kernels(interpreted, monkeypatch):
-    """Makes the optimizer run our kernels on the CPU."""
+    """Run our kernels on the CPU."""
     from jaxglue.ops.adam import triton as adam_triton
 
     adam_class = interpreted(adam_triton.TritonAdam)
@@ -41,13 +41,13 @@ def on_kernels(interpreted, monkeypatch):
 
 @pytest.fixture(params=["xla", "kernels"])
 def backend(request):
-    """Both ways of updating, one after the other."""
+    """Update by XLA, then by kernels."""
     if request.param == "kernels":
         request.getfixturevalue("on_kernels")
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-def test_updates_equal_adamw_on_the_whole_tree(backend, clip_norm):
+def test_updates_equal_optax_adamw(backend, clip_norm):
     config = OptimizerConfig(clip_norm=clip_norm, weight_decay=0.1, learning_rate=0.01, warmup_ratio=0.5)
     optimizer, trainable = Optimizer(config, total_steps=4), random_tree(0)
     whole = optax.chain(
@@ -73,19 +73,19 @@ def test_updates_equal_adamw_on_the_whole_tree(backend, clip_norm):
         np.testing.assert_allclose(values["learning_rate"], learning_rate_schedule(config, 4)(step), rtol=1e-6)
 
 
-def test_parts_updated_one_by_one_are_the_whole_updated_at_once(backend):
+def test_part_by_part_updates_equal_a_whole_update(backend):
     config = OptimizerConfig(clip_norm=0, weight_decay=0.1)
     optimizer, gradients = Optimizer(config, total_steps=4), random_tree(1)
     expected = optimizer.update(random_tree(0), optimizer.init(random_tree(0)), gradients, 2)[:2]
     trainable = random_tree(0)
     state = optimizer.init(trainable)
-    for place in optimizer_module.places(trainable):
-        gradient = optimizer_module.get_part(gradients, place)
-        trainable, state = optimizer.update_part(trainable, state, place, gradient, 2)
+    for key in optimizer_module.param_keys(trainable):
+        gradient = optimizer_module.get_part(gradients, key)
+        trainable, state = optimizer.update_part(trainable, state, key, gradient, 2)
     chex.assert_trees_all_equal((trainable, state), expected)
 
 
-def test_eight_bit_moments_are_those_of_bitsandbytes():
+def test_8bit_moments_equal_bitsandbytes():
     """A few codes lie between two values, and rounding decides."""
     golden = load_file(Path(__file__).parents[1] / "goldens/adam8bit.safetensors")
     adam = AdamW(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1, moments="8bit")
@@ -103,13 +103,13 @@ def test_eight_bit_moments_are_those_of_bitsandbytes():
 
 @pytest.fixture
 def large_tiles(on_kernels, monkeypatch):
-    """Of several blocks of 8-bit moments."""
+    """Give tiles several blocks of 8-bit moments."""
     from jaxglue.ops.adam import triton as adam_triton
 
     monkeypatch.setattr(adam_triton, "_TILE", 1024)
 
 
-def test_kernels_for_eight_bits_are_the_reference(large_tiles):
+def test_8bit_kernels_equal_the_reference(large_tiles):
     shapes = [(40, 130), (5,), (64, 64), (4096,), (3, 1500)]  # last blocks that are not full; one too small for 8 bits
 
     def tree(seed):
@@ -135,7 +135,7 @@ def test_kernels_for_eight_bits_are_the_reference(large_tiles):
 
 
 @pytest.mark.parametrize(("moments", "bytes_each"), [("float32", 8), ("bfloat16", 6), ("8bit", 2 + 8 / 256)])
-def test_moments_take_what_their_format_says_and_learn(moments, bytes_each):
+def test_moment_formats_have_their_size_and_learn(moments, bytes_each):
     optimizer = Optimizer(OptimizerConfig(moments=moments, learning_rate=0.1, schedule="constant"), total_steps=30)
     trainable = {"norm": {}, "layers": [{"weight": jax.random.normal(jax.random.key(0), (64, 128))}]}
     state = optimizer.init(trainable)
@@ -154,7 +154,7 @@ def test_small_tensors_keep_float32():
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, moments):
+def test_gpu_step_is_few_launches_in_place(h200, moments):
     from jaxglue.ops.adam.triton import TritonAdam
 
     optimizer = Optimizer(OptimizerConfig(moments=moments), total_steps=30)
@@ -172,7 +172,7 @@ def test_compiled_for_a_gpu_a_step_is_a_few_launches_in_place(h200, moments):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-def test_kernels_on_a_gpu_are_the_reference(moments):
+def test_gpu_kernels_equal_the_reference(moments):
     config = OptimizerConfig(moments=moments, weight_decay=0.1, learning_rate=0.01)
     shapes = [(16, 4096), (12288, 16), (5,), (3, 1000)] * 40  # several launches, tensors of several tiles
 
@@ -198,14 +198,14 @@ def test_kernels_on_a_gpu_are_the_reference(moments):
 @pytest.mark.parametrize(
     ("schedule", "last"), [("constant", 1.0), ("linear", 0.1 + 0.9 / 90), ("cosine", 0.1 + 0.9 * 0.000305)]
 )
-def test_schedules_rise_from_the_first_step_and_end_where_they_should(schedule, last):
+def test_schedules_start_and_end_at_their_rates(schedule, last):
     config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_ratio=0.1, min_lr_ratio=0.1)
     rates = [float(learning_rate_schedule(config, 100)(step)) for step in range(100)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
     np.testing.assert_allclose(rates[-1], last, rtol=1e-3)
 
 
-def test_impossible_settings_are_refused():
+def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="learning_rate: expected float > 0, got 0"):
         OptimizerConfig(learning_rate=0)
     with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.5"):

@@ -89,5 +89,5 @@ def test_memory_of_the_fullest_device():
 
 def test_memory_of_the_process_on_cpus():
     memory = memory_use(jax.devices("cpu"))
-    assert memory.place == "host"
+    assert memory.kind == "host"
     assert memory.peak >= 1e7

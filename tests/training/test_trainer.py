@@ -1,4 +1,4 @@
-"""Whole runs: what they write, how they resume, and what they refuse."""
+"""Whole runs: results, resuming, refusals."""
 
 import itertools
 import json
@@ -16,14 +16,15 @@ from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.adam import reference as adam
 from jaxglue.training.metrics import read_metrics
-from jaxglue.training.trainer import Trainer, train
+from jaxglue.training.train_step import TrainStep
+from jaxglue.training.trainer import train
 
 
 def losses(folder):
     return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
-def test_a_run_learns_and_writes_adapter_metrics_curve_and_checkpoints(make_config, tmp_path):
+def test_run_learns_and_writes_its_results(make_config, tmp_path):
     prompts = ("What is 3 plus 4?", "Hello")
     summary = train(make_config(epochs=4, batch_size=2, eval_fraction=0.2, sample_prompt=prompts, sample_tokens=5))
     run = tmp_path / "run"
@@ -45,7 +46,7 @@ def test_a_run_learns_and_writes_adapter_metrics_curve_and_checkpoints(make_conf
 
 
 @pytest.mark.parametrize(("dropout", "gradient_accumulation_steps", "moments"), [(0.0, 2, "8bit"), (0.2, 1, "float32")])
-def test_a_resumed_run_is_bit_identical(
+def test_resumed_run_is_bit_identical(
     make_config, tmp_path, monkeypatch, dropout, gradient_accumulation_steps, moments
 ):
     monkeypatch.setattr(adam, "SMALLEST", 64)
@@ -57,16 +58,16 @@ def test_a_resumed_run_is_bit_identical(
     }
     whole = train(make_config(**options, output=tmp_path / "whole"))
     stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
-    dispatch = Trainer._dispatch_step
+    dispatch = TrainStep.dispatch
 
-    def interrupted(self):
-        result = dispatch(self)
+    def interrupted(self, batch):
+        result = dispatch(self, batch)
         if result.step == stop_at:
             signal.raise_signal(signal.SIGTERM)
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_dispatch_step", interrupted)
+        patch.setattr(TrainStep, "dispatch", interrupted)
         assert train(make_config(**options)) is None
     assert max(losses(tmp_path / "run")) == stop_at < whole.steps
     resumed = train(make_config(**options, resume=True))
@@ -78,7 +79,7 @@ def test_a_resumed_run_is_bit_identical(
     assert (again.steps, again.last_loss) == (whole.steps, whole.last_loss)
 
 
-def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tmp_path, model_folder, tiny_model):
+def test_full_fine_tuning_writes_a_model_folder(make_config, tmp_path, model_folder, tiny_model):
     shape = json.loads((model_folder / "config.json").read_text())
     model = tiny_model(**shape)
     before = flatten_names(split_model(model, nnx.Param)[1])
@@ -91,7 +92,7 @@ def test_full_fine_tuning_of_saved_weights_writes_a_model_folder(make_config, tm
     assert after.keys() == before.keys() and min(moved) > 1e-5
 
 
-def test_updating_in_the_backward_pass_changes_no_loss(make_config, tmp_path):
+def test_update_in_backward_changes_no_loss(make_config, tmp_path):
     options = {"method": "full", "steps": 4, "learning_rate": 1e-3, "clip_norm": 0.0, "gradient_accumulation_steps": 2}
     train(make_config(**options, output=tmp_path / "after"))
     train(make_config(**options, update_in_backward=True))
@@ -99,7 +100,7 @@ def test_updating_in_the_backward_pass_changes_no_loss(make_config, tmp_path):
     np.testing.assert_allclose([*got.values()], [*expected.values()], rtol=1e-6)
 
 
-def test_weights_and_activations_on_the_host_change_no_loss(make_config, tmp_path):
+def test_offload_changes_no_loss(make_config, tmp_path):
     train(make_config(steps=4, output=tmp_path / "device"))
     train(make_config(steps=4, weights="host", remat="offload"))
     expected, got = losses(tmp_path / "device"), losses(tmp_path / "run")
@@ -111,14 +112,14 @@ def test_profiled_steps_leave_a_trace(make_config, tmp_path):
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
-def test_a_second_compilation_is_warned_of(make_config, monkeypatch, caplog):
+def test_recompilation_is_warned_of(make_config, monkeypatch, caplog):
     counts = itertools.count()
     monkeypatch.setattr("jaxglue.engine.executor.Executor.compilations", lambda self: next(counts))
     train(make_config(steps=4))
     assert "compiled programs again" in caplog.text
 
 
-def test_a_diverged_run_stops_and_keeps_the_checkpoints_from_before(make_config, tmp_path):
+def test_diverged_run_stops_and_keeps_earlier_checkpoints(make_config, tmp_path):
     config = make_config(steps=8, save_every=1, keep_checkpoints=8, learning_rate=1e38, warmup_ratio=0.0)
     with pytest.raises(ValueError, match=r"step \d+: .*is (nan|inf).*--learning-rate"):
         train(config)
@@ -127,7 +128,7 @@ def test_a_diverged_run_stops_and_keeps_the_checkpoints_from_before(make_config,
     assert saved == set(losses(run)) and max(saved) < 8
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsys):
+def test_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsys):
     assert train(make_config(dry_run=True, epochs=2)) is None
     printed = capsys.readouterr().out
     for part in ("parameters train", "packed", "2.00 epochs", "GiB for weights, gradients and optimizer"):
@@ -148,9 +149,7 @@ def test_bad_input_is_refused_before_training(make_config, changes, message):
         train(make_config(**changes))
 
 
-def test_a_run_is_resumed_with_the_same_configuration_model_and_data_only(
-    make_config, model_folder, write_jsonl, chat_rows
-):
+def test_resume_needs_same_configuration_model_and_data(make_config, model_folder, write_jsonl, chat_rows):
     train(make_config(steps=2))
     other_data = (write_jsonl(chat_rows(20, seed=5), "other.jsonl"),)
     different = {

@@ -1,0 +1,71 @@
+"""Values of finished steps: checked, logged, shown and measured."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxglue.training.in_flight import StepResult
+from jaxglue.training.loggers import Loggers
+from jaxglue.training.metrics import check_finite
+from jaxglue.training.progress import StepReport, TrainingProgress
+from jaxglue.training.setup import Setup
+from jaxglue.training.startup import StartupTimer
+from jaxglue.training.throughput import Meter, memory_use
+
+
+class Recorder:
+    """Records the steps of a run, in their order.
+
+    Args:
+        setup: the run.
+        timer: of the start-up, which the first step ends.
+    """
+
+    def __init__(self, setup: Setup, timer: StartupTimer):
+        self._timer, self._log_every, self._total_steps = timer, setup.config.run.log_every, setup.total_steps
+        self.meter = Meter(model_flops_per_token=setup.flops_per_token, devices=jax.devices())
+        self.has_compiled = False
+        """Whether the first step of this process is done; its time is compilation, and does not count as training."""
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+
+    def record(self, result: StepResult, done: float, loggers: Loggers, progress: TrainingProgress) -> None:
+        """Wait for the values of a step, log them, and show them when a line is due.
+
+        Args:
+            result: of the step.
+            done: when the devices finished it, `time.perf_counter`.
+            loggers, progress: of the run.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
+        values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
+        check_finite(result.step, values)
+        self.last_loss = values["loss"]
+        progress.advance(result.step)
+        if not self.has_compiled:
+            self._begin(result.step, progress)
+        else:
+            self.meter.add(result.tokens, done)
+            if self.is_log_due(result.step):
+                report = self._report(values)
+                progress.report(result.step, report)
+                values = dataclasses.asdict(report)
+        loggers.log(result.step, values)
+
+    def is_log_due(self, step: int) -> bool:
+        """Tell whether a step's speed and memory are logged."""
+        return step % self._log_every == 0 or step == self._total_steps
+
+    def _begin(self, step: int, progress: TrainingProgress) -> None:
+        self.has_compiled = True
+        self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+        self.meter.restart()
+        self._timer.stage("first step")
+        progress.say(f"step {step}: loss {self.last_loss:.4f}; start-up took {self._timer}")
+
+    def _report(self, values: dict[str, Any]) -> StepReport:
+        memory_gb = memory_use(jax.local_devices()).used / 1e9
+        return StepReport(**{"grad_norm": None, **values}, **self.meter.read()._asdict(), memory_gb=memory_gb)

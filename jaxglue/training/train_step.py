@@ -1,0 +1,97 @@
+"""The optimizer step of a run: forward, backward and update, with the state that it advances."""
+
+import logging
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxglue.data.batch import Batch
+from jaxglue.data.iterator import Step
+from jaxglue.engine.executor import Executor
+from jaxglue.models.parameters import ParamKey, Params
+from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.mesh import place_batch
+from jaxglue.training.in_flight import StepResult
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.setup import Setup
+from jaxglue.training.weights import build_parameters
+
+_log = logging.getLogger(__name__)
+
+
+class TrainStep:
+    """A model and its optimizer; `dispatch` advances them by one optimizer step.
+
+    Args:
+        setup: the run.
+        mesh: devices that share the work; None for one device.
+    """
+
+    def __init__(self, setup: Setup, mesh: Mesh | None):
+        self._config, self._mesh = setup.config, mesh
+        self.layout = Layout(mesh, setup.config.model.compute_dtype)
+        self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
+        self.executor = Executor(
+            self.graphdefs,
+            setup.model,
+            policy=setup.remat.policies,
+            dtype=setup.config.model.compute_dtype,
+            attention=setup.config.model.attention,
+            stream_weights=setup.remat.stream_weights,
+            router_losses=setup.config.model.router_losses,
+            mesh=mesh,
+        )
+        self._optimizer = Optimizer(setup.config.optimizer, setup.total_steps, self.layout)
+        self._optimizer_state = self._optimizer.init(self.trainable)
+        self._has_compiled = False
+        self.step = 0
+        """Optimizer steps done."""
+
+    def dispatch(self, batch: Step) -> StepResult:
+        """Run one optimizer step; its values may still be computing on return."""
+        compilations = self.executor.compilations()
+        loss, values = (
+            self._update_in_backward(batch) if self._config.optimizer.update_in_backward else self._update(batch)
+        )
+        self.step += 1
+        if self._has_compiled and self.executor.compilations() > compilations:
+            _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
+        self._has_compiled = True
+        return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
+
+    def state(self) -> dict[str, Any]:
+        """Return the arrays that a checkpoint holds."""
+        return {"trainable": self.trainable, "optimizer": self._optimizer_state}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Continue from the state of a checkpoint after `step` optimizer steps."""
+        self.trainable, self._optimizer_state, self.step = state["trainable"], state["optimizer"], step
+
+    def _update(self, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
+        loss, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._dropout_key())
+        self.trainable, self._optimizer_state, values = self._optimizer.update(
+            self.trainable, self._optimizer_state, gradients, self.step
+        )
+        return loss, values
+
+    def _update_in_backward(self, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Update each part as soon as its gradients exist; return the loss, and the learning rate."""
+
+        def update_part(key: ParamKey, gradient: Params) -> None:
+            if jax.tree.leaves(gradient):
+                self.trainable, self._optimizer_state = self._optimizer.update_part(
+                    self.trainable, self._optimizer_state, key, gradient, self.step
+                )
+
+        loss = self.executor.loss_and_update(*self._arguments(batch), update_part, self._dropout_key())
+        return loss, self._optimizer.learning_rate(self.step)
+
+    def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
+        return self.trainable, self.frozen, place_batch(batch.micro_batches, self._mesh), float(batch.targets)
+
+    def _dropout_key(self) -> jax.Array | None:
+        if self._config.model.method == "full" or not self._config.lora.dropout:
+            return None
+        return jax.random.fold_in(jax.random.key(self._config.data.seed), self.step)
