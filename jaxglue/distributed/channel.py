@@ -1,7 +1,7 @@
-"""The line between the processes of a run: they meet, exchange values, and hear at once when one of them is gone.
+"""The control channel between the processes of a run: meet, gather objects, and hear of a death at once.
 
-A star of TCP connections around process 0. It is the system that closes a dead process's connections, and its
-keepalive that finds a dead host, so a process that is only slow is never taken for dead.
+A star of TCP connections around process 0. The operating system closes a dead process's connections, and TCP keepalive
+detects a dead host, so a slow process is never taken for dead.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 DIED = "died"
-"""What is said of a process whose connection the system closed."""
+"""The reason given for a process whose connection the system closed."""
 _RETRY_SECONDS = 0.2
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""A host that says nothing for 30 s is dead."""
+"""A host silent for 30 s is dead."""
 
 
 class _Connection:
@@ -30,15 +30,15 @@ class _Connection:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.socket, self._lines, self._lock = connected, connected.makefile("rb"), threading.Lock()
         self.values: queue.Queue[Any] = queue.Queue()
-        """What `all_gather_object` got from the other side and has not taken."""
+        """Values received and not yet taken by `all_gather_object`."""
 
     def send(self, message: Any) -> None:
-        """Does nothing where the other side is gone: whoever listens to it says so."""
+        """Send a message; silent if the peer is gone, because its listener reports that."""
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Any:
-        """The next message, or None when the other side is gone."""
+        """Wait for the next message; None if the peer is gone."""
         try:
             line = self._lines.readline()
         except OSError:
@@ -52,16 +52,16 @@ class _Connection:
 
 
 class ControlChannel:
-    """The connections of one process: to all others if it is process 0, else to that.
+    """The connections of one process: process 0 to all others, the others to process 0.
 
     Args:
-        index, count: which process this is, and of how many.
-        address: host and port where process 0 waits for the others.
-        timeout: seconds until all must be there.
+        index, count: number of this process, from 0, and of all processes.
+        address: host and port on which process 0 listens.
+        timeout: seconds until all must have joined.
         lost: called in a thread, with one line for the user, when another process has died or failed.
 
     Raises:
-        ValueError: not all came in time, two say that they are the same, or the port is taken.
+        ValueError: not all joined in time, two claim the same index, or the port is taken.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ControlChannel:
             threading.Thread(target=self._listen, args=(peer,), daemon=True, name=f"process {peer}").start()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every process's value, in their order; all must ask for it, and it is there when the last has."""
+        """Return the JSON values of all processes in their order; all must call, and all wait for the last."""
         if self._index:
             self._peers[0].send({"value": value})
             return self._peers[0].values.get()
@@ -87,13 +87,13 @@ class ControlChannel:
         return values
 
     def fail(self, reason: str) -> None:
-        """Tells the others why this process stops; they stop too."""
+        """Tell the others why this process stops; they stop too."""
         self._closing = True
         for peer in self._peers.values():
             peer.send({"failed": self._index, "reason": reason})
 
     def close(self) -> None:
-        """Leaves in peace; all others must be about to."""
+        """Close cleanly; every peer must also be closing."""
         self._closing = True
         for peer in self._peers.values():
             peer.send({"bye": True})
@@ -111,7 +111,7 @@ class ControlChannel:
             self._end(message["failed"], message["reason"])
 
     def _end(self, index: int, reason: str) -> None:
-        """Passes on what became of a process, then gives up."""
+        """Report a lost process to the others, then to this one."""
         self.broken.set()
         if self._index == 0:
             for other, peer in self._peers.items():
@@ -125,7 +125,7 @@ _Met = tuple[dict[int, _Connection], list[str]]
 
 
 def _meet(count: int, address: tuple[str, int], deadline: float) -> _Met:
-    """Waits for the others; tells all of them when one does not come or does not fit."""
+    """Accept all others on process 0; refuse them all if one is missing or does not match."""
     peers: dict[int, _Connection] = {}
     hosts = {0: socket.gethostname()}
     try:
@@ -144,14 +144,14 @@ def _meet(count: int, address: tuple[str, int], deadline: float) -> _Met:
                 missing = ", ".join(str(index) for index in range(1, count) if index not in peers)
                 raise _refuse(
                     peers.values(),
-                    f"of {count} processes these did not come in time: {missing} (process 0 waited on {hosts[0]}, "
-                    f"they look for it at {_text(address)})",
+                    f"of {count} processes these did not join in time: {missing} (process 0 listened on {hosts[0]}, "
+                    f"the others connect to {_text(address)})",
                 ) from None
             hello = _hello(peer)
-            if hello is None:  # no process of ours
+            if hello is None:  # not of this run
                 peer.close()
                 continue
-            if reason := _misfit(hello, count, hosts):
+            if reason := _mismatch(hello, count, hosts):
                 raise _refuse([*peers.values(), peer], reason)
             peers[hello["index"]], hosts[hello["index"]] = peer, hello["host"]
     in_order = [hosts[index] for index in range(count)]
@@ -161,7 +161,7 @@ def _meet(count: int, address: tuple[str, int], deadline: float) -> _Met:
 
 
 def _hello(peer: _Connection) -> dict[str, Any] | None:
-    """How a process introduces itself; None for a stranger."""
+    """Read how a process introduces itself; None for a stranger."""
     peer.socket.settimeout(10.0)
     try:
         hello = peer.receive()
@@ -171,18 +171,15 @@ def _hello(peer: _Connection) -> dict[str, Any] | None:
     return hello if isinstance(hello, dict) and hello.keys() == {"index", "count", "host"} else None
 
 
-def _misfit(hello: dict[str, Any], count: int, hosts: dict[int, str]) -> str | None:
+def _mismatch(hello: dict[str, Any], count: int, hosts: dict[int, str]) -> str | None:
     index = hello["index"]
     if hello["count"] != count:
         return (
-            f"process 0 on {hosts[0]} is one of {count}, process {index} on {hello['host']} one of {hello['count']}: "
-            "give all the same --num-processes"
+            f"process 0 on {hosts[0]} has --num-processes {count}, process {index} on {hello['host']} has "
+            f"{hello['count']}: give all the same"
         )
     if index in hosts:
-        return (
-            f"two processes, on {hosts[index]} and {hello['host']}, say that they are process {index}: "
-            "give each a --process-id of its own"
-        )
+        return f"two processes, on {hosts[index]} and {hello['host']}, have --process-id {index}: give each its own"
     return None
 
 
@@ -194,13 +191,13 @@ def _refuse(peers: Iterable[_Connection], reason: str) -> ValueError:
 
 
 def _join(index: int, count: int, address: tuple[str, int], deadline: float) -> _Met:
-    """Connects to process 0, which may start later."""
+    """Connect to process 0, which may start later."""
     hello = {"index": index, "count": count, "host": socket.gethostname()}
     while (answer := _ask(address, hello, deadline)) is None:
         if time.monotonic() > deadline:
             raise ValueError(
                 f"process {index} on {hello['host']} could not reach process 0 at {_text(address)} in time: "
-                "has it been started there, and is the port open?"
+                "start it there, and open the port"
             )
         time.sleep(_RETRY_SECONDS)
     peer, message = answer
@@ -210,12 +207,12 @@ def _join(index: int, count: int, address: tuple[str, int], deadline: float) -> 
 
 
 def _ask(address: tuple[str, int], hello: dict[str, Any], deadline: float) -> tuple[_Connection, dict] | None:
-    """The connection to process 0 and its answer to a hello, once all are there; None where nobody answers."""
+    """Introduce this process to process 0; return connection and answer, or None if nobody answers."""
     try:
         peer = _Connection(socket.create_connection(address, timeout=5.0))
     except OSError:
         return None
-    # Process 0 answers by its own deadline, which may be a little later.
+    # The deadline of process 0 may be a little later.
     peer.socket.settimeout(max(deadline - time.monotonic(), 0.0) + 5.0)
     peer.send(hello)
     message = peer.receive()

@@ -1,4 +1,4 @@
-"""Which process of a run this one is: told by flags, SLURM or Open MPI."""
+"""Number of this process among those of its run, from flags, SLURM or Open MPI."""
 
 import re
 import zlib
@@ -9,19 +9,19 @@ from typing import Any
 from jaxglue.config import Config, NonNegativeInt, PositiveInt
 
 _FIRST_PORT, _PORTS = 61_000, 4_000
-"""Above the ports that Linux hands out by itself."""
+"""Above the ports that Linux assigns by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig(Config):
-    """A run in several processes; srun and mpirun say all of this themselves."""
+    """A run in several processes; under srun and mpirun these flags are not needed."""
 
     coordinator: str | None = None
-    """HOST:PORT at which the processes find each other: process 0's host, and a port that is free there."""
+    """HOST:PORT where the processes meet: process 0's host, and a free port there."""
     num_processes: PositiveInt | None = None
-    """Processes of the run on all hosts."""
+    """Number of processes, on all hosts together."""
     process_id: NonNegativeInt | None = None
-    """Which of them this is, from 0."""
+    """Number of this process, from 0."""
 
     def validate(self) -> None:
         """Refuse an address that is not HOST:PORT and a process that is not in the run."""
@@ -50,14 +50,14 @@ class ProcessInfo:
 
 
 def find_process_info(config: DistributedConfig, environ: Mapping[str, str]) -> ProcessInfo | None:
-    """What the flags say, filled up with what SLURM or Open MPI says; None for a run in one process.
+    """Combine flags with SLURM's or Open MPI's variables; None for a run in one process.
 
     Args:
         config: the flags.
         environ: the environment variables.
 
     Raises:
-        ValueError: something is given, but not everything that is needed.
+        ValueError: some but not all values are given.
     """
     launcher, told = _launcher(environ)
     flags = {name: value for name, value in asdict(config).items() if value is not None}
@@ -65,26 +65,26 @@ def find_process_info(config: DistributedConfig, environ: Mapping[str, str]) -> 
     if values.get("num_processes", 0 if flags else 1) == 1:
         return None
     if missing := [f"--{name.replace('_', '-')}" for name in asdict(config) if name not in values]:
-        source = f" and {launcher} does not say" if launcher else ", and neither srun nor mpirun started this process"
+        source = f" by flags or {launcher}" if launcher else ", and neither srun nor mpirun started this process"
         raise ValueError(
             f"{' and '.join(missing)}: not given{source}; give --coordinator, --num-processes and "
-            "--process-id together, the same on every process but for the last (see docs/multi_node.md)"
+            "--process-id together, only the last differing between processes (see docs/multi_node.md)"
         )
     return ProcessInfo(**values)
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """(name of the launcher that started several processes, what it says)."""
-    # First, because its daemons on the nodes of a SLURM job are themselves a job step.
+    """Return the launcher's name and its values; None and nothing for a single process."""
+    # Before SLURM: under SLURM, Open MPI's daemons are themselves a job step.
     if int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         size = environ["OMPI_COMM_WORLD_SIZE"]
         told: dict[str, Any] = {"num_processes": int(size), "process_id": int(environ["OMPI_COMM_WORLD_RANK"])}
-        # Where it runs on several hosts, it does not say which has process 0.
+        # On several hosts it does not tell which of them has process 0.
         if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size:
             job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
             told |= {"coordinator": f"127.0.0.1:{_port(job)}"}
         return "Open MPI", told
-    # Those of a job step: in the script of a job itself there is one process, whatever the job's size.
+    # Variables of the job step: the job's own script is one process, whatever the job's size.
     if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         port = _port(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
         coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
@@ -94,12 +94,12 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _first_host(nodes: str) -> str:
-    """Of SLURM's list: `gpu[003-007,012],login1` begins with `gpu003`."""
+    """Return the first host of a SLURM list: `gpu003` of `gpu[003-007,012],login1`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     assert match, nodes
     return "".join(part or "" for part in match.groups())
 
 
 def _port(job: str) -> int:
-    """The same for all processes of a job, another for the next job on the host."""
+    """Return one port for all processes of a job, and another for the next job on the host."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS

@@ -1,4 +1,4 @@
-"""The processes of a run: joined before JAX starts, in agreement, ended together."""
+"""The processes of a run: they join before JAX starts, compare their configuration, and end together."""
 
 import contextlib
 import os
@@ -18,29 +18,29 @@ from jaxglue.distributed.process_info import ProcessInfo
 
 _MEETING_SECONDS = 300.0
 _HEARTBEAT_SECONDS = 60
-"""After which JAX ends the run for a process that is there and does not answer, as one that was stopped."""
+"""Silence after which JAX ends the run: a process that lives but does not answer, such as a stopped one."""
 _FAREWELL_SECONDS = 2.0
-"""Long enough to hear that another process is the cause of an error here, or to let the others hear of it."""
+"""Time to hear that another process caused an error here, or to let the others hear of this one's."""
 
 
 class Processes:
-    """This process among those of the run; alone without a channel."""
+    """This process among those of its run; single without a channel."""
 
     def __init__(self, index: int = 0, count: int = 1, channel: ControlChannel | None = None):
         self.index, self.count, self._channel = index, count, channel
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0, which alone writes what there is one of."""
+        """Whether this is process 0, which alone prints and writes shared files."""
         return self.index == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The JSON-able value of every process, in their order; all must ask, and it is there when the last has."""
+        """Return the JSON values of all processes in their order; all must call, and all wait for the last."""
         return [value] if self._channel is None else self._channel.all_gather_object(value)
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Process 0 goes through this context before the others do, as to fill a cache that they then read."""
+        """Let process 0 run the context before the others, so that they read the cache it fills."""
         if not self.is_main:
             self.all_gather_object(None)
         yield
@@ -48,10 +48,10 @@ class Processes:
             self.all_gather_object(None)
 
     def agree(self, what: str, values: Mapping[str, Any]) -> None:
-        """Compares JSON-able values, perhaps nested, among the processes.
+        """Compare JSON values, perhaps nested, among the processes.
 
         Raises:
-            ValueError: on every process, with the same words: each value in which a process differs from process 0.
+            ValueError: on every process, with the same text: each value that differs from process 0's.
         """
         flat = self.all_gather_object(_flatten(values))
         lines = [
@@ -69,29 +69,29 @@ class Processes:
 
 
 SINGLE_PROCESS = Processes()
-"""A run in one process."""
+"""The processes of a run in one process."""
 
 
 @contextlib.contextmanager
-def join_processes(launch: ProcessInfo | None) -> Iterator[Processes]:
-    """Finds the other processes and starts JAX's distributed runtime, before anything asks JAX for a device.
+def join_processes(process_info: ProcessInfo | None) -> Iterator[Processes]:
+    """Join the other processes and start JAX's distributed runtime; call it before JAX is asked for a device.
 
-    While the context lasts, the death of another process ends this one, with a line that says which it was. An error
-    inside ends all processes; each says where it came from.
+    While the context lasts, the death of another process ends this one, with a line that names it. An error inside
+    ends all processes; each names its origin.
 
     Raises:
-        ValueError: the others were not found, or do not fit.
+        ValueError: the others are missing, or have other settings.
     """
-    if launch is None:
+    if process_info is None:
         yield SINGLE_PROCESS
         return
-    index, count = launch.process_id, launch.num_processes
+    index, count = process_info.process_id, process_info.num_processes
     channel = ControlChannel(
-        index, count, launch.address, timeout=_MEETING_SECONDS, lost=partial(_stop, is_main=index == 0)
+        index, count, process_info.address, timeout=_MEETING_SECONDS, lost=partial(_stop, is_main=index == 0)
     )
     processes = Processes(index, count, channel)
     try:
-        _start_jax(launch.address[0], processes)
+        _start_jax(process_info.address[0], processes)
         yield processes
         processes.all_gather_object("done")
         channel.close()
@@ -102,7 +102,7 @@ def join_processes(launch: ProcessInfo | None) -> Iterator[Processes]:
 
 def _start_jax(host: str, processes: Processes) -> None:
     port = processes.all_gather_object(_free_port() if processes.is_main else None)[0]
-    # JAX's own handler would take SIGTERM, with which a scheduler asks for a checkpoint, from the trainer.
+    # JAX's handler would take SIGTERM, a scheduler's request for a checkpoint, from the trainer.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
@@ -116,17 +116,17 @@ def _start_jax(host: str, processes: Processes) -> None:
     gpus = processes.all_gather_object([socket.gethostname(), visible_gpus()])
     if own := share_gpus(gpus, processes.index):
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, own)))
-    jax.devices()  # all start their devices together: later, one that waits for another would hold it up
+    jax.devices()  # now, on all together: later, a process could start its devices while another waits for it
 
 
 def share_gpus(visible: list[list[Any]], index: int) -> list[int]:
-    """Which of the GPUs that it sees a process takes, by their number among these.
+    """Return the GPUs of one process, as indices into its visible ones.
 
-    Processes that see the same GPUs of a host share them evenly; a launcher may also have given each its own.
+    Processes that see the same GPUs of a host share them evenly; a launcher may also give each its own.
 
     Args:
-        visible: host and GPUs that are visible there, of every process.
-        index: which process to answer for.
+        visible: host and visible GPUs of every process.
+        index: number of the process.
 
     Raises:
         ValueError: the GPUs do not divide among the processes.
@@ -144,7 +144,7 @@ def share_gpus(visible: list[list[Any]], index: int) -> list[int]:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that CUDA will show this process, by UUID; none where JAX is to use CPUs, or nvidia-smi is missing."""
+    """Return UUIDs of the GPUs visible to this process; none if JAX uses CPUs, or without nvidia-smi."""
     if jax.config.jax_platforms == "cpu":
         return []
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -165,18 +165,18 @@ def _free_port() -> int:
 
 
 def _stop(reason: str, *, is_main: bool) -> None:
-    """Called in a thread: the main one may hang in a collective operation that will never end."""
+    """End the process from a thread: the main one may hang in a collective operation that never ends."""
     remedy = "; continue the run with --resume" if reason.endswith(DIED) else ""
     print(f"error: {reason.rstrip('.')}. This process stops too{remedy}", file=sys.stderr, flush=True)
-    if is_main:  # JAX's runtime aborts the others when process 0 is gone: let them hear of the reason before
+    if is_main:  # without process 0 JAX's runtime aborts the others: let them hear the reason first
         time.sleep(_FAREWELL_SECONDS)
     os._exit(1)
 
 
 def _leave(error: BaseException, channel: ControlChannel) -> NoReturn:
-    """Tells the others and exits, without the orderly end of JAX's runtime, which would wait for them."""
+    """Tell the others and exit without shutting down JAX's runtime, which would wait for them."""
     if channel.broken.wait(_FAREWELL_SECONDS):
-        time.sleep(2 * _FAREWELL_SECONDS)  # this is what another's death looks like from here: `_stop` has the word
+        time.sleep(2 * _FAREWELL_SECONDS)  # a consequence of another's death, which `_stop` reports
     user = isinstance(error, (ValueError, OSError))
     text = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):

@@ -17,7 +17,7 @@ class Reading(NamedTuple):
 
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), 0–1, without recomputation; None if the peak is unknown."""
+    """Model FLOPs utilization (Chowdhery et al. 2022, appendix B), 0–1; None if unknown: excludes recomputation."""
     data_wait: float
     """Share of time spent waiting for a batch, 0–1."""
 

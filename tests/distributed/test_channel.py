@@ -1,4 +1,4 @@
-"""How the processes of a run meet, exchange values, and hear of a death; here they are threads."""
+"""Processes of a run meet, gather objects and hear of a death; here they are threads."""
 
 import queue
 import socket
@@ -18,43 +18,43 @@ def port():
 
 @pytest.fixture
 def meet(port):
-    """meet(n) → the channels of n processes and a queue of what they were told of lost ones."""
+    """meet(n) → the channels of n processes, and a queue of their reports of lost ones."""
     lost = queue.Queue()
 
-    def open_link(index, count, timeout=20.0):
+    def open_channel(index, count, timeout=20.0):
         return ControlChannel(
             index, count, ("127.0.0.1", port), timeout=timeout, lost=lambda line: lost.put((index, line))
         )
 
     def make(count):
         with ThreadPoolExecutor(count) as pool:
-            channels = list(pool.map(lambda index: open_link(index, count), reversed(range(count))))
+            channels = list(pool.map(lambda index: open_channel(index, count), reversed(range(count))))
         return channels[::-1], lost
 
-    make.open_link = open_link
+    make.open_channel = open_channel
     return make
 
 
-def together(channels, function):
+def on_all(channels, function):
     with ThreadPoolExecutor(len(channels)) as pool:
         return list(pool.map(function, channels, range(len(channels))))
 
 
-def test_every_process_gets_the_values_of_all_in_order(meet):
+def test_all_gather_object_keeps_the_order(meet):
     channels, lost = meet(4)
     for turn in range(3):
-        results = together(
+        results = on_all(
             channels, lambda channel, index, turn=turn: channel.all_gather_object({"id": index, "turn": turn})
         )
         assert results == [[{"id": index, "turn": turn} for index in range(4)]] * 4
-    together(channels, lambda channel, index: channel.close())
+    on_all(channels, lambda channel, index: channel.close())
     assert lost.empty()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_all_others_are_told_which_process_died(meet, victim):
+def test_all_others_hear_which_process_died(meet, victim):
     channels, lost = meet(3)
-    channels[victim]._closing = True  # a dead process notices nothing; what the system does when it ends:
+    channels[victim]._closing = True  # stands for a dead process, whose connections the system closes:
     for peer in channels[victim]._peers.values():
         peer.socket.shutdown(socket.SHUT_RDWR)
     told = dict(lost.get(timeout=10) for _ in range(2))
@@ -62,7 +62,7 @@ def test_all_others_are_told_which_process_died(meet, victim):
     assert set(told.values()) == {f"process {victim} on {socket.gethostname()}: died"}
 
 
-def test_a_process_that_waits_for_a_value_is_told_too(meet):
+def test_failure_reaches_a_waiting_process(meet):
     channels, lost = meet(2)
     threading.Thread(target=channels[0].all_gather_object, args=(1,), daemon=True).start()
     channels[1].fail("error: no such file: chats.jsonl")
@@ -71,11 +71,11 @@ def test_a_process_that_waits_for_a_value_is_told_too(meet):
 
 
 def failures(meet, *processes, timeout=20.0):
-    """The messages of the processes, each an (index, count), that did not get a channel."""
+    """Return the errors of processes, each an (index, count), that cannot meet."""
 
     def attempt(process):
         try:
-            meet.open_link(*process, timeout=timeout)
+            meet.open_channel(*process, timeout=timeout)
         except ValueError as error:
             return str(error)
 
@@ -83,24 +83,24 @@ def failures(meet, *processes, timeout=20.0):
         return list(pool.map(attempt, processes))
 
 
-def test_processes_that_do_not_fit_are_all_told_why(meet):
+def test_mismatch_is_explained_to_all(meet):
     for message in failures(meet, (0, 3), (1, 3), (1, 3)):
-        assert "say that they are process 1: give each a --process-id of its own" in message
+        assert "have --process-id 1: give each its own" in message
     for message in failures(meet, (0, 2), (1, 3)):
-        assert "give all the same --num-processes" in message
+        assert "has 3: give all the same" in message
 
 
-def test_waiting_for_the_others_ends(meet, port):
+def test_waiting_for_others_times_out(meet, port):
     first, second = failures(meet, (0, 3), (1, 3), timeout=1.0)
-    assert "of 3 processes these did not come in time: 2 (process 0 waited on" in first
+    assert "of 3 processes these did not join in time: 2 (process 0 listened on" in first
     assert second == first
     (alone,) = failures(meet, (1, 2), timeout=0.5)
     assert f"could not reach process 0 at 127.0.0.1:{port} in time" in alone
 
 
-def test_a_stranger_changes_nothing(meet, port):
+def test_stranger_is_ignored(meet, port):
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet.open_link, 0, 2)
+        first = pool.submit(meet.open_channel, 0, 2)
         while True:
             try:
                 stranger = socket.create_connection(("127.0.0.1", port))
@@ -108,11 +108,11 @@ def test_a_stranger_changes_nothing(meet, port):
             except OSError:
                 pass
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        second = pool.submit(meet.open_link, 1, 2)
+        second = pool.submit(meet.open_channel, 1, 2)
         channels = [first.result(20), second.result(20)]
-    assert together(channels, lambda channel, index: channel.all_gather_object(index)) == [[0, 1]] * 2
+    assert on_all(channels, lambda channel, index: channel.all_gather_object(index)) == [[0, 1]] * 2
 
 
-def test_a_taken_port_is_named(meet, port):
+def test_taken_port_is_named(meet, port):
     with socket.create_server(("", port)), pytest.raises(ValueError, match=rf"port {port} of .* cannot be used"):
-        meet.open_link(0, 2)
+        meet.open_channel(0, 2)

@@ -1,4 +1,4 @@
-"""What flags, SLURM and Open MPI say about a run's processes."""
+"""Process numbers from flags, SLURM and Open MPI; agreement among processes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3", "PMIX_NAMESPACE
 ONE_HOST = {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
 
 
-def test_without_flags_and_launcher_a_run_has_one_process():
+def test_single_process_without_flags_and_launcher():
     assert find_process_info(DistributedConfig(), {}) is None
     assert find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert (
@@ -25,9 +25,9 @@ def test_without_flags_and_launcher_a_run_has_one_process():
     )
 
 
-def test_flags_name_a_process():
-    launch = find_process_info(DistributedConfig(coordinator="node1:1234", num_processes=4, process_id=2), {})
-    assert (launch.address, launch.num_processes, launch.process_id) == (("node1", 1234), 4, 2)
+def test_flags_give_the_process():
+    info = find_process_info(DistributedConfig(coordinator="node1:1234", num_processes=4, process_id=2), {})
+    assert (info.address, info.num_processes, info.process_id) == (("node1", 1234), 4, 2)
     six = find_process_info(DistributedConfig(coordinator="[fe80::1]:1234", num_processes=4, process_id=2), {})
     assert six.address == ("fe80::1", 1234)
 
@@ -36,20 +36,20 @@ def test_flags_name_a_process():
     ("nodes", "first"),
     [("gpu[003-004]", "gpu003"), ("a7,b[1-2]", "a7"), ("n[5,9-12]-ib,m1", "n5-ib"), ("login", "login")],
 )
-def test_slurm_says_everything(nodes, first):
-    launch = find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_NODELIST": nodes})
-    assert (launch.address[0], launch.num_processes, launch.process_id) == (first, 16, 9)
+def test_slurm_gives_the_process(nodes, first):
+    info = find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_NODELIST": nodes})
+    assert (info.address[0], info.num_processes, info.process_id) == (first, 16, 9)
     other = find_process_info(DistributedConfig(), {**SLURM, "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": nodes})
-    assert 61_000 <= launch.address[1] < 65_000 and launch.address[1] != other.address[1]
+    assert 61_000 <= info.address[1] < 65_000 and info.address[1] != other.address[1]
 
 
-def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several():
-    launch = find_process_info(DistributedConfig(), {**MPI, **ONE_HOST})
-    assert (launch.address[0], launch.num_processes, launch.process_id) == ("127.0.0.1", 8, 3)
-    with pytest.raises(ValueError, match="--coordinator: not given and Open MPI does not say"):
+def test_open_mpi_needs_a_coordinator_on_several_hosts():
+    info = find_process_info(DistributedConfig(), {**MPI, **ONE_HOST})
+    assert (info.address[0], info.num_processes, info.process_id) == ("127.0.0.1", 8, 3)
+    with pytest.raises(ValueError, match="--coordinator: not given by flags or Open MPI"):
         find_process_info(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    launch = find_process_info(DistributedConfig(coordinator="node1:12355"), {**SLURM, **MPI})
-    assert (launch.coordinator, launch.process_id) == ("node1:12355", 3)
+    info = find_process_info(DistributedConfig(coordinator="node1:12355"), {**SLURM, **MPI})
+    assert (info.coordinator, info.process_id) == ("node1:12355", 3)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_open_mpi_says_everything_on_one_host_and_needs_a_coordinator_on_several
         ({"num_processes": 0}, r"num_processes: expected int >= 1 \| none, got 0"),
     ],
 )
-def test_half_of_the_flags_is_refused(given, message):
+def test_incomplete_or_wrong_flags_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         find_process_info(DistributedConfig(**given), {})
 
 
-def test_gpus_are_shared_by_the_processes_that_see_the_same_ones():
+def test_processes_share_the_gpus_they_both_see():
     four, two = ["a", "b", "c", "d"], ["e", "f"]
     assert [share_gpus([["x", four]] * 2, index) for index in range(2)] == [[0, 1], [2, 3]]
     assert [share_gpus([["x", two], ["y", two]], index) for index in range(2)] == [[0, 1], [0, 1]]
@@ -79,7 +79,7 @@ def test_gpus_are_shared_by_the_processes_that_see_the_same_ones():
 
 
 class _Recorded(Processes):
-    """A process whose others have been heard already."""
+    """A process that has received the others' objects."""
 
     def __init__(self, *others):
         super().__init__(count=1 + len(others))
@@ -89,7 +89,7 @@ class _Recorded(Processes):
         return [value, *self._others]
 
 
-def test_processes_that_disagree_are_told_where():
+def test_disagreement_names_the_values():
     mine = {"run": {"batch_size": 8, "seed": 0}, "data": "0a1b"}
     flat = {"run.batch_size": 8, "run.seed": 0, "data": "0a1b"}
     SINGLE_PROCESS.agree("configuration", mine)
