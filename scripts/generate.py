@@ -1,4 +1,4 @@
-"""Answers prompts with a model, with or without an adapter.
+"""Answer prompts with a model and an optional adapter.
 
 python scripts/generate.py --model models/Qwen3-0.6B --adapter runs/first/adapter --prompt "Why is the sky blue?"
 """

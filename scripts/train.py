@@ -1,4 +1,4 @@
-"""Fine-tunes a model: `python scripts/train.py --model FOLDER --data chats.jsonl`, or `--config RECIPE.toml`."""
+"""Fine-tune a model: `python scripts/train.py --model FOLDER --data chats.jsonl`, or `--config RECIPE.toml`."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from jaxglue.training.trainer import train
 
 
 def main() -> None:
-    # JAX would leave a quarter of the GPU unused, and NCCL needs some; read when JAX first asks for a device.
+    # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig)

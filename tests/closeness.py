@@ -1,16 +1,16 @@
-"""What tests of kernels compare with a definition, and how."""
+"""Comparison of kernels with their definitions."""
 
 import jax
 import numpy as np
 
 
 def outputs_and_gradients(function, arguments, cotangents) -> list[np.ndarray]:
-    """A function's outputs and the gradients to all of its arguments, in float32."""
+    """Return a function's outputs and the gradients to all arguments, in float32."""
     outputs, pull = jax.vjp(function, *arguments)
     return [np.asarray(x, np.float32) for x in jax.tree.leaves((outputs, pull(cotangents)))]
 
 
 def assert_close(got, expected, tolerance) -> None:
-    """‖got − expected‖ ≤ tolerance·‖expected‖ for every array."""
+    """Assert ‖got − expected‖ ≤ tolerance·‖expected‖ for every array."""
     for a, b in zip(got, expected, strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)

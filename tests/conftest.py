@@ -1,4 +1,4 @@
-"""Fixtures of several folders: tiny models, batches, a tokenizer, chats, Triton's interpreter, a GPU to compile for."""
+"""Shared fixtures: tiny models, batches, a tokenizer, chats, Triton's interpreter, an H200 compile target."""
 
 import functools
 import importlib.util
@@ -36,13 +36,13 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def tiny_config():
-    """A small model's config.json without its type."""
+    """config.json of a small model without model_type."""
     return TINY
 
 
 @pytest.fixture
 def tiny_model():
-    """Builds a small random model: tiny_model(model_type, **changes to its config.json)."""
+    """Build a small random model: tiny_model(model_type, **config changes)."""
 
     def make(model_type: str = "qwen3", dtype=jnp.float32, **changes):
         config = config_from_hf({"model_type": model_type, **TINY, **changes})
@@ -53,7 +53,7 @@ def tiny_model():
 
 @pytest.fixture(scope="session")
 def random_batch():
-    """Builds a packed batch of random tokens: random_batch([[5, 3], [9]], seq_len=12)."""
+    """Build a packed batch of random tokens: random_batch([[5, 3], [9]], seq_len=12)."""
 
     def make(lengths, seq_len: int, vocab_size: int = TINY["vocab_size"], seed: int = 0):
         rng = np.random.default_rng(seed)
@@ -83,13 +83,13 @@ CHATML = """
 TEMPLATES = {
     "plain": CHATML.replace("GENERATION", "").replace("END", ""),
     "marked": CHATML.replace("GENERATION", "{% generation %}").replace("END", "{% endgeneration %}"),
-    # like Qwen3: only the last turn shows its (empty) thinking
+    # Qwen3: only the last turn shows its (empty) thinking
     "thinking": CHATML.replace("GENERATION", "{% if loop.last %}<think></think>{% endif %}").replace("END", ""),
-    # like GPT-OSS: the last turn ends with another token
+    # GPT-OSS: the last turn ends with another token
     "closing": CHATML.replace("GENERATION", "").replace(
         "{{- '<|im_end|>' }}END", "{{- '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}"
     ),
-    # the number of messages comes first, so that no prefix is stable; nor does a turn begin as its prompt ends
+    # a leading message count makes prefixes unstable; turns do not begin at the prompt's end either
     "unstable": "{{ messages | length }}" + CHATML.replace("GENERATION", "").replace("END", "") + "<think>",
 }
 
@@ -114,7 +114,7 @@ def backend():
 
 @pytest.fixture(scope="session")
 def make_tokenizer(backend):
-    """A tokenizer with the named chat template, or without one."""
+    """Make a tokenizer with the named chat template, or none."""
 
     def make(template="plain", **special):
         tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **special}
@@ -127,7 +127,7 @@ def make_tokenizer(backend):
 
 @pytest.fixture
 def write_jsonl(tmp_path):
-    """Writes rows to a JSONL file and returns its path as a string."""
+    """Write rows to a JSONL file and return its path."""
 
     def write(rows, name="data.jsonl"):
         path = tmp_path / name
@@ -139,7 +139,7 @@ def write_jsonl(tmp_path):
 
 @pytest.fixture
 def chat_rows():
-    """`count` chats of uneven length, one to three exchanges each."""
+    """Make `count` chats of one to three exchanges."""
 
     def exchange(text):
         return [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]
@@ -153,7 +153,7 @@ def chat_rows():
 
 
 class _Buffer:
-    """The part of a torch tensor that Triton's interpreter uses."""
+    """The torch tensor interface used by Triton's interpreter."""
 
     _NAMES = {"float32": "fp32", "float16": "fp16", "int32": "i32", "uint8": "u8"}  # noqa: RUF012
 
@@ -169,10 +169,9 @@ _interpreter_lock = threading.Lock()
 
 @contextmanager
 def _interpreting():
-    """Triton decorates for the interpreter, as do the library functions that the kernels use.
+    """Decorate kernels and Triton's library functions for the interpreter, and restore the language afterwards.
 
-    The interpreter replaces functions of Triton's language. It undoes that for a kernel, but not for the functions that
-    the kernel calls, which would break compilation in the same process; here all of it is undone, the last first.
+    The interpreter itself restores patches of the kernel but not of its callees, which would break later compilation.
     """
     import triton
     import triton.language as tl
@@ -199,7 +198,7 @@ def _interpreting():
 
 
 def _load_interpreted(name: str):
-    """A second copy of a module of kernels, decorated for the interpreter."""
+    """Load a second copy of a kernel module, decorated for the interpreter."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     with _interpreting():
@@ -209,7 +208,7 @@ def _load_interpreted(name: str):
 
 @pytest.fixture(scope="session")
 def interpreted():
-    """interpreted(class of a `Launcher`) → one whose launches run on the CPU; float32 and float16 only."""
+    """Make a `Launcher` subclass launch on the CPU: float32 and float16 only."""
     pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
     from triton.runtime.interpreter import GridExecutor
 
@@ -223,7 +222,7 @@ def interpreted():
     load = functools.cache(_load_interpreted)
 
     def launch(kernel, inputs, outputs, grid, constants):
-        """The outputs after the launch, from what is in them before."""
+        """Return the outputs after a launch on the given initial outputs."""
         function = getattr(load(kernel.__module__), kernel.__name__)
 
         def run(inputs, outputs):
@@ -252,7 +251,7 @@ def interpreted():
     return interpret
 
 
-# The H200's public properties, in the form that XLA's GPU compiler reads.
+# Public H200 properties as XLA's GPU compiler reads them.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -273,7 +272,7 @@ device_description_str: "NVIDIA H200"
 
 @pytest.fixture
 def h200(monkeypatch):
-    """A sharding over one H200 to compile for."""
+    """Sharding over one H200, as a compile target."""
     for package in ("jax_cuda13_plugin", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"compiling for a GPU needs {package}")

@@ -23,7 +23,7 @@ def recipe(folder):
 
 @pytest.fixture(scope="module")
 def made(folder, tmp_path_factory):
-    """A folder that the script has just written."""
+    """A folder freshly written by the script."""
     spec = importlib.util.spec_from_file_location("make", folder / "make.py")
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
@@ -32,14 +32,14 @@ def made(folder, tmp_path_factory):
     return fresh
 
 
-def test_the_script_writes_the_files_that_the_repository_ships(folder, made):
+def test_script_reproduces_the_shipped_files(folder, made):
     assert (made / "chats.jsonl").read_bytes() == (folder / "chats.jsonl").read_bytes()
-    shipped, fresh = (load_tokenizer(place / "model") for place in (folder, made))
+    shipped, fresh = (load_tokenizer(root / "model") for root in (folder, made))
     assert fresh.get_vocab() == shipped.get_vocab()
     assert fresh.chat_template == shipped.chat_template
 
 
-def test_the_recipe_fits_its_model_and_data(folder, recipe, tmp_path, monkeypatch):
+def test_recipe_fits_model_and_data(folder, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
     model = config_from_hf(read_config(recipe.model.model))
     tokenizer = load_tokenizer(recipe.model.model)

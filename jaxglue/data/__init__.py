@@ -1,4 +1,4 @@
-"""From files of examples to packed batches."""
+"""Training data: files of examples to packed batches."""
 
 from jaxglue.data.batch import Batch, TokenDataset
 from jaxglue.data.config import DataConfig

@@ -1,4 +1,4 @@
-"""A batch, and the data set that batches are cut from."""
+"""Batches, and the tokenized data set behind them."""
 
 import hashlib
 from dataclasses import dataclass
@@ -21,30 +21,30 @@ class Batch:
 
     tokens: Int32[Array, "B T"]
     targets: Int32[Array, "B T"]
-    """The token that each token predicts: the next one of the same document, 0 where there is none."""
+    """Next token of the same document; 0 at a document's end and in padding."""
     loss_weights: Float32[Array, "B T"]
-    """1 where the target is trained on, 0 elsewhere; the sum is the number of target tokens."""
+    """1 for trained targets, 0 elsewhere; sums to the number of target tokens."""
     segments: PackedSegments
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDataset:
-    """A selection of the documents of a store, cut to their lengths."""
+    """Selected documents of a store, truncated to their lengths."""
 
     store: TokenStore
     documents: Int[np.ndarray, "documents"]
-    """Indices into the store."""
+    """Document indices in the store."""
     lengths: Int[np.ndarray, "documents"]
-    """Tokens to take of each document, from its beginning."""
+    """Tokens used of each document, from its start."""
     targets: Int[np.ndarray, "documents"]
-    """Tokens among these that the loss is taken on."""
+    """Target tokens of each document."""
 
     def __len__(self) -> int:
         return len(self.documents)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the tokens, masks, selection or lengths, and with nothing else."""
+        """Hash tokens, masks, selection and lengths."""
         digest = hashlib.blake2b(self.store.info["digest"].encode(), digest_size=16)
         digest.update(self.documents.astype(np.int64).data)
         digest.update(self.lengths.astype(np.int64).data)
@@ -54,7 +54,7 @@ class TokenDataset:
 def build_batch(
     dataset: TokenDataset, plan: PackPlan, rows: Int[np.ndarray, "B"], *, seq_len: int, max_segments: int
 ) -> Batch:
-    """The batch of these rows of the plan; rows past its end are empty, all padding with weight 0."""
+    """Build the batch of these rows of the plan; rows past its end are all padding with weight 0."""
     members = [plan.documents[slice(*plan.bounds[[r, r + 1]])] if r < plan.rows else plan.documents[:0] for r in rows]
     lengths = [dataset.lengths[row] for row in members]
     segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments)
@@ -73,6 +73,6 @@ def build_batch(
 def _source_positions(
     dataset: TokenDataset, members: Int[np.ndarray, "documents"], positions: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:
-    """Where in the store the tokens of the member documents are, end to end."""
+    """Return the store indices of the member documents' tokens, concatenated."""
     first = dataset.store.offsets[dataset.documents[members]]
     return np.repeat(first, dataset.lengths[members]) + positions

@@ -1,4 +1,4 @@
-"""From rows to tokens and loss masks."""
+"""Tokenization of rows with loss masks."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -13,27 +13,27 @@ from jaxglue.data.readers import Row
 from jaxglue.data.template import ChatTemplate, split_at
 
 Pieces = list[tuple[str, bool]]
-"""Consecutive parts of a document, each with whether it is trained on."""
+"""Consecutive (text, trained) parts of a document."""
 
 
 class Encoded(NamedTuple):
-    """Documents end to end."""
+    """Concatenated documents."""
 
     tokens: Int32[np.ndarray, "N"]
     mask: UInt8[np.ndarray, "N"]
-    """1 where the token is to be predicted."""
+    """1 for tokens to predict."""
     lengths: Int32[np.ndarray, "documents"]
 
 
 class Encoder:
-    """Tokenizes rows of one format.
+    """Tokenizer of rows in one format.
 
-    A document is tokenized in pieces, cut where the loss mask changes: a prompt's tokens are then the ones that the
-    model is given when it generates, and the mask is exact to the token.
+    Documents are tokenized in pieces split where the loss mask changes, so that prompts have the same tokens as in
+    generation and the mask is exact.
 
     Raises:
-        ValueError: chats without a chat template; no end-of-text token for texts; a tokenizer that puts a space before
-            each piece (SentencePiece), where pieces are needed.
+        ValueError: chats without a chat template, texts without an end-of-text token, or a tokenizer that prepends a
+            space to each piece (SentencePiece) where pieces are needed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, format: str, loss_on: str):
@@ -45,13 +45,13 @@ class Encoder:
         self._bos, self._eos = ([], []) if self._template else _text_ends(tokenizer)
         if format != "text" and loss_on != "all" and self._ids(["b"])[0] != [tokenizer.convert_tokens_to_ids("b")]:
             hint = "use --loss-on all, or convert the tokenizer to byte-level BPE"
-            raise ValueError(f"the tokenizer puts a space before a text, so loss masks would be inexact: {hint}")
+            raise ValueError(f"the tokenizer prepends a space to texts, so loss masks would be inexact: {hint}")
 
     def encode(self, rows: Sequence[Row]) -> Encoded:
-        """The documents of these rows, in order.
+        """Tokenize rows to documents, in order.
 
         Raises:
-            ValueError: a row that cannot be used, with its origin.
+            ValueError: an unusable row, with its origin.
         """
         documents = [self._named_pieces(row) for row in rows]
         ids = iter(self._ids([piece for pieces in documents for piece, _ in pieces]))
@@ -89,8 +89,8 @@ def _lengths(parts) -> list[int]:
 
 
 def _text_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text, and the token that ends one."""
+    """Return the tokens before and after a text."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos token, so texts would have no end: set eos_token in its config")
+        raise ValueError("the tokenizer has no eos token, so texts would not end: set eos_token in its config")
     first = tokenizer("b")["input_ids"][:1]
     return ([tokenizer.bos_token_id] if first == [tokenizer.bos_token_id] else []), [tokenizer.eos_token_id]

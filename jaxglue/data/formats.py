@@ -1,4 +1,4 @@
-"""Row formats: which there are, telling them apart, and bringing chats to one form."""
+"""Row formats: detection, and normalization of chats."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-"""The keys that a row of each format must have; the first format that fits is taken."""
+"""Required keys by format, in order of detection."""
 
 _ROLES = {
     "human": "user",
@@ -22,14 +22,14 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's names of roles; others are kept."""
+"""Roles by ShareGPT's names."""
 
 
 def detect_format(row: Mapping[str, Any]) -> str:
-    """The format of a row, told from its keys.
+    """Detect a row's format from its keys.
 
     Raises:
-        ValueError: no format fits; the message lists the keys seen and the formats known.
+        ValueError: no format matches; lists the row's keys and the known formats.
     """
     for name, keys in KEYS.items():
         if all(key in row for key in keys):
@@ -39,10 +39,10 @@ def detect_format(row: Mapping[str, Any]) -> str:
 
 
 def text_fields(row: Mapping[str, Any], format: str) -> list[str]:
-    """The strings of a `text` or `prompt_completion` row.
+    """Return the strings of a `text` or `prompt_completion` row.
 
     Raises:
-        ValueError: a missing key, or a value that is not a string.
+        ValueError: a missing key or a non-string value.
     """
     _require_keys(row, format)
     for key in KEYS[format]:
@@ -52,10 +52,10 @@ def text_fields(row: Mapping[str, Any], format: str) -> list[str]:
 
 
 def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """The messages of a `messages` or `conversations` row with `role` and `content` keys, and its tools.
+    """Return (messages with `role` and `content`, tools) of a `messages` or `conversations` row.
 
     Raises:
-        ValueError: a missing key, or messages that are not a non-empty list of objects with a role.
+        ValueError: a missing key, or messages other than a non-empty list of objects with roles.
     """
     _require_keys(row, format)
     messages = row[KEYS[format][0]]
@@ -66,7 +66,7 @@ def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, A
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """`role`/`content`, or ShareGPT's `from`/`value`, as `role`/`content`."""
+    """Normalize `role`/`content` or ShareGPT's `from`/`value` to `role`/`content`."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {_listed(message)}")
@@ -83,7 +83,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Arguments as an object: OpenAI's API has them as a JSON string, which templates would quote once more."""
+    """Parse a tool call's arguments: templates would quote the JSON string of OpenAI's API again."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or "name" not in function:
         raise ValueError(f"a tool call needs a function with 'name' and 'arguments', got {_listed(call)}")
@@ -92,7 +92,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _from_json(value: Any, name: str) -> Any:
-    """What a string says in JSON; other values as they are."""
+    """Parse a JSON string; return other values unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:

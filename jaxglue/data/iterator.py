@@ -1,4 +1,4 @@
-"""Batches for training and evaluation, read ahead in threads, with a state that goes into checkpoints."""
+"""Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,19 +18,19 @@ _READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one optimizer step trains on."""
+    """Data of one optimizer step."""
 
     micro_batches: tuple[Batch, ...]
     """This process's rows of every micro-batch."""
     tokens: int
-    """In the rows of all processes, padding left out."""
+    """Tokens in the rows of all processes, excluding padding."""
     targets: int
-    """Of these tokens those that the loss is taken on."""
+    """Target tokens in the rows of all processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Random access to the steps of one epoch."""
+    """Random access to an epoch's steps."""
 
     dataset: TokenDataset
     plan: PackPlan
@@ -45,10 +45,8 @@ class _Steps:
         return _steps(self.plan, self.batch_size * self.gradient_accumulation_steps)
 
     def __getitem__(self, step: int) -> Step:
-        rows = (
-            np.arange(self.batch_size * self.gradient_accumulation_steps)
-            + step * self.batch_size * self.gradient_accumulation_steps
-        )
+        rows_per_step = self.batch_size * self.gradient_accumulation_steps
+        rows = np.arange(rows_per_step) + step * rows_per_step
         own = rows.reshape(self.gradient_accumulation_steps, self.process_count, -1)[:, self.process_index]
         shape = {"seq_len": self.seq_len, "max_segments": self.max_segments}
         documents = self.plan.documents[slice(*self.plan.bounds[np.minimum(rows[[0, -1]] + [0, 1], self.plan.rows)])]
@@ -60,10 +58,10 @@ class _Steps:
 
 
 class BatchIterator(Iterator[Step]):
-    """The batches of one optimizer step after another, every document once per epoch.
+    """Iterator over optimizer steps that visits every document once per epoch.
 
-    Each epoch shuffles and packs anew, as a function of `seed` and the epoch only. An epoch's last step is filled up
-    with empty rows. All batches have the same shapes.
+    Each epoch is shuffled and packed as a function of `seed` and epoch. Empty rows complete an epoch's last step. All
+    batches have the same shapes.
 
     Args:
         dataset: the documents; none longer than `seq_len`.
@@ -71,13 +69,13 @@ class BatchIterator(Iterator[Step]):
         batch_size: B, rows in a micro-batch over all processes.
         gradient_accumulation_steps: micro-batches in a step.
         seed: of shuffling.
-        epochs: where to stop; None goes on for ever.
-        max_segments: documents in a row at most (rounded up to a power of two); by default what the first epoch needs.
-        process_index, process_count: this process gets its own `B / process_count` rows of every micro-batch; the
-            batches themselves, and so the state, are the same for any number of processes.
+        epochs: number of epochs; None for endless.
+        max_segments: maximum documents per row, rounded up to a power of two; by default the first epoch's maximum.
+        process_index, process_count: select this process's `B / process_count` rows of every micro-batch; batches and
+            state do not depend on the number of processes.
 
     Raises:
-        ValueError: sizes below 1, or a batch that does not divide among the processes.
+        ValueError: a size below 1, or a batch size not divisible by the processes.
     """
 
     def __init__(
@@ -106,18 +104,18 @@ class BatchIterator(Iterator[Step]):
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
         self.steps_per_epoch = _steps(first, batch_size * gradient_accumulation_steps)
-        """Optimizer steps in the first epoch; another epoch's packing may need a few more or less."""
+        """Optimizer steps in the first epoch; other epochs may differ by a few."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="packing")
         self._start(0, first)
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next step belongs to (or, right after an epoch's last step, the past one)."""
+        """Return the next step's epoch, from 0; right after an epoch's last step, the finished epoch."""
         return self._epoch
 
     @cached_property
     def total_steps(self) -> int | None:
-        """Optimizer steps in all epochs; None without an end."""
+        """Count the optimizer steps of all epochs; None if endless."""
         if self._epochs is None:
             return None
         rows_per_step = self._sizes["batch_size"] * self._sizes["gradient_accumulation_steps"]
@@ -138,26 +136,26 @@ class BatchIterator(Iterator[Step]):
                 self._start(self._epoch + 1, self._next_plan.result())
 
     def get_state(self) -> dict[str, Any]:
-        """Where the next step begins, as JSON-able values, with what it depends on."""
+        """Return a JSON-able state: the next step's position and the settings behind it."""
         return {"epoch": self._epoch, "steps": self._steps.get_state(), "run": self._run()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where `get_state` was called.
+        """Continue from a state of `get_state`.
 
         Raises:
-            ValueError: the state is of other data, another seed or other sizes; the message says what differs.
+            ValueError: data, seed or sizes differ from the state's, by name.
         """
         saved, now = state["run"], self._run()
         if differing := [
             f"{key}: {saved.get(key)!r} then, {now[key]!r} now" for key in now if saved.get(key) != now[key]
         ]:
-            raise ValueError(f"cannot resume, the batches would be others: {'; '.join(differing)}")
+            raise ValueError(f"cannot resume, the data order would differ: {'; '.join(differing)}")
         self._steps.close()
         self._start(state["epoch"], self._plan(state["epoch"], self.max_segments))
         self._steps.set_state(state["steps"])
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         self._steps.close()
         self._planner.shutdown(wait=False, cancel_futures=True)
 
@@ -170,7 +168,7 @@ class BatchIterator(Iterator[Step]):
         return plan_epoch(self._dataset.lengths, epoch=epoch, max_segments=max_segments, **run)
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
-        """Begin an epoch, and plan the next one meanwhile."""
+        """Begin an epoch and plan the next in the background."""
         shape = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
         self._steps = _read_ahead(_Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
@@ -180,7 +178,7 @@ class BatchIterator(Iterator[Step]):
 
 
 class EvalBatches:
-    """The held-out documents, packed in their own order: once through at each `iter()`, last batch filled up."""
+    """Held-out documents packed in order; each `iter()` is one pass, with the last batch padded."""
 
     def __init__(
         self, dataset: TokenDataset, *, seq_len: int, batch_size: int, max_segments: int | None = None, **processes: int
@@ -192,7 +190,7 @@ class EvalBatches:
         shape = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size, "gradient_accumulation_steps": 1}
         self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
         self.targets = int(dataset.targets.sum())
-        """Tokens that the loss is taken on, over all batches and processes."""
+        """Target tokens over all batches and processes."""
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -1,4 +1,4 @@
-"""Which documents share a row: online best fit over shuffled documents."""
+"""Packing of documents into rows by online best fit."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from jaxtyping import Int
 
 @dataclass(frozen=True, kw_only=True)
 class PackPlan:
-    """Row `r` holds the documents `documents[bounds[r] : bounds[r + 1]]`, in this order."""
+    """Assignment of documents to rows: row `r` holds `documents[bounds[r] : bounds[r + 1]]` in order."""
 
     documents: Int[np.ndarray, "documents"]
     bounds: Int[np.ndarray, "rows+1"]
 
     @property
     def rows(self) -> int:
-        """Number of packed rows."""
+        """Return the number of packed rows."""
         return len(self.bounds) - 1
 
     @property
     def max_segments(self) -> int:
-        """Documents in the fullest row."""
+        """Return the maximum number of documents in a row."""
         return int(np.diff(self.bounds).max(initial=0))
 
 
@@ -31,15 +31,17 @@ def plan_packing(
     max_segments: int | None = None,
     rng: np.random.Generator | None = None,
 ) -> PackPlan:
-    """Pack every document once into rows of `seq_len` tokens, at most `max_segments` to a row.
+    """Pack every document once into rows of `seq_len` tokens with at most `max_segments` documents.
 
-    With `rng` documents are shuffled before packing and rows after it; without it both keep their order.
+    With `rng`, documents are shuffled before packing and rows afterwards.
 
     Raises:
         ValueError: a document is longer than a row.
     """
     if (longest := int(lengths.max(initial=0))) > seq_len:
-        raise ValueError(f"a document has {longest} tokens, but seq_len={seq_len}: prepare the data with this seq_len")
+        raise ValueError(
+            f"a document has {longest} tokens, but seq_len={seq_len}: prepare the data with the same seq_len"
+        )
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
     rows, count = best_fit(lengths[order], seq_len=seq_len, max_segments=max_segments)
     if rng is not None:
@@ -51,7 +53,7 @@ def plan_packing(
 def plan_epoch(
     lengths: Int[np.ndarray, "documents"], *, seq_len: int, seed: int, epoch: int, max_segments: int | None = None
 ) -> PackPlan:
-    """The packing of one epoch of a run: a function of these arguments alone."""
+    """Pack an epoch as a function of these arguments alone."""
     rng = np.random.default_rng([seed, epoch])
     return plan_packing(lengths, seq_len=seq_len, max_segments=max_segments, rng=rng)
 
@@ -59,15 +61,15 @@ def plan_epoch(
 def best_fit(
     lengths: Int[np.ndarray, "documents"], *, seq_len: int, max_segments: int | None = None
 ) -> tuple[Int[np.ndarray, "documents"], int]:
-    """Give each document, in order, to the fullest row that has room for it, or to a new one.
+    """Assign each document, in order, to the fullest row with room, or to a new one.
 
     Returns:
-        The row of each document, and the number of rows.
+        each document's row, and the number of rows.
     """
     capacity = max_segments or len(lengths)
     shortest = int(lengths.min(initial=seq_len))
-    rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by the room they have left
-    open_rooms = 0  # the bits of non-empty `rooms`: the smallest room that fits is the lowest bit at or above a length
+    rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by remaining room
+    open_rooms = 0  # bit i: `rooms[i]` is non-empty, so the lowest bit ≥ length is the best fit
     rows: list[int] = []
     sizes: list[int] = []
     for length in lengths.tolist():

@@ -1,4 +1,4 @@
-"""From a `DataConfig` to data sets ready for packing, and a report on them."""
+"""Preparation of data sets and their report from a `DataConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,11 @@ class SplitReport:
     documents: int
     tokens: int
     target_tokens: int
-    """Tokens that the loss is taken on."""
+    """Tokens with loss."""
     packed_rows: int
-    """Rows of `seq_len` tokens in the first epoch; others may differ by a few."""
+    """Rows of `seq_len` tokens in the first epoch; other epochs may differ by a few."""
     efficiency: float
-    """Share of the packed rows that holds tokens, 0 to 1."""
+    """Fraction of the packed rows holding tokens, 0 to 1."""
 
     def __str__(self) -> str:
         return (
@@ -35,17 +35,17 @@ class SplitReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """What the data are; `rows`, `truncated` and `dropped` count training and held-out rows together."""
+    """Statistics of the data; `rows`, `truncated` and `dropped` include held-out data."""
 
     format: str
     cached: bool
-    """The tokens are those of an earlier run."""
+    """Tokens come from the cache."""
     rows: int
     """Rows read."""
     truncated: int
-    """Documents cut to `seq_len` tokens."""
+    """Documents truncated to `seq_len` tokens."""
     dropped: int
-    """Documents left out: too long, or with no target token (left)."""
+    """Documents omitted as overlong or without target tokens."""
     train: SplitReport
     eval: SplitReport | None
 
@@ -57,7 +57,7 @@ class DataReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """Training documents, held-out ones where asked for, and the report."""
+    """Training and optional held-out documents, and their report."""
 
     train: TokenDataset
     eval: TokenDataset | None
@@ -65,7 +65,7 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str:
-        """Of the training data: changes with tokens, masks, selection or lengths, and with nothing else."""
+        """Return the training data's fingerprint."""
         return self.train.fingerprint
 
 
@@ -75,16 +75,16 @@ def prepare_data(
     vocab_size: int | None = None,
     progress: Progress | None = None,
 ) -> PreparedData:
-    """Read, template, tokenize, mask, fit and split the data; touches no accelerator.
+    """Read, template, tokenize, mask, truncate and split the data, on the host only.
 
     Args:
-        config: the data and how to read them.
-        tokenizer: of the model; takes over `config.chat_template`, so that generation and export agree with training.
-        vocab_size: rows of the model's embedding, which token ids must stay below.
+        config: data sources and processing.
+        tokenizer: of the model; adopts `config.chat_template`, so that generation and export agree with training.
+        vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
         progress: called with the number of rows tokenized so far.
 
     Raises:
-        ValueError: whatever is wrong with the data; the message names file and line where there is one.
+        ValueError: unusable data, naming file and line where possible.
     """
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")

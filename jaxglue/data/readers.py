@@ -1,4 +1,4 @@
-"""Rows from files, folders and `datasets`, each with where it came from."""
+"""Readers of rows, with their origins, from files, folders and `datasets`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,19 +10,19 @@ HUB_PREFIX = "hf:"
 
 
 class Row(NamedTuple):
-    """One row as read."""
+    """A row as read."""
 
     origin: str
-    """For error messages: `file:line`, or file and row number."""
+    """`file:line`, or file and row number, for error messages."""
     value: dict[str, Any]
 
 
 def read_rows(sources: Sequence[str], *, split: str = "train") -> Iterator[Row]:
-    """The rows of all sources, in order; folders in the order of their files' names.
+    """Read the rows of all sources in order; files of a folder by name.
 
     Raises:
-        ValueError: nothing there, an unknown kind of file, malformed JSON or bytes that are not UTF-8 (with file and
-            line), or a row that is not an object.
+        ValueError: a missing source, an unknown file type, malformed JSON or UTF-8 (with file and line), or a row that
+            is not an object.
     """
     for source in sources:
         if source.startswith(HUB_PREFIX):
@@ -35,7 +35,7 @@ def read_rows(sources: Sequence[str], *, split: str = "train") -> Iterator[Row]:
 
 
 def data_files(source: str) -> list[Path]:
-    """The data files that a local source names, sorted by name.
+    """Return a local source's data files, sorted by name.
 
     Raises:
         ValueError: no such file or folder, or no data file in it.
@@ -61,7 +61,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
             return _json_rows(path)
         case ".parquet":
             return _parquet_rows(path)
-    raise ValueError(f"data: {path} is of an unknown kind: expected {', '.join(SUFFIXES)}")
+    raise ValueError(f"data: {path} has an unknown file type: expected {', '.join(SUFFIXES)}")
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -73,7 +73,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    """A `.json` file holds one array of rows, or in fact JSON lines."""
+    """Read a `.json` file holding an array of rows or JSON lines."""
     with path.open("rb") as file:
         is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_array:
@@ -145,7 +145,7 @@ def _checked(origin: str, value: Any) -> Row:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct every field; the absent ones, null, would confuse a chat template."""
+    """Drop nulls: Arrow fills absent fields with them, which would confuse chat templates."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

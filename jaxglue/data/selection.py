@@ -1,4 +1,4 @@
-"""Which documents of a store are used, how much of each, and which are held out."""
+"""Selection of documents: truncation, dropping and the held-out split."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -13,17 +13,17 @@ from jaxglue.data.store import TokenStore
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Documents to use, and what was done to get them."""
+    """Selected documents with truncation and drop counts."""
 
     dataset: TokenDataset
     truncated: int
-    """Documents cut to `seq_len` tokens."""
+    """Documents truncated to `seq_len` tokens."""
     dropped: int
-    """Documents left out: too long, or with no target token (left)."""
+    """Documents omitted as overlong or without target tokens."""
 
 
 def select_documents(store: TokenStore, config: DataConfig, sources: tuple[str, ...]) -> Selection:
-    """The documents that fit into a row and have something to train on.
+    """Select the documents with target tokens, fitted into a row.
 
     Raises:
         ValueError: a document above `seq_len` under `overlong='error'`, or no document left.
@@ -47,10 +47,10 @@ def select_documents(store: TokenStore, config: DataConfig, sources: tuple[str, 
 
 
 def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selection]:
-    """Split off `eval_fraction` of the documents at random; both parts keep the documents' order.
+    """Hold out a random `eval_fraction` of the documents, preserving their order.
 
     Raises:
-        ValueError: one of the parts would be empty.
+        ValueError: either part would be empty.
     """
     total = len(selection.dataset)
     count = round(total * config.eval_fraction)

@@ -1,4 +1,4 @@
-"""Tokenized documents on disk, memory-mapped."""
+"""Memory-mapped store of tokenized documents."""
 
 import hashlib
 import json
@@ -18,22 +18,22 @@ from jaxglue.data.encode import Encoded
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """Documents end to end: document `d` is `tokens[offsets[d] : offsets[d + 1]]`."""
+    """Concatenated documents: document `d` is `tokens[offsets[d] : offsets[d + 1]]`."""
 
     tokens: Int32[np.ndarray, "N"]
     mask: UInt8[np.ndarray, "N"]
-    """1 where the token is to be predicted."""
+    """1 for tokens to predict."""
     offsets: Int64[np.ndarray, "documents+1"]
     info: dict[str, Any]
-    """`digest` of the content, `max_token`, and what the writer added."""
+    """`digest` of the content, `max_token`, and the writer's fields."""
 
     @property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
-        """Tokens in each document."""
+        """Return the tokens in each document."""
         return np.diff(self.offsets)
 
     def targets_within(self, ends: Int64[np.ndarray, "documents"]) -> Int64[np.ndarray, "documents"]:
-        """Tokens to predict in each document when it is cut at `ends`; a first token is never predicted."""
+        """Count target tokens per document truncated at `ends`; first tokens are never targets."""
         counts = np.zeros(len(ends), np.int64)
         some = np.flatnonzero(ends - self.offsets[:-1] > 1)
         bounds = np.stack([self.offsets[some] + 1, ends[some]], 1).ravel()
@@ -45,7 +45,7 @@ class TokenStore:
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Map a store that `write_store` wrote."""
+    """Memory-map a store of `write_store`."""
     info = json.loads((folder / "info.json").read_text())
     tokens = np.memmap(folder / "tokens.int32", np.int32, mode="r")
     mask = np.memmap(folder / "mask.uint8", np.uint8, mode="r")
@@ -56,8 +56,8 @@ def write_store(folder: Path, chunks: Iterable[Encoded], **info: Any) -> None:
     """Write the documents under a temporary name, then rename.
 
     Raises:
-        ValueError: not a single token.
-        OSError: the disk is full or not writable; nothing is left behind.
+        ValueError: no token at all.
+        OSError: a failed write; nothing is left behind.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -89,5 +89,5 @@ def _publish(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:
-        if not (folder / "info.json").is_file():  # else another process was quicker, with the same content
+        if not (folder / "info.json").is_file():  # else another process published the same content
             raise

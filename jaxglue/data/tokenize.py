@@ -1,4 +1,4 @@
-"""Tokenizing all rows, in several processes where it pays, and finding them tokenized already."""
+"""Cached, parallel tokenization of all rows."""
 
 import hashlib
 import json
@@ -21,18 +21,18 @@ from jaxglue.data.readers import HUB_PREFIX, Row, data_files, read_rows
 from jaxglue.data.store import TokenStore, open_store, write_store
 
 Progress = Callable[[int], None]
-"""Called with the number of rows tokenized so far."""
+"""Callback with the number of rows tokenized so far."""
 
 _VERSION = 1
-"""Raise it when the same rows become other tokens or masks: old caches are then not found."""
+"""Increment when the same rows yield different tokens or masks, to invalidate caches."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
-"""Rows that take longer to tokenize than processes take to start."""
+"""Number of rows above which starting processes pays off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """A token store, and how it came about."""
+    """A token store with its row format and cache status."""
 
     store: TokenStore
     format: str
@@ -42,10 +42,10 @@ class Tokenized:
 def tokenize(
     sources: tuple[str, ...], config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
 ) -> Tokenized:
-    """The documents of the sources, from the cache where they have been tokenized alike before.
+    """Tokenize the sources, or open the cached result.
 
     Raises:
-        ValueError: no row, or one that cannot be used; the message names file and line.
+        ValueError: no rows, or an unusable row, naming file and line.
     """
     folder = Path(config.cache_dir) / _cache_key(sources, config, tokenizer)
     cached = (folder / "info.json").is_file()
@@ -77,7 +77,7 @@ def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[Enc
     if workers == 1:
         yield from map(encoder.encode, chunks)
         return
-    context = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
+    context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
         pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 2 * workers))
         while pending:
@@ -87,7 +87,7 @@ def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[Enc
 
 
 _encoder: Encoder
-"""Of a tokenizing process, which `_install` gives it."""
+"""Encoder of a worker process, set by `_install`."""
 
 
 def _install(encoder: Encoder) -> None:
@@ -116,7 +116,7 @@ def _cache_key(sources: tuple[str, ...], config: DataConfig, tokenizer: PreTrain
 
 
 def _signature(source: str) -> list[Any]:
-    """Names, sizes and times of change of the files; a data set of the hub is known by its name alone."""
+    """Return the files' names, sizes and modification times; for a hub data set, its name."""
     if source.startswith(HUB_PREFIX):
         return [source]
     stats = [(str(path.resolve()), path.stat()) for path in data_files(source)]

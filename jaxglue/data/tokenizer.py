@@ -1,4 +1,4 @@
-"""Loading a tokenizer from a model folder."""
+"""Tokenizer loading."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face folder; no network, no code from the folder.
+    """Load the tokenizer of a local Hugging Face folder, without network or remote code.
 
     Raises:
-        ValueError: no such folder, no tokenizer in it, or one without a `tokenizers` (fast) implementation.
+        ValueError: a missing folder or tokenizer, or one without a fast (`tokenizers`) implementation.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -1,1 +1,1 @@
-"""Tokens out of a model: sampling, generation, chat."""
+"""Text generation: sampling, cached decoding, chat."""

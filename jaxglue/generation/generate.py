@@ -1,7 +1,7 @@
 """Token-by-token generation with a key/value cache, run layer by layer.
 
-A prompt is padded to a bucketed length and so is the cache, so that prompts of similar length share their programs:
-one prefill and one decode step for each layer type, whatever the depth.
+Prompt and cache are padded to bucketed lengths, so prompts of similar length share programs: one prefill and one decode
+step per layer type, whatever the depth.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxglue.generation.sampling import SamplingConfig, sample_token
@@ -26,46 +27,46 @@ from jaxglue.ops.segments import pack_segments
 _SMALLEST_BUCKET = 128
 
 Cache = tuple[Float[Array, "1 C K H"], Float[Array, "1 C K H"]]
-"""A layer's rotated keys and its values, by position; C is the cache's length."""
+"""Rotated keys and values of a layer by position; C is the cache length."""
 Trees = tuple[Params, ...]
-"""The trainable and the frozen parameters of the model or of a part of it."""
+"""Trainable and frozen parameters of the model or a part of it."""
 
 
 class _Inference:
-    """What contexts have only in training."""
+    """Context fields used only in training."""
 
     dropout_key = router_losses = token_mask = None
 
     def observe_routing(self, routing: Routing) -> None:
-        """Generation keeps no statistics."""
+        """Ignore the routing: generation keeps no statistics."""
 
 
 class PrefillContext(_Inference):
-    """Attends like training does, and keeps the keys and values."""
+    """Context of a prompt: packed attention that records keys and values."""
 
     def __init__(self, packed: PackedContext):
         self._packed = packed
         self.rotate = packed.rotate
-        self.kept: Cache | None = None
+        self.cache: Cache | None = None
 
     def attend(self, q, k, v, **options) -> Float[Array, "1 T N H"]:
-        """Causal attention inside the prompt."""
-        self.kept = (k, v)
+        """Compute causal attention within the prompt."""
+        self.cache = (k, v)
         return self._packed.attend(q, k, v, **options)
 
 
 class DecodeContext(_Inference):
-    """One token: appends its key and value to the cache and attends over what the cache holds."""
+    """Context of one token: appends its key and value to the cache and attends over it."""
 
     def __init__(self, cache: Cache, position: Int[Array, ""], cos: Float[Array, "1 1 half"], sin):
         self.cache, self._position, self._tables = cache, position, (cos, sin)
 
     def rotate(self, q, k, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Applies the norms of heads, where there are any, and the rotary embedding of the token's position."""
+        """Apply the optional q/k norms and the rotary embedding at the token's position."""
         return rotate_heads(q, k, *self._tables, norms=norms)
 
     def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "1 1 N H"]:
-        """Attention over the cache, the new token included."""
+        """Compute attention over the cache, including the new token."""
         append = partial(jax.lax.dynamic_update_slice_in_dim, start_index=self._position, axis=1)
         self.cache = keys, values = append(self.cache[0], k), append(self.cache[1], v)
         return attend_cache(q, keys, values, self._position, window=window, sinks=sinks)
@@ -80,7 +81,7 @@ def attend_cache(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "1 1 N H"]:
-    """Attention of the query at `position` over a cache that is filled up to and with it; softmax in float32."""
+    """Compute attention of the query at `position` over the cache up to and including it; softmax in float32."""
     _, C, K, H = keys.shape
     N = q.shape[2]
     index = jnp.arange(C)
@@ -101,30 +102,30 @@ def attend_cache(
 class LayerFunctions:
     """The compiled prefill and decode step of one layer type."""
 
-    def __init__(self, graph):
-        self._graph = graph
+    def __init__(self, graphdef: nnx.GraphDef):
+        self._graphdef = graphdef
         self.prefill = jax.jit(self._prefill, static_argnames="cache_length")
         self.decode = jax.jit(self._decode, donate_argnames="cache")
 
     def _prefill(self, weights: Trees, x, packed: PackedContext, *, cache_length: int):
-        """(y, the prompt's cache with room for `cache_length` tokens)."""
+        """Return (y, the prompt's cache padded to `cache_length`)."""
         context = PrefillContext(packed)
-        y = merge_module(self._graph, *weights)(x, context)
+        y = merge_module(self._graphdef, *weights)(x, context)
         room = ((0, 0), (0, cache_length - x.shape[1]), (0, 0), (0, 0))
-        return y, jax.tree.map(lambda kept: jnp.pad(kept, room), context.kept)
+        return y, jax.tree.map(lambda array: jnp.pad(array, room), context.cache)
 
     def _decode(self, weights: Trees, x, cache: Cache, position, cos, sin):
-        """(y, the cache with the token added)."""
+        """Return (y, the cache with the token appended)."""
         context = DecodeContext(cache, position, cos, sin)
-        y = merge_module(self._graph, *weights)(x, context)
+        y = merge_module(self._graphdef, *weights)(x, context)
         return y, context.cache
 
 
 class Generator:
-    """Continues prompts with a model that is given as parameter trees of `split_model`.
+    """Token generator for a model split by `split_model`.
 
     Args:
-        graphdefs: the modules, as `split_model` gives them.
+        graphdefs: the modules.
         config: the model's shape.
         dtype: the dtype of activations, matmuls and cache.
         attention: the attention backend for prompts.
@@ -134,11 +135,11 @@ class Generator:
         self, graphdefs: ModelGraphDefs, config: DecoderConfig, *, dtype=jnp.bfloat16, attention: str = "auto"
     ):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
-        layer_types = {graph: LayerFunctions(graph) for graph in graphdefs.layers}
-        self._layers = [layer_types[graph] for graph in graphdefs.layers]
+        layer_types = {graphdef: LayerFunctions(graphdef) for graphdef in graphdefs.layers}
+        self._layers = [layer_types[graphdef] for graphdef in graphdefs.layers]
         self._output_name = "embed_tokens" if graphdefs.lm_head is None else "lm_head"
-        self._enter = jax.jit(self._embed_and_rope)
-        self._leave = jax.jit(self._project)
+        self._embed = jax.jit(self._embed_and_rope)
+        self._project_output = jax.jit(self._project)
 
     def stream(
         self,
@@ -148,10 +149,10 @@ class Generator:
         sampling: SamplingConfig,
         stop: Collection[int] = (),
     ) -> Iterator[int]:
-        """Yields new tokens one by one, up to a stop token (not included), `max_tokens` or the model's limit.
+        """Yield new tokens up to a stop token (excluded), `max_tokens` or the model's limit.
 
         Raises:
-            ValueError: an empty prompt, one as long as the model's limit, or a token outside its vocabulary.
+            ValueError: an empty prompt, one reaching the model's limit, or a token outside its vocabulary.
         """
         end = min(len(prompt) + sampling.max_tokens, self._checked_limit(prompt))
         trees, key = (trainable, frozen), jax.random.key(sampling.seed)
@@ -165,14 +166,14 @@ class Generator:
                 logits = self._decode(trees, token, position, caches)
 
     def compilations(self) -> int:
-        """How many programs have been compiled."""
-        functions: list[Any] = [self._enter, self._leave]
+        """Return the number of compiled programs."""
+        functions: list[Any] = [self._embed, self._project_output]
         for layer in set(self._layers):
             functions += [layer.prefill, layer.decode]
         return sum(function._cache_size() for function in functions)
 
     def _checked_limit(self, prompt: Sequence[int]) -> int:
-        """The model's limit of positions."""
+        """Return the model's position limit after checking the prompt against it."""
         limit, vocabulary = self._config.max_position_embeddings, self._config.vocab_size
         if not 0 < len(prompt) < limit:
             raise ValueError(f"the prompt has {len(prompt):,} tokens: expected 1 to {limit - 1:,}, the model's limit")
@@ -181,11 +182,11 @@ class Generator:
         return limit
 
     def _prefill(self, trees: Trees, prompt: Sequence[int], *, cache_length: int) -> tuple[Array, list[Cache]]:
-        """Logits of the token after the prompt, and every layer's cache."""
+        """Return (logits after the prompt, caches of all layers)."""
         tokens = np.zeros((1, _bucket(len(prompt))), np.int32)
         tokens[0, : len(prompt)] = prompt
         segments = pack_segments([[len(prompt)]], seq_len=tokens.shape[1])
-        x, cos, sin = self._enter(_part(trees, "embed_tokens"), tokens, segments.positions)
+        x, cos, sin = self._embed(_part(trees, "embed_tokens"), tokens, segments.positions)
         context = PackedContext(segments=segments, cos=cos, sin=sin, backend=self._attention)
         caches = []
         for layer, weights in zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True):
@@ -194,22 +195,22 @@ class Generator:
         return self._logits(trees, x, len(prompt) - 1), caches
 
     def _decode(self, trees: Trees, token: int, position: int, caches: list[Cache]) -> Array:
-        """Logits of the token after this one; the caches are replaced by those with this token."""
+        """Return the logits after this token, appending it to the caches in place."""
         tokens, positions = np.array([[token]], np.int32), np.array([[position]], np.int32)
-        x, cos, sin = self._enter(_part(trees, "embed_tokens"), tokens, positions)
+        x, cos, sin = self._embed(_part(trees, "embed_tokens"), tokens, positions)
         for i, (layer, weights) in enumerate(zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)):
             x, caches[i] = layer.decode(weights, x, caches[i], positions[0, 0], cos, sin)
         return self._logits(trees, x, 0)
 
     def _logits(self, trees: Trees, x: Float[Array, "1 T D"], index: int) -> Float[Array, " V"]:
-        return self._leave(_part(trees, "norm"), _part(trees, self._output_name), x, np.int32(index))
+        return self._project_output(_part(trees, "norm"), _part(trees, self._output_name), x, np.int32(index))
 
     def _embed_and_rope(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
         x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
         return x, *rope_tables(positions, self._config.rope, self._config.head_dim)
 
     def _project(self, norm_weights: Trees, output_weights: Trees, x: Float[Array, "1 T D"], index: Int[Array, ""]):
-        """Float32 logits at one place of the row."""
+        """Compute float32 logits at one position."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
         return project(norm(x[0, index]), output.weight[...], jnp.float32)
@@ -220,5 +221,5 @@ def _part(trees: Trees, name: str) -> Any:
 
 
 def _bucket(length: int) -> int:
-    """The length that is compiled for `length` tokens: a power of two."""
+    """Return the padded length for `length` tokens, a power of two."""
     return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Writes the quickstart's chats, and the tokenizer of its small model: `python scripts/quickstart/make.py`.
+"""Write the quickstart's chats and its small model's tokenizer: `python scripts/quickstart/make.py`.
 
-The chats are short questions whose answers follow a pattern, some of them with a system message that changes the
-answer's form. Seeded: the same files every time.
+The chats are short questions with patterned answers, some with a system message that changes the answer's form. Seeded,
+so the files are reproducible.
 """
 
 import json
@@ -65,13 +65,13 @@ STYLES: dict[str, Callable[[str, str], str]] = {
     "": lambda sentence, word: sentence,
     "Answer in one word.": lambda sentence, word: word,
 }
-"""System messages, and what becomes of an answer's full sentence and of its key word."""
+"""Answer as a function of full sentence and key word, by system message."""
 
 HELD_OUT = {"What is the capital of Japan?", "How many minutes are 3 hours?", "What is 3 plus 4?"}
-"""Asked before and after training: the chats have these facts in other words only."""
+"""Sample prompts, whose facts the chats phrase differently."""
 
 Question = tuple[list[str], str, str]
-"""Ways to ask, the full answer and its key word."""
+"""Phrasings, full answer, key word."""
 
 
 def capital(rng: random.Random) -> Question:
@@ -82,7 +82,7 @@ def capital(rng: random.Random) -> Question:
 
 def color(rng: random.Random) -> Question:
     thing, name = rng.choice(list(COLORS.items()))
-    return [f"What color is {thing}?", f"Tell me the color of {thing}."], f"Its color is {name}.", name
+    return [f"What colour is {thing}?", f"Tell me the colour of {thing}."], f"Its colour is {name}.", name
 
 
 def opposite(rng: random.Random) -> Question:
@@ -113,7 +113,7 @@ KINDS = [capital, color, opposite, following_day, conversion, addition]
 
 
 def make_chat(rng: random.Random) -> list[dict[str, str]]:
-    """One to three questions with their answers, perhaps after a system message."""
+    """Return one to three questions and answers, with an optional system message."""
     style = rng.choice(["", *STYLES])
     messages = [{"role": "system", "content": style}] if style else []
     for _ in range(rng.choice([1, 1, 2, 3])):
@@ -124,7 +124,7 @@ def make_chat(rng: random.Random) -> list[dict[str, str]]:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a ChatML template."""
+    """Train a byte-level BPE tokenizer with a ChatML template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -139,7 +139,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def main(folder: Path = Path(__file__).parent) -> None:
-    """Writes chats.jsonl and the tokenizer of model/ into the folder."""
+    """Write chats.jsonl and model/'s tokenizer into the folder."""
     rng = random.Random(0)
     chats = [make_chat(rng) for _ in range(CHATS)]
     lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats]

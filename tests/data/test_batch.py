@@ -1,4 +1,4 @@
-"""Batches against a plain construction, token by token."""
+"""Batches compared with a token-by-token construction."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def dataset(store):
-    """All documents but the fifth, the long ones cut to 10 tokens."""
+    """All documents except the fifth, truncated to 10 tokens."""
     chosen = np.array([0, 1, 2, 3, 5, 6, 7])
     ends = store.offsets[:-1] + np.minimum(store.lengths, 10)
     return TokenDataset(
@@ -38,7 +38,7 @@ def dataset(store):
 
 
 def plain_row(dataset, members, seq_len):
-    """tokens, targets and weights of one row, document by document."""
+    """Return tokens, targets and weights of a row, built document by document."""
     tokens, targets, weights = [], [], []
     for member in members:
         first, length = dataset.store.offsets[dataset.documents[member]], dataset.lengths[member]
@@ -90,13 +90,13 @@ def test_a_batch_is_a_pytree(dataset):
     assert (shapes.tokens, shapes.segments.cu_seqlens) == ((2, 16), (2, 9))
 
 
-def test_the_fingerprint_changes_with_the_selection(dataset):
+def test_fingerprint_changes_with_the_selection(dataset):
     shorter = dataclasses.replace(dataset, lengths=np.minimum(dataset.lengths, 8))
     same = dataclasses.replace(dataset, documents=dataset.documents.copy(), lengths=dataset.lengths.copy())
     assert dataset.fingerprint == same.fingerprint != shorter.fingerprint
 
 
-def test_a_store_cut_short_is_not_published(tmp_path, store):
+def test_interrupted_store_is_not_published(tmp_path, store):
     def chunks():
         yield Encoded(store.tokens[:7], store.mask[:7], np.array([7], np.int32))
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Loss masks with a template like GPT-OSS's: channels, reasoning shown in the last turn only, three ends of a turn."""
+"""Loss masks with a GPT-OSS template: channels, reasoning only in the last turn, three end-of-turn tokens."""
 
 import numpy as np
 import pytest
@@ -48,25 +48,25 @@ def tokenizer(make_tokenizer):
 
 
 def trained(tokenizer, messages):
-    """The text of the conversation, and its parts that are trained on."""
+    """Return the conversation's text and its trained parts."""
     encoder = Encoder(tokenizer, format="messages", loss_on="assistant")
     encoded = encoder.encode([Row("data.jsonl:7", {"messages": messages})])
     edges = np.flatnonzero(np.diff(encoded.mask, prepend=0, append=0))
     return tokenizer.decode(encoded.tokens), [tokenizer.decode(encoded.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
-def test_the_last_turn_has_both_channels_and_ends_with_return(tokenizer):
+def test_last_turn_has_both_channels_and_ends_with_return(tokenizer):
     text, parts = trained(tokenizer, [USER, ANSWER])
     assert parts == [f"{ANALYSIS}{FINAL}<|return|>"]
     assert text.endswith(f"<|start|>assistant{parts[0]}")
 
 
-def test_earlier_turns_end_with_end_and_lose_their_reasoning(tokenizer):
+def test_earlier_turns_end_with_end_without_reasoning(tokenizer):
     _, parts = trained(tokenizer, [USER, ANSWER, USER, ANSWER])
     assert parts == [f"{FINAL}<|end|>", f"{ANALYSIS}{FINAL}<|return|>"]
 
 
-def test_a_conversation_that_ends_with_the_user(tokenizer):
+def test_final_user_message_is_not_trained_on(tokenizer):
     _, parts = trained(tokenizer, [USER, ANSWER, USER])
     assert parts == [f"{FINAL}<|end|>"]
 
@@ -77,7 +77,7 @@ def test_a_tool_call_ends_with_call(tokenizer):
     assert parts == [call, f"{ANALYSIS}{FINAL}<|return|>"]
 
 
-def test_reasoning_before_a_tool_call_is_dropped_once_there_is_an_answer(tokenizer):
+def test_reasoning_before_an_answered_tool_call_is_dropped(tokenizer):
     messages = [USER, {**CALL, "thinking": "question"}, {"role": "tool", "content": "2"}, ANSWER]
     text, parts = trained(tokenizer, messages)
     call = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
@@ -87,7 +87,7 @@ def test_reasoning_before_a_tool_call_is_dropped_once_there_is_an_answer(tokeniz
         trained(tokenizer, quoting)
 
 
-def test_generation_begins_before_the_channel_shows_it_and_stops_at_return(tokenizer):
+def test_generation_shows_channels_and_stops_at_return(tokenizer):
     assert tokenizer.decode(encode_prompt(tokenizer, "What is 1?")).endswith("What is 1?<|end|><|start|>assistant")
     answer = tokenizer.encode(f"{ANALYSIS}{FINAL}")
     assert "".join(stream_text(tokenizer, answer)) == f"{ANALYSIS}{FINAL}"

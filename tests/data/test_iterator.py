@@ -1,4 +1,4 @@
-"""Epochs, fixed shapes, and states that continue to the bit."""
+"""Epochs, fixed shapes and exactly resumable states."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ SIZES = {"seq_len": 32, "batch_size": 2, "gradient_accumulation_steps": 3, "seed
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """Document d holds its own number d + 1 only, so that batches tell which documents they have."""
+    """Document d repeats the number d + 1, to identify documents in batches."""
     lengths = np.random.default_rng(0).integers(2, 30, 60).astype(np.int32)
     tokens = np.repeat(np.arange(1, 61, dtype=np.int32), lengths)
     folder = tmp_path_factory.mktemp("data") / "store"
@@ -27,7 +27,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def iterate(dataset):
-    """Makes iterators and closes them at the end."""
+    """Make iterators, closed after the test."""
     made = []
 
     def make(data=dataset, **options):
@@ -48,7 +48,7 @@ def token_counts(batches):
 
 
 def assert_same(one, other):
-    """Two batches, or tuples of them, are equal."""
+    """Assert that two batches, or tuples of batches, are equal."""
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
@@ -79,7 +79,7 @@ def test_all_batches_have_the_same_shapes(iterate):
 
 
 @pytest.mark.parametrize("steps", [0, 2, "epoch", "epoch and 1"])
-def test_a_state_continues_to_the_bit(iterate, steps):
+def test_resumed_state_continues_bit_for_bit(iterate, steps):
     iterator = iterate()
     count = {"epoch": iterator.steps_per_epoch, "epoch and 1": iterator.steps_per_epoch + 1}.get(steps, steps)
     for _ in range(count):
@@ -128,7 +128,7 @@ def test_a_state_continues_in_another_number_of_processes(iterate):
     )
 
 
-def test_max_segments_holds(iterate):
+def test_rows_hold_at_most_max_segments(iterate):
     iterator = iterate(epochs=1, max_segments=2)
     assert all(batch.segments.segment_ids.max() <= 2 for batch in micro_batches(iterator))
 
@@ -138,16 +138,16 @@ def test_max_segments_holds(iterate):
     [
         ({"batch_size": 0}, "batch_size=0: expected at least 1"),
         ({"epochs": 0}, "epochs=0: expected at least 1"),
-        ({"seq_len": 16}, r"a document has \d+ tokens, but seq_len=16: prepare the data with this seq_len"),
+        ({"seq_len": 16}, r"a document has \d+ tokens, but seq_len=16: prepare the data with the same seq_len"),
         ({"process_count": 4}, "batch_size=2 does not divide among 4 processes"),
     ],
 )
-def test_wrong_sizes(iterate, options, message):
+def test_invalid_sizes_are_refused(iterate, options, message):
     with pytest.raises(ValueError, match=message):
         iterate(**options)
 
 
-def test_evaluation_goes_through_everything_in_the_same_order(dataset):
+def test_evaluation_visits_everything_in_the_same_order(dataset):
     batches = EvalBatches(dataset, seq_len=32, batch_size=4, max_segments=8)
     first, second = list(batches), list(batches)
     assert len(first) == len(batches)

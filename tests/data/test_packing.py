@@ -7,7 +7,7 @@ from jaxglue.data.packing import best_fit, plan_packing
 
 
 def naive_best_fit(lengths, seq_len, max_segments):
-    """The fullest row with room, by looking at all of them."""
+    """Find the fullest row with room by searching all rows."""
     rooms, counts, rows = [], [], []
     for length in lengths:
         fits = [r for r, room in enumerate(rooms) if room >= length and counts[r] < max_segments]

@@ -1,4 +1,4 @@
-"""The whole way from files to data sets, its report, its cache and its error messages."""
+"""Data preparation from files to data sets: report, cache and errors."""
 
 import json
 
@@ -9,7 +9,7 @@ from jaxglue.data import BatchIterator, DataConfig, load_tokenizer, prepare_data
 
 @pytest.fixture
 def prepare(tmp_path, make_tokenizer):
-    """`prepare_data` with the plain ChatML tokenizer and a cache that the test has for itself."""
+    """Run `prepare_data` with the plain ChatML tokenizer and a fresh cache."""
 
     def run(data, *, tokenizer=None, vocab_size=None, progress=None, **options):
         config = DataConfig(data=data, cache_dir=str(tmp_path / "cache"), **{"seq_len": 128, **options})
@@ -36,19 +36,19 @@ def epoch(prepared):
     return BatchIterator(prepared.train, seq_len=128, batch_size=2, epochs=1)
 
 
-def test_held_out_documents_are_others_and_drawn_with_the_seed(prepare, write_jsonl, chat_rows):
+def test_held_out_documents_are_disjoint_and_seeded(prepare, write_jsonl, chat_rows):
     path = write_jsonl(chat_rows(50))
     one, same, other = (prepare(path, eval_fraction=0.2, seed=seed) for seed in (0, 0, 1))
     assert not set(one.train.documents) & set(one.eval.documents)
     assert one.fingerprint == same.fingerprint != other.fingerprint
 
 
-def test_held_out_data_of_their_own(prepare, write_jsonl, chat_rows):
+def test_separate_held_out_data(prepare, write_jsonl, chat_rows):
     prepared = prepare(write_jsonl(chat_rows(9)), eval_data=write_jsonl(chat_rows(4, seed=1), "eval.jsonl"))
     assert (prepared.report.rows, len(prepared.train), len(prepared.eval)) == (13, 9, 4)
 
 
-def test_the_cache_is_found_again_until_something_changes(prepare, write_jsonl, chat_rows, make_tokenizer):
+def test_cache_is_reused_until_something_changes(prepare, write_jsonl, chat_rows, make_tokenizer):
     path = write_jsonl(chat_rows(5))
     first, again = prepare(path), prepare(path, seq_len=64)
     assert (first.report.cached, again.report.cached) == (False, True)
@@ -66,7 +66,7 @@ def test_processes_give_the_same_tokens(tmp_path, prepare, write_jsonl, chat_row
     assert alone.fingerprint == together.fingerprint
 
 
-def test_overlong_documents(prepare, write_jsonl):
+def test_overlong_documents_follow_the_policy(prepare, write_jsonl):
     path = write_jsonl([{"text": "What is 1?"}, {"text": "Good question. " * 50}])
     cut = prepare(path, seq_len=32)
     assert (cut.report.truncated, cut.report.dropped, cut.train.lengths.max()) == (1, 0, 32)
@@ -76,7 +76,7 @@ def test_overlong_documents(prepare, write_jsonl):
         prepare(path, seq_len=32, overlong="error")
 
 
-def test_documents_without_a_target_left_are_dropped(prepare, write_jsonl):
+def test_documents_without_targets_are_dropped(prepare, write_jsonl):
     late = {"prompt": "Good question. " * 50, "completion": "What"}
     path = write_jsonl([late, {"prompt": "a", "completion": "b"}])
     report = prepare(path, seq_len=32).report
@@ -85,12 +85,12 @@ def test_documents_without_a_target_left_are_dropped(prepare, write_jsonl):
         prepare(write_jsonl([late], "late.jsonl"), seq_len=32)
 
 
-def test_a_named_format_wins(prepare, write_jsonl, chat_rows):
+def test_named_format_overrides_detection(prepare, write_jsonl, chat_rows):
     rows = [{**row, "text": "What is 1?"} for row in chat_rows(3)]
     assert prepare(write_jsonl(rows), format="text").report.format == "text"
 
 
-def test_a_chat_template_from_a_file(tmp_path, prepare, write_jsonl, chat_rows, make_tokenizer):
+def test_chat_template_file_replaces_the_tokenizers(tmp_path, prepare, write_jsonl, chat_rows, make_tokenizer):
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     tokenizer = make_tokenizer(None)
     prepared = prepare(
@@ -135,7 +135,7 @@ USER = {"role": "user", "content": "What is 1?"}
         ([{"text": "a b"}] * 2, {"eval_fraction": 0.9}, "of 2 documents: no document would be left to train on"),
     ],
 )
-def test_bad_data(prepare, write_jsonl, rows, options, message):
+def test_unusable_data_are_refused(prepare, write_jsonl, rows, options, message):
     with pytest.raises(ValueError, match=message):
         prepare(write_jsonl(rows), **options)
 
@@ -154,12 +154,12 @@ def test_bad_data(prepare, write_jsonl, rows, options, message):
         ({"chat_template": "missing.jinja"}, "chat_template: no such file: missing.jinja"),
     ],
 )
-def test_wrong_configs(options, message):
+def test_invalid_configs_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**{"data": "a.jsonl", **options})
 
 
-def test_a_tokenizer_is_loaded_from_its_folder(tmp_path, make_tokenizer):
+def test_tokenizer_loads_from_its_folder(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -167,7 +167,7 @@ def test_a_tokenizer_is_loaded_from_its_folder(tmp_path, make_tokenizer):
     assert loaded.chat_template == tokenizer.chat_template
 
 
-def test_a_missing_tokenizer(tmp_path):
+def test_missing_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(ValueError, match=r"no tokenizer in .*: expected one of tokenizer.json.*copy it from the base"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Rows from every kind of file, and what is said about broken ones."""
+"""Rows from every file type, and errors about broken files."""
 
 import json
 
@@ -33,7 +33,7 @@ def write_parquet(path):
     [("a.jsonl", write_json_lines), ("a.json", write_json), ("a.json", write_json_lines), ("a.parquet", write_parquet)],
     ids=["jsonl", "json", "lines named json", "parquet"],
 )
-def test_files(tmp_path, name, write):
+def test_every_file_type_reads_alike(tmp_path, name, write):
     write(tmp_path / name)
     assert values(tmp_path / name) == ROWS
     assert values(tmp_path) == ROWS
@@ -46,7 +46,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
     assert values(tmp_path) == [{"text": "a"}, {"text": "b"}]
 
 
-def test_saved_datasets(tmp_path):
+def test_reads_saved_datasets(tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "dict")
@@ -55,7 +55,7 @@ def test_saved_datasets(tmp_path):
         values(tmp_path / "dict", split="test")
 
 
-def test_data_sets_of_the_hub(monkeypatch):
+def test_reads_hub_data_sets(monkeypatch):
     def load_dataset(name, split):
         if (name, split) != ("owner/name", "train"):
             raise ConnectionError("no network")
@@ -67,7 +67,7 @@ def test_data_sets_of_the_hub(monkeypatch):
         values("hf:owner/other")
 
 
-def test_fields_that_arrow_fills_with_nulls_are_left_out(tmp_path):
+def test_null_fields_from_arrow_are_dropped(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert values(tmp_path / "a.parquet") == rows
@@ -82,7 +82,7 @@ def test_fields_that_arrow_fills_with_nulls_are_left_out(tmp_path):
         ("a.json", b'[{"text": "a"},\n {"text"]', r"a.json: malformed JSON at line 2, column 9"),
         ("a.json", b"[3]", r"a.json, row 1: a row must be a JSON object, got int"),
         ("a.parquet", b"not parquet", r"a.parquet: not a readable Parquet file"),
-        ("a.csv", b"a,b", r"a.csv is of an unknown kind: expected .jsonl"),
+        ("a.csv", b"a,b", r"a.csv has an unknown file type: expected .jsonl"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):
@@ -91,7 +91,7 @@ def test_broken_files_are_named(tmp_path, name, content, message):
         values(tmp_path / name)
 
 
-def test_nothing_there(tmp_path):
+def test_missing_sources_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"no such file or folder: .*missing.jsonl \(a data set of the .* hub is named hf:"
     ):

@@ -1,4 +1,4 @@
-"""Loss masks, exact to the token."""
+"""Token-exact loss masks."""
 
 import json
 
@@ -17,7 +17,7 @@ def encode(tokenizer, value, format="messages", loss_on="assistant"):
 
 
 def trained_parts(tokenizer, encoded):
-    """The decoded runs of tokens that are trained on."""
+    """Return the decoded trained runs."""
     edges = np.flatnonzero(np.diff(encoded.mask, prepend=0, append=0))
     return [tokenizer.decode(encoded.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
 
@@ -41,7 +41,7 @@ def test_derived_masks_equal_those_of_generation_markers(make_tokenizer, chat_ro
     assert 0 < derived.mask.mean() < 1
 
 
-def test_a_prompt_has_the_tokens_that_generation_sees(make_tokenizer):
+def test_prompt_tokens_equal_those_in_generation(make_tokenizer):
     tokenizer = make_tokenizer()
     encoded = encode(tokenizer, {"messages": TWICE})
     prompt = tokenizer.apply_chat_template(TWICE[:1], add_generation_prompt=True, return_dict=False)
@@ -49,13 +49,13 @@ def test_a_prompt_has_the_tokens_that_generation_sees(make_tokenizer):
     assert encoded.mask[: len(prompt) + 1].tolist() == [0] * len(prompt) + [1]
 
 
-def test_thinking_shown_in_the_last_turn_only(make_tokenizer):
+def test_dropped_thinking_of_earlier_turns_is_not_trained_on(make_tokenizer):
     tokenizer = make_tokenizer("thinking")
     parts = trained_parts(tokenizer, encode(tokenizer, {"messages": TWICE}))
     assert parts == ["It is 2.<|im_end|>", "<think></think>\n\nquestion<|im_end|>"]
 
 
-def test_another_token_at_the_end_of_the_last_turn(make_tokenizer):
+def test_last_turn_may_end_with_another_token(make_tokenizer):
     tokenizer = make_tokenizer("closing")
     parts = trained_parts(tokenizer, encode(tokenizer, {"messages": TWICE}))
     assert parts == ["It is 2.<|im_end|>", "\n\nquestion<|endoftext|>"]
@@ -83,7 +83,7 @@ def test_a_conversation_may_begin_with_the_assistant(make_tokenizer):
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["object", "string"])
-def test_tool_calls_and_tools(make_tokenizer, as_text):
+def test_tool_calls_and_tools_are_rendered(make_tokenizer, as_text):
     arguments = {"a": 1}
     call = {
         "type": "function",
@@ -115,7 +115,7 @@ def test_sharegpt_rows_equal_messages(make_tokenizer):
         np.testing.assert_array_equal(a, b)
 
 
-def test_sharegpt_function_calls(make_tokenizer):
+def test_sharegpt_function_calls_become_tool_calls(make_tokenizer):
     turns = [
         {"from": "human", "value": "What is 1?"},
         {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
@@ -145,27 +145,27 @@ def test_text_is_trained_on_whole(make_tokenizer):
 @pytest.mark.parametrize(
     ("format", "row"), [("messages", {"messages": TWICE}), ("prompt_completion", {"prompt": "a", "completion": "b"})]
 )
-def test_loss_on_everything(make_tokenizer, format, row):
+def test_loss_on_all_trains_every_token(make_tokenizer, format, row):
     assert encode(make_tokenizer("unstable"), row, format, loss_on="all").mask.all()
 
 
-def test_a_template_that_is_not_prefix_stable_is_refused(make_tokenizer):
+def test_template_without_stable_prefixes_is_refused(make_tokenizer):
     message = r"data.jsonl:7: the chat template is not prefix-stable at message 2.*--loss-on all.*generation"
     with pytest.raises(ValueError, match=message):
         encode(make_tokenizer("unstable"), {"messages": TWICE})
 
 
-def test_no_assistant_turn(make_tokenizer):
+def test_chat_without_assistant_turn_is_refused(make_tokenizer):
     with pytest.raises(ValueError, match=r"data.jsonl:7: no assistant turn.*--loss-on all"):
         encode(make_tokenizer(), {"messages": HELLO[:1]})
 
 
-def test_a_missing_chat_template(make_tokenizer):
+def test_missing_chat_template_is_refused(make_tokenizer):
     with pytest.raises(ValueError, match=r"no chat template.*--chat-template"):
         encode(make_tokenizer(None), {"messages": HELLO})
 
 
-def test_a_template_that_refuses_a_conversation(make_tokenizer):
+def test_template_errors_are_reported(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
@@ -180,6 +180,6 @@ def test_dates_in_templates_are_fixed(make_tokenizer):
     assert tokenizer.decode(encode(tokenizer, {"messages": HELLO}).tokens).startswith("2024")
 
 
-def test_a_text_without_an_end_token(make_tokenizer):
+def test_text_without_end_token_is_refused(make_tokenizer):
     with pytest.raises(ValueError, match="no eos token"):
         encode(make_tokenizer(None, eos_token=None), {"text": "a"}, "text")

@@ -43,7 +43,7 @@ def base(quickstart):
 
 @pytest.fixture(scope="session")
 def adapted(base):
-    """(graphdefs, adapter, frozen) of the model with a random adapter."""
+    """(graphdefs, adapter, frozen) of a model with a random adapter."""
     model = nnx.clone(base[1])
     add_lora(model, LORA, rngs=nnx.Rngs(1))
     graphdefs, adapter, frozen = split_model(model, nnx.LoRAParam)
@@ -68,7 +68,7 @@ def answer(**options):
     return {prompt: "".join(pieces) for prompt, pieces in generate(GenerateConfig(sampling=SHORT, **options))}
 
 
-def test_a_prompt_is_what_training_puts_before_an_answer(tokenizer):
+def test_prompt_equals_training_text_before_an_answer(tokenizer):
     tokens = encode_prompt(tokenizer, "Hi", system="Be kind.")
     wanted = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tokens) == wanted
@@ -91,7 +91,7 @@ def test_streamed_pieces_hold_whole_characters(tokenizer):
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_a_model_folder_answers_as_its_parameters_do(tokenizer, folders, base, adapted):
+def test_model_folder_answers_match_its_parameters(tokenizer, folders, base, adapted):
     graphdefs, adapter, frozen = adapted
     generator = Generator(graphdefs, base[1].config, dtype=jnp.float32)
 
@@ -106,7 +106,7 @@ def test_a_model_folder_answers_as_its_parameters_do(tokenizer, folders, base, a
     assert answers != {prompt: expected(prompt, untrained) for prompt in prompts}
 
 
-def test_random_weights_are_drawn_again_and_end_tokens_of_the_generation_config_stop(tmp_path, quickstart, folders):
+def test_random_weights_are_redrawn_and_config_end_tokens_stop(tmp_path, quickstart, folders):
     plain = answer(model=folders[0], prompt=("Hello",))["Hello"]
     model = shutil.copytree(folders[0], tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
@@ -115,7 +115,7 @@ def test_random_weights_are_drawn_again_and_end_tokens_of_the_generation_config_
     assert answer(model=model, prompt=("Hello",), random_weights=5)["Hello"] == ""
 
 
-def test_prompts_of_a_file_come_after_the_others(tmp_path, folders):
+def test_prompt_file_follows_prompt_flags(tmp_path, folders):
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     config = GenerateConfig(model=folders[0], prompt=("zero",), prompt_file=tmp_path / "prompts.txt")
     assert config.prompts == ("zero", "one", "two")
@@ -130,12 +130,12 @@ def test_prompts_of_a_file_come_after_the_others(tmp_path, folders):
         ({"prompt": ("a",), "adapter": Path("missing")}, "--adapter: no such folder: missing"),
     ],
 )
-def test_refuses_contradictory_options(tmp_path, options, message):
+def test_contradictory_options_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         GenerateConfig(model=tmp_path, **options)
 
 
-def test_a_tokenizer_without_template_needs_raw(tokenizer):
+def test_tokenizer_without_template_needs_raw(tokenizer):
     bare = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="use --raw"):
         encode_prompt(bare, "Hi")
@@ -144,6 +144,6 @@ def test_a_tokenizer_without_template_needs_raw(tokenizer):
 def test_an_adapter_of_another_model_is_refused(folders, base):
     raw, _ = base
     other = random_model(config_from_hf({**raw, "intermediate_size": 48}), dtype=jnp.float32)
-    shapes = r"down_proj\.lora_A is \(4, 64\) in it, \(4, 48\) in the model"
+    shapes = r"down_proj\.lora_A is \(4, 64\), expected \(4, 48\)"
     with pytest.raises(ValueError, match=rf"does not fit the model: model\.layers\.0\.mlp\.{shapes}"):
         add_adapter(other, folders[1])

@@ -30,7 +30,7 @@ def generator_of(model, lora: bool):
 
 
 def likeliest_next(model, tokens):
-    """The likeliest successor of every token, from one forward pass without a cache."""
+    """Return every token's most likely successor, from one uncached forward pass."""
     tokens = np.array(tokens, np.int32)[None]
     segments = pack_segments([[tokens.shape[1]]], seq_len=tokens.shape[1])
     return jax.jit(lambda: model(tokens, segments)[0].argmax(-1))().tolist()
@@ -82,7 +82,7 @@ def test_stops_at_stop_tokens_and_at_both_limits(tiny_model):
     ("prompt", "message"),
     [([], "0 tokens"), ([1] * 2048, "1 to 2,047"), ([1, 97], "token id 97, but the model's vocabulary has 97")],
 )
-def test_refuses_prompts_that_do_not_fit(llama, prompt, message):
+def test_unfit_prompts_are_refused(llama, prompt, message):
     (generator, trees), _ = llama
     with pytest.raises(ValueError, match=message):
         next(generator.stream(*trees, prompt, GREEDY))
@@ -106,7 +106,7 @@ def test_a_second_prompt_of_the_same_bucket_compiles_nothing(llama):
     assert generator.compilations() == before
 
 
-def test_draws_come_from_the_nucleus_in_proportion():
+def test_samples_follow_nucleus_probabilities():
     probabilities = np.array([0.05, 0.5, 0.15, 0.3], np.float32)
     keys = jax.random.split(jax.random.key(0), 2000)
 
@@ -122,6 +122,6 @@ def test_draws_come_from_the_nucleus_in_proportion():
 
 
 @pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1)])
-def test_refuses_sampling_that_makes_no_sense(field, value):
+def test_invalid_sampling_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: expected .*, got {value}"):
         SamplingConfig(**{field: value})

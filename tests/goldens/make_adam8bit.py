@@ -1,4 +1,4 @@
-"""Writes `adam8bit.safetensors`: four steps of bitsandbytes' AdamW with 8-bit states.
+"""Write `adam8bit.safetensors`: four steps of bitsandbytes' AdamW with 8-bit states.
 
 Run with torch and bitsandbytes installed (made with torch 2.13 and bitsandbytes 0.50.2 on a CPU):
 

@@ -1,4 +1,4 @@
-"""Makes an adapter on `qwen3_tied` and the merged folder, both written by jaxglue, for transformers and PEFT to load.
+"""Make an adapter on `qwen3_tied` and the merged folder, both written by jaxglue, for transformers and PEFT to load.
 
 Run with jaxglue installed, after make_models.py and before make_adapter_logits.py:
 
@@ -20,7 +20,7 @@ CONFIG = LoraConfig(rank=3, alpha=5.0, rslora=True, targets=("down_proj", "k_pro
 
 
 def random_adapter() -> dict[str, np.ndarray]:
-    """Both matrices non-zero, so that a missing factor or a transpose would show."""
+    """Draw both matrices non-zero, to expose a missing factor or transpose."""
     rng = np.random.default_rng(7)
     adapter = {}
     for name, info in sorted(open_checkpoint(HERE / "qwen3_tied").tensors.items()):

@@ -1,11 +1,11 @@
-"""Makes adapter.safetensors and merged.safetensors: what transformers and PEFT compute from folders that jaxglue wrote.
+"""Make adapter.safetensors and merged.safetensors: transformers' and PEFT's results for folders written by jaxglue.
 
 Run with torch, transformers and peft installed (made with torch 2.13, transformers 5.17 and peft 0.21), after
 make_adapter.py:
 
     python tests/goldens/make_adapter_logits.py
 
-Their content is that of make_models.py's `golden.safetensors`; gradients are the adapter's only.
+Contents as in make_models.py's `golden.safetensors`; gradients of the adapter only.
 """
 
 from make_models import HERE, documents, golden

@@ -1,4 +1,4 @@
-"""Makes the goldens of the model families: tiny random models in transformers, their logits, loss and gradients.
+"""Make the goldens of the model families: tiny random models in transformers, their logits, loss and gradients.
 
 Run with torch and transformers installed (made with torch 2.13 and transformers 5.17, in float32 on a CPU):
 
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Weights large enough that attention is not uniform, norms and biases that are not the identity."""
+    """Draw weights with non-uniform attention, and non-trivial norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +73,7 @@ def documents(seed: int) -> list[torch.Tensor]:
 
 
 def logits_and_loss(model: torch.nn.Module, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of every document on its own, and the mean loss of all predicted tokens."""
+    """Return each document's logits and the mean loss over all predicted tokens."""
     logits = [model(document[None]).logits[0] for document in tokens]
     total = sum(
         torch.nn.functional.cross_entropy(scores[:-1], document[1:], reduction="sum")
@@ -83,7 +83,7 @@ def logits_and_loss(model: torch.nn.Module, tokens: list[torch.Tensor]) -> tuple
 
 
 def golden(model: torch.nn.Module, tokens: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Everything in `golden.safetensors`; gradients only of what requires them."""
+    """Return the tensors of `golden.safetensors`, with gradients of parameters that require them."""
     logits, loss = logits_and_loss(model, tokens)
     if loss.requires_grad:
         loss.backward()
@@ -93,7 +93,7 @@ def golden(model: torch.nn.Module, tokens: list[torch.Tensor]) -> dict[str, torc
 
 
 def make(folder: Path, config: PreTrainedConfig, seed: int) -> None:
-    """One golden folder, anew."""
+    """Write a golden folder."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     randomize(model, seed)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Makes the goldens of the mixture-of-experts families, as make_models.py does for the dense ones.
+"""Make the goldens of the mixture-of-experts families, as make_models.py does for the dense ones.
 
 Run with torch and transformers installed (made with torch 2.13 and transformers 5.17, in float32 on a CPU):
 
@@ -29,7 +29,7 @@ MXFP4 = GptOssConfig(**GPT_OSS | {"hidden_size": 32, "intermediate_size": 32, "n
 
 
 def make_mxfp4(folder: Path, seed: int) -> None:
-    """A folder in the published form; its golden, without gradients, is what transformers makes of the blocks."""
+    """Write a folder in the published form, with transformers' logits as its golden."""
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(MXFP4, attn_implementation="eager").float().eval()
     randomize(model, seed)

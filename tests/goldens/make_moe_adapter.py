@@ -1,10 +1,10 @@
-"""Makes adapters of attention and experts, and merged folders, written by jaxglue, for transformers and PEFT to load.
+"""Make adapters of attention and experts, and merged folders, written by jaxglue, for transformers and PEFT to load.
 
 Run with jaxglue installed, after make_moe.py and before make_moe_adapter_logits.py:
 
     python tests/goldens/make_moe_adapter.py
 
-The merged folders are not kept.
+The merged folders are not committed.
 """
 
 import shutil
@@ -29,7 +29,7 @@ CONFIGS = {
 
 
 def random_adapter(base: Path, config: LoraConfig) -> dict[str, np.ndarray]:
-    """Both matrices non-zero, so that a missing factor or a transpose would show."""
+    """Draw both matrices non-zero, to expose a missing factor or transpose."""
     model = load_model(base, dtype=jnp.float32)
     add_lora(model, config, rngs=nnx.Rngs(0))
     tensors = flatten_names(split_model(model, nnx.LoRAParam)[1])

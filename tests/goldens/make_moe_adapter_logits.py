@@ -1,4 +1,4 @@
-"""Makes what transformers and PEFT compute from the folders of make_moe_adapter.py.
+"""Make transformers' and PEFT's results for the folders of make_moe_adapter.py.
 
 Run with torch, transformers and peft installed (made with torch 2.13, transformers 5.17 and peft 0.21), after
 make_moe_adapter.py:
@@ -6,7 +6,7 @@ make_moe_adapter.py:
     python tests/goldens/make_moe_adapter_logits.py
 
 `golden.safetensors` in an adapter's folder is as make_models.py describes, with the gradients of the adapter;
-`merged.safetensors` is the same of the merged folder, without gradients.
+`merged.safetensors` is the same for the merged folder, without gradients.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""Writes `nf4.safetensors`: a tensor in bitsandbytes' NF4 with double quantization, and what it expands to.
+"""Write `nf4.safetensors`: a tensor in bitsandbytes' NF4 with double quantization, and its expansion.
 
 Run with torch and bitsandbytes installed (made with torch 2.13 and bitsandbytes 0.50.2 on a CPU):
 
     TORCHDYNAMO_DISABLE=1 python tests/goldens/make_nf4.py
 
-bitsandbytes' C++ code for CPUs looks scales up in a coarse table and takes a neighbor of the nearest for about one in
-a thousand. Its PyTorch code, which it has for devices without kernels, does as its CUDA kernels do: it is used here.
+bitsandbytes' C++ CPU code uses a coarse table that misses the nearest scale for about one in a thousand. Its PyTorch
+fallback, used here, agrees with its CUDA kernels.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ SHAPE = (130, 128)
 
 
 def weight() -> torch.Tensor:
-    """Normal values of uneven spread in float16, with a block of zeros, outliers, and each code's own value."""
+    """Draw float16 normals of uneven spread, with a zero block, outliers and each exact code value."""
     torch.manual_seed(0)
     values = torch.randn(SHAPE) * torch.exp(torch.randn(SHAPE[0], 1)) * 0.02
     values[3, :64] = 0

@@ -1,4 +1,4 @@
-"""Writes `nf4_folder/` and `int8_folder/`: a tiny Qwen3 that transformers and bitsandbytes quantized and saved.
+"""Write `nf4_folder/` and `int8_folder/`: a tiny Qwen3 that transformers and bitsandbytes quantized and saved.
 
 Run with torch, transformers and bitsandbytes installed (made with torch 2.13, transformers 5.17 and bitsandbytes 0.50.2
 on a CPU):
@@ -57,6 +57,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The C++ code for CPUs takes a neighbor of the nearest scale for about one in a thousand.
+    # The C++ CPU code misses the nearest scale for about one in a thousand.
     with mock.patch("ctypes.cdll.LoadLibrary", side_effect=OSError("not used here")):
         main()

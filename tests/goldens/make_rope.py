@@ -1,4 +1,4 @@
-"""Makes rope.json: inverse frequencies and attention factors of transformers' `ROPE_INIT_FUNCTIONS`.
+"""Make rope.json: inverse frequencies and attention factors of transformers' `ROPE_INIT_FUNCTIONS`.
 
 Run with torch and transformers installed (made with torch 2.13 and transformers 5.17):
 

@@ -41,7 +41,7 @@ def test_round_trip(folder, tensors):
         np.testing.assert_array_equal(loaded[name], array)
 
 
-def test_written_in_pefts_convention(folder, tensors):
+def test_written_in_peft_convention(folder, tensors):
     saved = load_file(folder / "adapter_model.safetensors")
     np.testing.assert_array_equal(
         saved["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"],

@@ -50,7 +50,7 @@ def test_round_trip(tmp_path, tensors, max_shard_bytes):
     jax.tree.map(np.testing.assert_array_equal, loaded, tensors)
 
 
-def test_shards_and_index_are_those_of_the_library(tmp_path, tensors):
+def test_shards_and_index_match_the_library(tmp_path, tensors):
     tensors |= {"model.norm.weight": tensors["model.norm.weight"].astype(jnp.bfloat16)}
     save_tensors(tmp_path / "model", tensors, 600)
     index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
@@ -68,7 +68,7 @@ def test_casts_to_the_wanted_dtype(folder, tensors):
         np.testing.assert_array_equal(array, np.asarray(tensors[name]).astype(ml_dtypes.bfloat16))
 
 
-def test_a_few_host_tensors_at_a_time(folder, tensors, monkeypatch):
+def test_few_tensors_are_on_the_host_at_a_time(folder, tensors, monkeypatch):
     monkeypatch.setattr("jaxglue.hf.checkpoint._READERS", 2)
     alive: list[weakref.ref] = []
 
@@ -80,7 +80,7 @@ def test_a_few_host_tensors_at_a_time(folder, tensors, monkeypatch):
     assert len(load_tensors(folder, specs(tensors), put)) == len(alive) == len(tensors)
 
 
-def test_put_receives_names_and_decides_what_is_kept(folder, tensors):
+def test_put_receives_names_and_replaces_arrays(folder, tensors):
     kept = load_tensors(folder, specs(tensors), lambda name, array: (name, array.shape))
     assert kept == {name: (name, array.shape) for name, array in tensors.items()}
 
@@ -173,7 +173,7 @@ def test_unsupported_dtype_is_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_nothing_is_left_of_a_save_that_fails(tmp_path, tensors):
+def test_failed_save_leaves_nothing(tmp_path, tensors):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
     try:
@@ -195,7 +195,7 @@ def test_save_refuses_a_folder_in_use(folder, tensors):
     ("content", "message"),
     [(None, "config.json does not exist"), ("{", "is not valid JSON.*line 1"), ("[]", "JSON object, but holds a list")],
 )
-def test_read_config_says_what_is_wrong(tmp_path, content, message):
+def test_read_config_explains_errors(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Checkpoints and adapters of mixture-of-experts models (see tests/goldens/make_moe*.py)."""
+"""Checkpoints and adapters of mixture-of-experts models; goldens by tests/goldens/make_moe*.py."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def parameters(model):
 
 @pytest.fixture
 def changed(tmp_path):
-    """Copies a golden model and changes its tensors."""
+    """Copy a golden model with changed tensors."""
 
     def make(name, change):
         folder = shutil.copytree(GOLDENS / name, tmp_path / name)
@@ -55,7 +55,7 @@ def changed(tmp_path):
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_mxfp4_gives_transformers_logits_in_blocks_and_expanded(expand):
+def test_mxfp4_matches_transformers_in_blocks_and_expanded(expand):
     model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32, expand_experts=expand)
     dtypes = {array.dtype for name, array in parameters(model).items() if "experts.down_proj" in name}
     assert dtypes == ({jnp.dtype("float32")} if expand else {jnp.dtype("uint8"), jnp.dtype("float32")})
@@ -70,7 +70,7 @@ def test_merged_folder_gives_transformers_logits(name, tmp_path):
     assert_logits(model, load_file(GOLDENS / f"{name}_adapter/merged.safetensors"))
 
 
-def test_adapter_on_blocks_is_the_merged_folder_up_to_its_bfloat16():
+def test_adapter_on_blocks_matches_merged_folder_in_bfloat16():
     model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32)
     add_adapter(model, GOLDENS / "gpt_oss_mxfp4_adapter")
     golden = load_file(GOLDENS / "gpt_oss_mxfp4_adapter/merged.safetensors")
@@ -91,7 +91,7 @@ def test_adapter_of_attention_alone_leaves_the_blocks_in_place(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_we_still_write_what_peft_loaded(name, tmp_path):
+def test_written_adapter_equals_the_golden(name, tmp_path):
     folder = GOLDENS / f"{name}_adapter"
     config, tensors = load_adapter(folder)
     save_adapter(tmp_path / "adapter", tensors, config, name)
@@ -113,7 +113,7 @@ def test_trained_experts_are_saved_one_by_one_and_load_again(tmp_path):
         np.testing.assert_array_equal(saved[name], array)
 
 
-def test_expanded_experts_are_saved_without_a_quantization_config(tmp_path):
+def test_expanded_experts_save_without_quantization_config(tmp_path):
     model = load_model(GOLDENS / "gpt_oss_mxfp4", dtype=jnp.float32, expand_experts=True)
     save_model(tmp_path / "model", parameters(model), GOLDENS / "gpt_oss_mxfp4")
     again = load_model(tmp_path / "model", dtype=jnp.float32)
@@ -132,7 +132,7 @@ def test_truncated_blocks_are_named(changed):
         load_model(folder)
 
 
-def test_random_blocks_are_about_as_large_as_other_weights():
+def test_random_blocks_have_the_scale_of_other_weights():
     config = config_from_hf({**read_config(GOLDENS / "gpt_oss_mxfp4"), "initializer_range": 0.02})
     assert config.moe.mxfp4
     blocks = parameters(random_model(config))
@@ -163,7 +163,7 @@ def test_all_linear_means_attention_and_experts():
         ("gpt_oss", LoraConfig(dropout=0.1), r"dropout=0.1 is not supported for the adapters of experts"),
     ],
 )
-def test_targets_that_cannot_be_are_refused(base, config, message):
+def test_impossible_targets_are_refused(base, config, message):
     model = load_model(GOLDENS / base, dtype=jnp.float32)
     with pytest.raises(ValueError, match=message):
         add_lora(model, config, rngs=nnx.Rngs(0))
@@ -192,7 +192,7 @@ def test_an_adapter_whose_config_does_not_fit_is_refused(change, message, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_live_transformers_and_peft_load_what_we_write(name, tmp_path):
+def test_live_transformers_and_peft_load_written_folders(name, tmp_path):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 

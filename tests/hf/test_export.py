@@ -64,14 +64,14 @@ def test_merges_in_float32_and_keeps_the_dtype(tmp_path, base, adapter, lora):
         np.testing.assert_array_equal(after[name], before[name])
 
 
-def test_copies_what_belongs_to_the_model(tmp_path, base, adapter):
+def test_export_copies_config_and_tokenizer(tmp_path, base, adapter):
     export_adapter(adapter, base, tmp_path / "merged")
     copied = {path.name for path in (tmp_path / "merged").iterdir()} - {"model.safetensors"}
     assert copied == {path.name for path in base.iterdir()} - {"model.safetensors", "optimizer.pt"}
     assert (tmp_path / "merged/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 
-def test_one_shard_per_tensor_holds_the_same(tmp_path, base, adapter):
+def test_sharded_export_equals_single_file(tmp_path, base, adapter):
     export_adapter(adapter, base, tmp_path / "one")
     export_adapter(adapter, base, tmp_path / "many", max_shard_bytes=1)
     shards = sorted((tmp_path / "many").glob("*.safetensors"))

@@ -46,7 +46,7 @@ def test_a_saved_model_loads_in_the_wanted_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_parameters_go_where_they_are_wanted(tmp_path, quantize):
+def test_parameters_load_to_their_shardings(tmp_path, quantize):
     raw = {**RAW, "intermediate_size": 128}
     config, host = config_from_hf(raw), pinned_host(jax.devices()[0])
     save_tensors(tmp_path / "model", parameters(random_model(config, dtype=jnp.float32, seed=3)))
@@ -98,7 +98,7 @@ def test_adapter_that_does_not_fit_is_refused_by_name(tmp_path, old, new, messag
         add_adapter(load_model(GOLDENS / "qwen3_tied"), tmp_path / "other")
 
 
-def test_only_the_rows_that_are_needed_are_read(tmp_path):
+def test_only_needed_rows_are_read(tmp_path):
     raw = {**RAW, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     whole = parameters(random_model(config_from_hf(raw), dtype=jnp.float32))
     save_tensors(tmp_path / "stacked", whole)

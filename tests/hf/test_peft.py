@@ -1,4 +1,4 @@
-"""What we write, as transformers and PEFT compute it (see tests/goldens/make_adapter_logits.py)."""
+"""Written folders as transformers and PEFT compute them; goldens by tests/goldens/make_adapter_logits.py."""
 
 import json
 from pathlib import Path
@@ -35,14 +35,14 @@ def test_adapter_and_merged_folder_agree_and_change_the_base():
     assert np.abs(adapter - base).max() > 0.1
 
 
-def test_we_still_write_what_peft_loaded(tmp_path):
+def test_written_adapter_equals_the_golden(tmp_path):
     config, tensors = load_adapter(ADAPTER)
     save_adapter(tmp_path / "adapter", tensors, config, "qwen3_tied")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "adapter" / name).read_bytes() == (ADAPTER / name).read_bytes()
 
 
-def test_we_still_write_what_transformers_loaded(tmp_path):
+def test_written_folder_equals_the_golden(tmp_path):
     export_adapter(ADAPTER, BASE, tmp_path / "merged")
     assert json.loads((tmp_path / "merged/config.json").read_text()) == read_config(MERGED)
     ours, golden = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", MERGED))
@@ -52,7 +52,7 @@ def test_we_still_write_what_transformers_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 4000])
-def test_live_transformers_and_peft_load_what_we_write(tmp_path, max_shard_bytes):
+def test_live_transformers_and_peft_load_written_folders(tmp_path, max_shard_bytes):
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 

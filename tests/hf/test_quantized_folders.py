@@ -1,4 +1,4 @@
-"""Folders that bitsandbytes quantized are read, and ours hold what it writes."""
+"""Quantized folders, read and written in bitsandbytes' format."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ HOWS = ("nf4", "int8")
 
 
 def weights(model) -> dict:
-    """Name → matrix of every quantized linear layer."""
+    """Return every quantized matrix by name."""
     flat = nnx.to_flat_state(nnx.state(model))
     found = {".".join(["model", *map(str, path)]): variable.get_value() for path, variable in flat}
     return {name: weight for name, weight in found.items() if is_quantized(weight)}
@@ -36,7 +36,7 @@ def weights(model) -> dict:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of a golden folder, to be damaged."""
+    """A copy of a golden folder, to modify."""
 
     def copy(how: str) -> Path:
         return shutil.copytree(GOLDENS / f"{how}_folder", tmp_path / how)
@@ -44,7 +44,7 @@ def folder(tmp_path):
     return copy
 
 
-def test_logits_of_a_published_nf4_folder_are_those_of_transformers():
+def test_published_nf4_folder_gives_transformers_logits():
     golden = load_file(GOLDENS / "nf4_folder/golden.safetensors")
     model = load_model(GOLDENS / "nf4_folder", dtype=jnp.float32)
     tokens = golden["tokens"]
@@ -53,8 +53,8 @@ def test_logits_of_a_published_nf4_folder_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_what_is_read_is_written_as_it_was(how):
-    """Every tensor to the bit, and the same JSON."""
+def test_reading_then_writing_is_lossless(how):
+    """Compare every tensor bit for bit, and the JSON state."""
     path = GOLDENS / f"{how}_folder"
     model, theirs = load_model(path, dtype=jnp.float32), load_file(path / "model.safetensors")
     assert len(weights(model)) == 2 * 7
@@ -80,7 +80,7 @@ def test_quantizing_the_original_gives_the_same_matrix(how):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory, tiny_config):
-    """A model folder whose sizes blocks divide."""
+    """A model folder with sizes divisible by NF4 blocks."""
     folder = tmp_path_factory.mktemp("original") / "model"
     raw = {**tiny_config, "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = random_model(config_from_hf(raw), dtype=jnp.bfloat16)
@@ -90,7 +90,7 @@ def original(tmp_path_factory, tiny_config):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_quantized_folder_loads_as_the_original_is_quantized(original, tmp_path, how):
+def test_quantized_folder_equals_quantizing_while_loading(original, tmp_path, how):
     quantize_folder(original, tmp_path / how, how, max_shard_bytes=40_000)
     assert len(list((tmp_path / how).glob("*.safetensors"))) > 2
     stored, quantized = load_model(tmp_path / how), load_model(original, quantize=how)
@@ -166,7 +166,7 @@ def test_other_formats_are_refused(folder, changes, message):
         load_model(path)
 
 
-def test_a_quantized_folder_is_not_quantized_otherwise(tmp_path):
+def test_requantizing_a_quantized_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--quantize int8: the model folder is already quantized to nf4"):
         load_model(GOLDENS / "nf4_folder", quantize="int8")
     for name, method in (("nf4_folder", "bitsandbytes"), ("gpt_oss_mxfp4", "mxfp4")):

@@ -57,7 +57,7 @@ def test_heads_must_be_grouped_evenly():
 
 
 @pytest.mark.parametrize(("model_type", "head_dim"), [("llama", 4), ("qwen3", 128)])
-def test_head_dim_defaults_to_the_familys(model_type, head_dim):
+def test_head_dim_defaults_by_family(model_type, head_dim):
     config = config_from_hf({**RAW, "model_type": model_type})
     assert (config.head_dim, config.num_key_value_heads) == (head_dim, 4)
 
@@ -83,5 +83,5 @@ def test_null_means_the_default():
         ),
     ],
 )
-def test_qwen3_windows(fields, windows):
+def test_qwen3_windows_follow_the_config(fields, windows):
     assert config_from_hf({**RAW, "model_type": "qwen3", **fields}).layer_windows == windows

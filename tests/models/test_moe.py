@@ -1,4 +1,4 @@
-"""Mixture-of-experts models beyond parity: layer types, skewed routing, router losses, MXFP4 and generation."""
+"""Mixture-of-experts models: layer types, skewed routing, router losses, MXFP4, generation."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ ONE_TYPE = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 
 @pytest.fixture
 def moe_model(tiny_model):
-    """Builds a tiny model of a family with a router that prefers no expert, or with `skew` two of them."""
+    """Build a tiny model whose router is balanced, or prefers two experts with `skew`."""
 
     def make(family="gpt_oss", skew=False, **changes):
         model = tiny_model(family, **{**FAMILIES[family], **changes})
@@ -42,7 +42,7 @@ def moe_model(tiny_model):
 
 
 def add_random_lora(model):
-    """Adapters that do something."""
+    """Add adapters with a non-zero product."""
     add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(1))
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         if path[-1] == "lora_B":
@@ -50,7 +50,7 @@ def add_random_lora(model):
 
 
 def objective(model, batch, router_losses):
-    """Cross-entropy per target, plus router losses spelled out: (the sum, the first alone)."""
+    """Return (total objective, cross-entropy per target), with router losses written out."""
     context = packed_context(model.config, batch.segments)
     mask = batch.segments.segment_ids.reshape(-1) > 0
     x, extra = model.embed_tokens(batch.tokens, jnp.float32), 0.0
@@ -67,7 +67,7 @@ def objective(model, batch, router_losses):
 
 
 def run_executor(model, batch, policy="full", **options):
-    """(loss, gradients of the adapters by layer)."""
+    """Return (loss, adapter gradients by layer)."""
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     executor = Executor(graphdefs, model.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
     loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(batch.loss_weights.sum()))
@@ -80,7 +80,7 @@ def assert_close(ours, expected, tolerance=1e-4):
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_router_losses_are_in_the_gradients_but_not_in_the_loss(moe_model, random_batch):
+def test_router_losses_enter_gradients_but_not_the_loss(moe_model, random_batch):
     losses = RouterLosses(balance=0.5, z=0.2)
     model, batch = moe_model(**ONE_TYPE), random_batch(LENGTHS, seq_len=16)
     add_random_lora(model)
@@ -93,14 +93,14 @@ def test_router_losses_are_in_the_gradients_but_not_in_the_loss(moe_model, rando
     assert_close(gradients, [expected[i] for i in range(2)])
 
 
-def test_two_programs_for_windows_and_full_attention(moe_model):
+def test_windows_and_full_attention_compile_two_programs(moe_model):
     model = moe_model(num_hidden_layers=6)
     graphdefs, *_ = split_model(model, nnx.LoRAParam)
     assert len(set(graphdefs.layers)) == 2
     assert [layer.self_attn.window for layer in model.layers] == [3, None] * 3
 
 
-def test_two_programs_for_dense_and_sparse_layers(moe_model):
+def test_dense_and_sparse_layers_compile_two_programs(moe_model):
     graphdefs, *_ = split_model(moe_model("qwen3_moe", num_hidden_layers=6, decoder_sparse_step=3), nnx.LoRAParam)
     assert len(set(graphdefs.layers)) == 2
 
@@ -119,7 +119,7 @@ def test_packed_rows_equal_documents_one_by_one(moe_model, family, skew):
 
 
 def expand(model, config):
-    """The model with its experts in float32."""
+    """Return the model with experts expanded to float32."""
     parameters = flatten_names(split_model(model, nnx.Param)[1])
     for name in [name for name in parameters if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")
@@ -129,7 +129,7 @@ def expand(model, config):
     return set_parameters(abstract, parameters)
 
 
-def test_adapters_train_on_blocks_as_on_what_they_stand_for(moe_model, random_batch):
+def test_adapters_train_alike_on_blocks_and_expanded_weights(moe_model, random_batch):
     blocks = moe_model(**ONE_TYPE, quantization_config={"quant_method": "mxfp4"})
     batch, models = random_batch(LENGTHS, seq_len=16), (blocks, expand(blocks, blocks.config))
     for model in models:
@@ -140,7 +140,7 @@ def test_adapters_train_on_blocks_as_on_what_they_stand_for(moe_model, random_ba
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_continues_as_the_whole_model_does(moe_model, family):
+def test_generation_matches_full_forward_passes(moe_model, family):
     model = moe_model(family)
     graphdefs, *trees = split_model(model, nnx.LoRAParam)
     generator = Generator(graphdefs, model.config, dtype=jnp.float32)
@@ -162,7 +162,7 @@ def test_generation_continues_as_the_whole_model_does(moe_model, family):
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=3"),
     ],
 )
-def test_configs_that_cannot_be_are_refused(tiny_model, family, fields, message):
+def test_impossible_configs_are_refused(tiny_model, family, fields, message):
     with pytest.raises(ValueError, match=message):
         tiny_model(family, **{**FAMILIES[family], **fields})
 

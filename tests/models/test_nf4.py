@@ -1,4 +1,4 @@
-"""A model whose linear layers are in NF4 against one with the weights that they expand to."""
+"""An NF4 model compared with one holding the expanded weights."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ LENGTHS = [[5, 1, 7], [12]]
 
 @pytest.fixture(scope="module")
 def raw(tiny_config):
-    """A config.json whose sizes blocks divide, and with which no activation has a weight's shape."""
+    """A config.json with sizes divisible by blocks, in which no activation has a weight's shape."""
     return {**tiny_config, "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
@@ -48,7 +48,7 @@ def _is_nf4(leaf):
 
 @pytest.fixture(scope="module")
 def pair(raw):
-    """A model in NF4 with adapters that do something, and the same model with its weights expanded."""
+    """An NF4 model with non-zero adapters, and the same model with expanded weights."""
     config = config_from_hf(raw)
     parts = []
     for quantize in ("nf4", "none"):
@@ -62,7 +62,7 @@ def pair(raw):
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-def test_loss_and_gradients_are_those_of_the_expanded_weights(pair, random_batch, policy):
+def test_loss_and_gradients_match_expanded_weights(pair, random_batch, policy):
     batch = random_batch(LENGTHS, 14)
     stored, expanded = pair.executors(policy)
     got = stored.loss_and_gradients(pair.trainable, pair.frozen, [batch], 1.0)
@@ -84,7 +84,7 @@ def test_no_expanded_weight_is_kept_for_the_backward_pass(pair, random_batch, po
     assert sorted(kept(stored, pair.frozen), key=str) == sorted(kept(expanded, pair.expanded_frozen), key=str)
 
 
-def test_the_layers_take_half_a_byte_a_weight(pair):
+def test_nf4_layers_take_half_a_byte_per_weight(pair):
     linears = [leaf for leaf in jax.tree.leaves(pair.frozen["layers"], is_leaf=_is_nf4) if _is_nf4(leaf)]
     assert len(linears) == 2 * 7
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(linears))
@@ -92,7 +92,7 @@ def test_the_layers_take_half_a_byte_a_weight(pair):
     assert stored - fixed == sum(np.prod(linear.shape) for linear in linears) * (1 / 2 + 1 / 64)
 
 
-def test_a_folder_is_quantized_as_it_is_loaded(raw, tmp_path):
+def test_folder_is_quantized_while_loading(raw, tmp_path):
     (tmp_path / "model").mkdir()
     original = flatten_names(split_model(random_model(config_from_hf(raw), dtype=jnp.float32), nnx.Param)[1])
     save_tensors(tmp_path / "model", original)
@@ -118,6 +118,6 @@ def test_a_folder_is_quantized_as_it_is_loaded(raw, tmp_path):
         ),
     ],
 )
-def test_what_nf4_cannot_hold_is_refused(raw, changes, message):
+def test_sizes_unfit_for_nf4_are_refused(raw, changes, message):
     with pytest.raises(ValueError, match=message):
         replace(config_from_hf({**raw, **changes}), quantize="nf4")

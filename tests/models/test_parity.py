@@ -1,4 +1,4 @@
-"""Our models against transformers and PEFT (see tests/goldens), all documents of a golden in one packed row."""
+"""Models compared with transformers and PEFT, each golden's documents packed into one row."""
 
 import importlib
 from pathlib import Path
@@ -33,7 +33,7 @@ def forward(model, tokens, segments):
 
 @nnx.jit(static_argnums=3)
 def loss_and_gradients(model, tokens, segments, trainable):
-    """((mean cross-entropy, logits), gradients); a token is predicted by the one before it in its document."""
+    """Return ((mean cross-entropy, logits), gradients) of next-token prediction within documents."""
 
     def mean_loss(model):
         logits = model(tokens, segments)
@@ -45,7 +45,7 @@ def loss_and_gradients(model, tokens, segments, trainable):
 
 
 def golden_gradients(golden, rank):
-    """By our name and in our shape."""
+    """Return golden gradients by internal name, in internal shape."""
     gradients = {name.removeprefix("grad."): array for name, array in golden.items() if name.startswith("grad.")}
     plain = {
         name.removeprefix("base_model.model.").removesuffix(".default.weight"): array
@@ -72,7 +72,7 @@ def assert_folder_parity(folder):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_gradients_are_those_of_transformers(name):
+def test_logits_loss_and_gradients_match_transformers(name):
     assert_folder_parity(GOLDENS / name)
 
 
@@ -84,7 +84,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(name):
         ("gpt_oss", "gpt_oss_adapter", "gpt_oss_adapter/golden.safetensors"),
     ],
 )
-def test_adapters_logits_loss_and_gradients_are_those_of_peft(base, adapter, golden):
+def test_adapter_logits_loss_and_gradients_match_peft(base, adapter, golden):
     model = load_model(GOLDENS / base, dtype=jnp.float32)
     config = add_adapter(model, GOLDENS / adapter)
     assert_parity(model, load_file(GOLDENS / golden), nnx.LoRAParam, config.rank)
@@ -104,7 +104,7 @@ def test_packed_row_equals_its_documents_one_by_one(name):
 
 
 @pytest.mark.parametrize("script", ["make_models", "make_moe"])
-def test_live_parity(script, tmp_path, monkeypatch):
+def test_live_models_match_transformers(script, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(GOLDENS)
     goldens = importlib.import_module(script)

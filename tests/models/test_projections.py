@@ -1,4 +1,4 @@
-"""Projections of one input and their adapters, computed together."""
+"""Fused projections of one input and their adapters."""
 
 import re
 
@@ -20,7 +20,7 @@ OUT = (12, 4, 8)
 
 @pytest.fixture
 def linears():
-    """Three linear layers of one input; the second has no adapter, the third a bias."""
+    """Three linear layers of one input; the second without adapter, the third with bias."""
     made, rngs = [], nnx.Rngs(0)
     for out, rank in zip(OUT, RANKS, strict=True):
         linear = Linear(16, out, bias=out == OUT[2], std=0.2, dtype=jnp.float32, rngs=rngs)
@@ -44,20 +44,20 @@ def by_definition(linear, x):
 
 
 def outputs_and_gradients(linears, x, function):
-    """Those of a list of outputs, the gradients to x and to all parameters."""
+    """Return the outputs, and the gradients to x and all parameters."""
     graph, state = nnx.split(linears)
     outputs, pull = jax.vjp(lambda state, x: function(nnx.merge(graph, state), x), state, x)
     return outputs, pull([jnp.cos(y) for y in outputs])
 
 
-def test_outputs_and_gradients_are_those_of_the_definition(linears):
+def test_outputs_and_gradients_match_the_definition(linears):
     x = jax.random.normal(jax.random.key(1), (2, 7, 16))
     got = outputs_and_gradients(linears, x, lambda linears, x: project_together(linears, x, context()))
     expected = outputs_and_gradients(linears, x, lambda linears, x: [by_definition(linear, x) for linear in linears])
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_every_adapter_has_a_dropout_of_its_own(linears):
+def test_each_adapter_has_its_own_dropout(linears):
     x = jax.random.normal(jax.random.key(1), (2, 7, 16))
     dropping = context(jax.random.key(2))
     together = project_together(linears, x, dropping)
@@ -66,8 +66,8 @@ def test_every_adapter_has_a_dropout_of_its_own(linears):
     assert same == [False, True, False]
 
 
-def test_matmuls_add_to_each_other_on_a_gpu(h200):
-    """What is as large as x or an output is written by matmuls alone."""
+def test_gpu_matmuls_accumulate_onto_each_other(h200):
+    """Only matmuls write arrays as large as x or an output."""
     M, D = 1024, 512
 
     def shaped(*shape, dtype=jnp.bfloat16):
@@ -95,7 +95,7 @@ def test_matmuls_add_to_each_other_on_a_gpu(h200):
 
 
 class _Neighbor:
-    """A layer context in which a token attends to the one before it."""
+    """Context in which each token attends to its predecessor."""
 
     dropout_key = router_losses = None
 
@@ -107,7 +107,7 @@ class _Neighbor:
 
 
 def test_small_products_of_adapters_reach_the_residual_stream(tiny_model):
-    """In bfloat16 it has no bits for them: added to it by themselves, before the large matmul is, they were lost."""
+    """Added on their own, bfloat16 products would be rounded away."""
     model = tiny_model("llama", dtype=jnp.bfloat16, initializer_range=0.03)
     add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
     graph, state = nnx.split(model.layers[0])
