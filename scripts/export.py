@@ -1,4 +1,4 @@
-"""Merges an adapter into its base, or quantizes a model: a Hugging Face folder that transformers and others load.
+"""Merge an adapter into its base, or quantize a model, as a Hugging Face folder.
 
 python scripts/export.py --adapter runs/first/adapter --base models/Qwen3-0.6B --output merged
 python scripts/export.py --quantize nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
@@ -20,22 +20,20 @@ class ExportConfig(Config):
     """Merge an adapter into its base model, or quantize a model, as a new Hugging Face folder."""
 
     base: Path
-    """Folder of the model; of the one that the adapter was trained on."""
+    """Model folder; the adapter's base when merging."""
     output: Path
-    """The new folder; must not exist, or be empty."""
+    """New folder; absent or empty."""
     adapter: Path | None = None
     """PEFT adapter folder to merge."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
-    """Store the linear layers of the decoder layers in NF4 or int8, as bitsandbytes does."""
+    """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
     max_shard_bytes: PositiveInt = MAX_SHARD_BYTES
-    """Size at which a new file is begun, in bytes."""
+    """Shard limit in bytes."""
 
     def validate(self) -> None:
         """Refuse both tasks at once, and neither."""
         if (self.adapter is None) == (self.quantize == "none"):
-            raise ValueError(
-                "give either --adapter, to merge it, or --quantize; to do both, quantize the merged folder"
-            )
+            raise ValueError("give either --adapter or --quantize; to do both, quantize the merged folder")
 
 
 def main() -> None:

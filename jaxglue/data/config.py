@@ -1,4 +1,4 @@
-"""What to train on, and how rows become packed tokens."""
+"""Configuration of data files and their processing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,37 +13,37 @@ Overlong = Literal["truncate", "drop", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Config):
-    """Data files, their reading, and the length of a packed row.
+    """Data files, how to read them, and the packed row length.
 
     Raises:
         ValueError: a value out of range, or both `eval_data` and `eval_fraction`.
     """
 
     data: tuple[str, ...]
-    """Files or folders (JSONL, JSON, Parquet, a saved `datasets` folder), or `hf:owner/name` of the Hugging Face hub,
-    which is the only thing that uses the network."""
+    """Files or folders (JSONL, JSON, Parquet, saved `datasets`), or `hf:owner/name` on the Hugging Face hub, the only
+    source that uses the network."""
     eval_data: tuple[str, ...] = ()
-    """Held-out data, in the same forms."""
+    """Held-out data, from the same kinds of sources."""
     eval_fraction: Annotated[float, Range(ge=0, lt=1)] = 0.0
-    """Share of the documents of `data` to hold out instead, drawn with `seed`."""
+    """Fraction of `data` to hold out instead, sampled with `seed`."""
     split: str = "train"
-    """The split to take of a `datasets` folder or a data set of the hub."""
+    """Split of a `datasets` folder or hub data set."""
     format: Format = "auto"
-    """What a row holds; `auto` tells from the keys of the first row and reports it."""
+    """Row format; `auto` detects it from the first row's keys and reports it."""
     loss_on: LossOn = "assistant"
-    """`assistant`: assistant turns, or completions; text rows, which have neither, as a whole. `all`: everything."""
+    """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `all`: every token."""
     seq_len: Annotated[int, Range(ge=2)] = 4096
     """T: tokens in a packed row."""
     overlong: Overlong = "truncate"
-    """What happens to a document of more than `seq_len` tokens; the counts are reported."""
+    """Treatment of documents above `seq_len` tokens, with counts reported."""
     chat_template: str | None = None
-    """A Jinja file to use in place of the tokenizer's own chat template."""
+    """Jinja file that replaces the tokenizer's chat template."""
     seed: NonNegativeInt = 0
-    """Draws the held-out split; the report packs with it."""
+    """Seed of the held-out split and of the reported packing."""
     cache_dir: str = "runs/cache"
-    """Where tokenized data are kept for the next run."""
+    """Folder that caches tokenized data."""
     workers: PositiveInt | None = None
-    """Tokenizing processes; by default as many as the CPUs where the data are many enough to pay for starting them."""
+    """Tokenizing processes; by default one per CPU for large data, otherwise one."""
 
     def validate(self) -> None:
         """Refuse missing data, two kinds of held-out data, and a missing template."""

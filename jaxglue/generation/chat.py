@@ -1,4 +1,4 @@
-"""Prompts in, text out: chat templates, end-of-turn tokens and streamed decoding around the generator."""
+"""Chat with a model: templates, end-of-turn tokens and streamed decoding around the generator."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,37 +25,37 @@ from jaxglue.models.parameters import split_model
 from jaxglue.ops.quant.formats import Quantize
 
 _CHANNEL = "<|channel|>"
-"""Token of the harmony format before a channel's name."""
+"""Token before a channel's name in the harmony format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Config):
-    """Answers prompts with a model, with or without an adapter."""
+    """Answer prompts with a model and an optional adapter."""
 
     model: Path
     """A Hugging Face model folder."""
     adapter: Path | None = None
-    """A PEFT adapter folder; its tokenizer and chat template are used where it has them."""
+    """A PEFT adapter folder; its tokenizer and chat template take precedence."""
     random_weights: int | None = None
-    """Seed of a model that was trained with --random-weights: its folder has no weights, so they are drawn again."""
+    """Seed to redraw the weights of a model trained with --random-weights."""
     prompt: tuple[str, ...] = ()
-    """What to answer; may be given several times."""
+    """Prompt to answer; repeatable."""
     prompt_file: Path | None = None
-    """A file with one more prompt on every line."""
+    """File with one further prompt per line."""
     system: str | None = None
-    """The system message before each prompt."""
+    """System message before each prompt."""
     raw: bool = False
-    """Continue the prompts as they are, without the chat template."""
+    """Continue the prompts verbatim, without the chat template."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
+    """Dtype of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
-    """Hold the linear layers of the decoder layers in NF4 or int8, as a model that was trained so had them."""
+    """Hold the decoder layers' linear layers in NF4 or int8, as in training with this flag."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def validate(self) -> None:
         """Refuse missing prompts and files, and a system message without a template."""
         if not self.prompt and not self.prompt_file:
-            raise ValueError("nothing to answer: give --prompt or --prompt-file")
+            raise ValueError("no prompt: give --prompt or --prompt-file")
         if self.raw and self.system is not None:
             raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
         if self.adapter and not self.adapter.is_dir():
@@ -65,16 +65,16 @@ class GenerateConfig(Config):
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """All prompts, those of the file last."""
+        """Return all prompts, the file's last."""
         lines = self.prompt_file.read_text(encoding="utf-8").splitlines() if self.prompt_file else []
         return (*self.prompt, *filter(str.strip, lines))
 
 
 def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yields each prompt with its answer, which comes piece by piece.
+    """Yield each prompt with its answer, streamed in pieces.
 
     Raises:
-        ValueError: folders, tensors, tokenizer or prompts that do not fit.
+        ValueError: bad folders, tensors, tokenizer or prompts.
     """
     tokenizer = load_tokenizer(_tokenizer_folder(config))
     prompts = {
@@ -114,28 +114,28 @@ def _tokenizer_folder(config: GenerateConfig) -> Path:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | None = None, raw: bool = False
 ) -> list[int]:
-    """The tokens that an answer follows, the same as in training.
+    """Return the tokens that precede an answer, as in training.
 
     Args:
-        tokenizer: of the model, with its chat template.
+        tokenizer: of the model, with a chat template unless `raw`.
         prompt: the user's message.
-        system: the message before it.
-        raw: no template: the text as it is, after what the tokenizer puts before a text.
+        system: the system message before it.
+        raw: encode the text verbatim, with the tokenizer's special prefix.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or its template refuses the conversation.
+        ValueError: a missing chat template, or one that refuses the conversation.
     """
     if raw:
         return tokenizer.encode(prompt)
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: use --raw to continue the text as it is")
+        raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
     messages = [{"role": "system", "content": system}] if system is not None else []
     text = ChatTemplate(tokenizer).render_prompt([*messages, {"role": "user", "content": prompt}])
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The end-of-text token, and the token with which the chat template ends a turn of the assistant."""
+    """Return the end-of-text token and the special token that ends an assistant turn."""
     stops = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
         messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
@@ -146,16 +146,16 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _generation_stops(folder: Path) -> frozenset[int]:
-    """The end tokens that the model's authors name."""
+    """Return the end tokens in generation_config.json."""
     path = folder / "generation_config.json"
     stops = read_json(path).get("eos_token_id") if path.is_file() else None
     return frozenset([stops] if isinstance(stops, int) else stops or ())
 
 
 def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, held back while a character is incomplete; special tokens are left out.
+    """Yield decoded text token by token, buffering incomplete characters.
 
-    Unless they divide channels, as GPT-OSS's do: reasoning and answer would run together.
+    Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
     """
     stream = DecodeStream(skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
     for token in tokens:

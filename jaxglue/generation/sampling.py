@@ -1,4 +1,4 @@
-"""Drawing the next token from a model's logits."""
+"""Sampling of the next token from logits."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,25 +13,25 @@ from jaxglue.config import Config, NonNegativeFloat, PositiveInt, Range
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
-    """How tokens are drawn, and when to stop."""
+    """Sampling distribution and stopping length."""
 
     max_tokens: PositiveInt = 512
-    """New tokens at most."""
+    """Maximum number of new tokens."""
     temperature: NonNegativeFloat = 0.7
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divides the logits; 0 selects the most likely token."""
     top_p: Annotated[float, Range(gt=0, le=1)] = 0.95
-    """Draw from the fewest likeliest tokens whose probabilities reach this sum (nucleus sampling, arXiv 1904.09751)."""
+    """Sample from the fewest most likely tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751)."""
     seed: int = 0
-    """Draws the tokens."""
+    """Seed of the sampling."""
 
 
 GREEDY = SamplingConfig(temperature=0.0)
-"""Always the likeliest token."""
+"""Sampling that always selects the most likely token."""
 
 
 @partial(jax.jit, static_argnames=("temperature", "top_p"))
 def sample_token(logits: Float[Array, " V"], key: PRNGKeyArray, temperature: float, top_p: float) -> Int[Array, ""]:
-    """One token drawn from float32 logits; the arguments are those of `SamplingConfig`."""
+    """Sample a token from float32 logits; arguments as in `SamplingConfig`."""
     if temperature == 0:
         return jnp.argmax(logits)
     logits = logits / temperature
@@ -39,7 +39,7 @@ def sample_token(logits: Float[Array, " V"], key: PRNGKeyArray, temperature: flo
 
 
 def _in_nucleus(logits: Float[Array, " V"], top_p: float):
-    """The likeliest tokens, until their probabilities reach `top_p`; the likeliest one in any case."""
+    """Return a mask of the most likely tokens until their probabilities reach `top_p`, at least one."""
     order = jnp.argsort(logits, descending=True)
     probabilities = jax.nn.softmax(logits)[order]
     before = jnp.cumsum(probabilities) - probabilities
