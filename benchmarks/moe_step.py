@@ -1,8 +1,8 @@
-"""A training step of mixtures of experts: LoRA of rank 16 on attention and experts, through the executor and AdamW.
+"""Training steps of mixtures of experts: LoRA of rank 16 on attention and experts, with the executor and AdamW.
 
     python benchmarks/moe_step.py --json benchmarks/results/moe_step.json
 
-Each case runs in a process of its own, so that its peak is its own; 8,192 tokens in one packed row.
+Each case runs in its own process, to measure its own peak memory; 8,192 tokens in one packed row.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from jaxglue.training.optimizer import Optimizer, OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measurement."""
+    """A measurement's model, checkpoint policy and batch."""
 
     shape: str
     remat: str
@@ -72,7 +72,7 @@ CASES = {
 
 
 def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
-    """Milliseconds of a step, tokens per second, share of the FLOPs that count, and memory in GiB."""
+    """Measure milliseconds per step, tokens and model FLOPs per second, and memory in GiB."""
     config, tokens = case.config, sum(case.lengths)
     model = random_model(config)
     add_lora(model, LoraConfig(), rngs=nnx.Rngs(0))
@@ -118,12 +118,12 @@ def _batch(lengths: tuple[int, ...], vocab_size: int) -> Batch:
 
 
 def _memory(statistic: str) -> float:
-    """GiB; 0 on CPUs, which count nothing."""
+    """Return a statistic of the device's memory in GiB; 0 on CPUs, which have none."""
     return (jax.devices()[0].memory_stats() or {statistic: 0})[statistic] / 2**30
 
 
 def run_case(name: str, steps: int) -> dict:
-    """`measure` in a process of its own; an error is a result."""
+    """Run `measure` in its own process; an error is a result."""
     command = [sys.executable, __file__, "--case", name, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -133,11 +133,16 @@ def run_case(name: str, steps: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, help="measure this one here, and print a line of JSON")
-    parser.add_argument("--cases", nargs="+", default=[name for name in CASES if name != "tiny"], help="by default all")
+    parser.add_argument("--case", choices=CASES, help="measure one case in this process and print JSON")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=[name for name in CASES if name != "tiny"],
+        help="all by default",
+    )
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--profile", type=Path, help="with --case: where a trace of one more step goes")
-    parser.add_argument("--json", type=Path, help="where to write the results, as they come")
+    parser.add_argument("--profile", type=Path, help="with --case: folder for a trace of one more step")
+    parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
     if args.case:
         print(json.dumps(measure(CASES[args.case], args.steps, args.profile)))

@@ -61,11 +61,7 @@ class Routing:
 
 
 def route(
-    router_logits: Float[Array, "M E"],
-    k: int,
-    *,
-    order: Order = "softmax_topk",
-    normalize: bool = False,
+    router_logits: Float[Array, "M E"], k: int, *, order: Order = "softmax_topk", normalize: bool = False
 ) -> Routing:
     """Choose k of E experts for each of M tokens.
 

@@ -24,13 +24,13 @@ class MatmulTiles:
     num_warps: int
     num_stages: int
     """Depth of the software pipeline."""
-    GROUP_M: int = 8
+    group_m: int = 8
     """Row tiles that take each column of tiles in turn, so that concurrent programs share loads in the L2 cache."""
 
     @property
     def constants(self) -> dict[str, int]:
         """Return the constants that a kernel is compiled for."""
-        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.GROUP_M}
+        return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m}
 
     def tail(self, n: int) -> int:
         """Return the columns of the last tile: fewer where it would be at least half empty, as for GPT-OSS's 2880."""

@@ -73,7 +73,7 @@ def test_reference_matches_numpy(name):
 @pytest.fixture
 def kernel_matmul(interpreted_kernels):
     """kernel_matmul(sizes, transposed): the grouped matmul in the interpreter, with small tiles."""
-    tiles = MatmulTiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, GROUP_M=2)
+    tiles = MatmulTiles(block_m=16, block_n=32, block_k=16, num_warps=4, num_stages=1, group_m=2)
     kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)
 
     def make(sizes, transposed):
