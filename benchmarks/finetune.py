@@ -1,8 +1,8 @@
-"""The main job end to end: LoRA on a model folder and 10,000 generated chats, through `scripts/train.py`.
+"""Measure LoRA end to end: a model folder and 10,000 generated chats, through `scripts/train.py`.
 
     python benchmarks/finetune.py --shapes qwen3-0.6b qwen3-8b --scratch /dev/shm/jaxglue
 
-Each shape runs twice: with an empty compilation cache and with the one that the first run filled.
+Each shape runs twice: with an empty compilation cache, then with the filled one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def run(*command: str) -> None:
 
 
 def measure(shape: str, args: argparse.Namespace) -> list[dict]:
-    """One result per run: start-up by stage, tokens/s, MFU and peak memory."""
+    """Return one result per run: start-up by stage, tokens/s, MFU and peak memory."""
     folder, cache = args.scratch / shape, args.scratch / f"{shape}-xla"
     run("benchmarks/inputs.py", "--shape", shape, "--output", str(folder), "--chats", str(args.chats))
     results = []

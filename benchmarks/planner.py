@@ -1,4 +1,4 @@
-"""The planner's predictions against the steps that benchmarks/offload.py measured. Needs no GPU.
+"""Compare the planner's predictions with steps measured by benchmarks/offload.py; needs no GPU.
 
 python benchmarks/planner.py benchmarks/results/offload.json --json benchmarks/results/planner.json
 """
@@ -18,7 +18,7 @@ from jaxglue.planner.planner import Planner
 
 
 def predict(case: dict, gpu: str) -> dict:
-    """Predicted and measured time and peak of a case."""
+    """Return predicted and measured time and peak memory of a case."""
     work = workload(case["shape"], case.get("layers"), case["tokens"], case["method"], case.get("quantize", "none"))
     work = replace(work, host_embeddings=case.get("embeddings") == "host")
     count = work.config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Predicts time and memory of a training step on a GPU under remat policies; needs no GPU and no weights.
+"""Predict time and memory of a training step on a GPU under remat policies, without GPU or weights.
 
 python scripts/estimate.py --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 4090"
 """
@@ -48,9 +48,9 @@ class EstimateConfig(Config):
     method: Literal["lora", "full"] = "lora"
     """Train adapters on frozen weights, or all weights."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
-    """Hold the frozen linear layers of the decoder layers in NF4 or int8."""
+    """Quantize the frozen linear layers of the decoder layers to NF4 or int8."""
     moments: MomentFormat = "float32"
-    """How AdamW's state is kept: float32, bfloat16 or 8bit."""
+    """Format of AdamW's moments: float32, bfloat16 or 8bit."""
     embeddings: Literal["device", "host"] = "device"
     """Where the frozen embedding table is."""
     document_tokens: PositiveInt | None = None
@@ -63,7 +63,7 @@ class EstimateConfig(Config):
 
 
 def make_planner(config: EstimateConfig) -> Planner:
-    """The planner of this workload; `ValueError` for a model or a GPU that is not known."""
+    """Return the planner of the configured workload; raise ValueError for an unknown model or GPU."""
     model, mesh = config_from_hf(read_config(config.model)).quantized(config.quantize), MeshShape.parse(config.mesh)
     mesh.check(model, batch_size=config.batch_size, devices=mesh.devices)
     workload = Workload(
@@ -81,7 +81,7 @@ def make_planner(config: EstimateConfig) -> Planner:
 
 
 def print_plans(planner: Planner, host_memory: float) -> None:
-    """Prints presets and what nothing beats in time and memory, the fastest first, and what `auto` would pick."""
+    """Print presets and settings unbeaten in time and memory, the fastest first, and the choice of `auto`."""
     gpu, work = planner.gpu, planner.workload
     tokens = work.tokens * work.gradient_accumulation_steps * work.mesh.rows
     table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s", box=SIMPLE_HEAD)
@@ -95,7 +95,7 @@ def print_plans(planner: Planner, host_memory: float) -> None:
 
 
 def _worth_showing(plans: list[Plan]) -> Iterator[Plan]:
-    """Of plans that come fastest first, presets and those that clearly need less of the GPU than all before them."""
+    """Yield, of plans sorted by time, presets and those that need clearly less GPU memory than all faster ones."""
     least = math.inf
     for plan in plans:
         if plan.device_bytes < (1 - MARGIN) * least or plan.remat in PRESETS:
@@ -111,7 +111,7 @@ def _cells(plan: Plan, tokens: int, fits: str) -> tuple[str, ...]:
         f"{plan.host_bytes / GIB:.1f}",
         fits,
         "host" if plan.stream_weights else "GPU",
-        plan.remat.replace(",", ", "),  # lines break at spaces, and the flag takes them
+        plan.remat.replace(",", ", "),  # spaces let lines break; the flag accepts them
     )
 
 

@@ -28,7 +28,7 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
     devices = jax.device_count()
     if devices > 1 and config.model.embeddings == "host":
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
-    shapes = _automatic(config, model, devices) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    shapes = _candidates(config, model, devices) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
     for shape in shapes:
         shape.check(model, batch_size=config.run.batch_size, devices=devices)
     *others, last = shapes
@@ -49,15 +49,15 @@ def agree_on_mesh(
         processes.all_gather_object([str(mesh), remat.remat, "host" if remat.stream_weights else "device"])
         return mesh, remat
     chosen, remat_text, weights = processes.all_gather_object(None)[0]
-    told = replace(
+    agreed = replace(
         config,
         model=replace(config.model, remat=remat_text, weights=weights),
         run=replace(config.run, mesh=chosen),
     )
-    return choose_mesh(told, model, visible_keys)
+    return choose_mesh(agreed, model, visible_keys)
 
 
-def _automatic(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
+def _candidates(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
     """Return candidates: for adapters, copies of the weights, then parts; for full fine-tuning, parts.
 
     Experts are spread over as few devices as they fit, since tokens then travel the least.

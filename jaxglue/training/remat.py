@@ -51,17 +51,21 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
     """
     remat = config.model.remat
     if jax.default_backend() == "cpu":
-        stream = config.model.weights == "host"
-        note = " (auto, without a GPU)" if remat == AUTO else ""
-        remat = _ON_CPU if remat == AUTO else remat
-        policies = parse_policies(remat, model.num_hidden_layers)
-        return RematChoice(policies=policies, stream_weights=stream, remat=remat, note=note)
+        return _choose_on_cpu(config, model)
     workload = make_workload(config, model, visible_keys, mesh)
     host_memory = pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
     plan = planner.resolve(remat, stream_weights=_STREAM[config.model.weights], host_memory=host_memory)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, remat=plan.remat, note=note)
+
+
+def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
+    """Return the run's policy unchecked, as a CPU's memory is not planned for."""
+    auto = config.model.remat == AUTO
+    remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (config.model.remat, "")
+    policies = parse_policies(remat, model.num_hidden_layers)
+    return RematChoice(policies=policies, stream_weights=config.model.weights == "host", remat=remat, note=note)
 
 
 def _predicted(plan: Plan) -> str:

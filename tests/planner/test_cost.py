@@ -1,4 +1,4 @@
-"""Seconds and bytes of small programs whose cost can be worked out by hand."""
+"""Cost of small programs against hand-computed seconds and bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,18 @@ def test_matmuls_take_their_flops():
     assert repeated.seconds == pytest.approx(5 * one.seconds, rel=1e-3)
 
 
-def test_what_is_fused_takes_no_memory():
+def test_fused_values_take_no_memory():
     fused = cost(lambda x, w: jnp.tanh(jnp.exp(x @ w) + 1), (64, 64), (64, 64))
     assert fused.temporary == 0  # computed in place of the matmul's result
     chain = cost(lambda x, w: jnp.tanh(x @ w) @ w, (64, 64), (64, 64))
     assert chain.temporary == 2 * SQUARE  # the first product, and its tanh as the second one's operand
 
 
-def test_a_matmul_adds_to_what_is_there():
+def test_matmul_accumulates_in_place():
     assert cost(lambda x, w: x @ w + w @ x, (64, 64), (64, 64)).temporary == 0
 
 
-def test_attention_takes_the_time_that_is_given():
+def test_attention_takes_the_given_time():
     @jax.jit
     def kernel(x):
         return x * 2
@@ -44,7 +44,7 @@ def test_attention_takes_the_time_that_is_given():
     assert seconds == pytest.approx(0.5, rel=1e-3)
 
 
-def test_of_a_choice_by_platform_the_gpus_counts():
+def test_platform_choice_counts_the_cuda_branch():
     def either(x, w):
         return jax.lax.platform_dependent(x, w, cuda=jnp.dot, default=lambda x, w: x)
 

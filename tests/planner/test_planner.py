@@ -1,4 +1,4 @@
-"""The planner predicts more memory for more kept, picks the fastest plan that fits, and says what would fit."""
+"""Predictions of the planner, its choices, and its errors."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
-from jaxglue.planner.planner import MARGIN, Planner, pinned_memory
+from jaxglue.planner.planner import MARGIN, DoesNotFit, Planner, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
@@ -35,7 +35,7 @@ def _with_memory(planner: Planner, gib: float) -> Planner:
     return Planner(planner.workload, replace(planner.gpu, memory=gib * GIB))
 
 
-def test_keeping_more_costs_memory_and_saves_time(planner):
+def test_saving_more_takes_memory_and_saves_time(planner):
     offload, full, dots = (planner.plan(parse_policy(name)) for name in ("offload", "full", "dots"))
     assert offload.device_bytes < full.device_bytes < dots.device_bytes
     assert dots.seconds < full.seconds < offload.seconds
@@ -43,11 +43,11 @@ def test_keeping_more_costs_memory_and_saves_time(planner):
     assert full.host_bytes == dots.host_bytes == 0
 
 
-def test_weights_on_the_host_leave_the_device(planner):
+def test_streamed_weights_leave_the_device(planner):
     here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
     input_ = 1024 * 2048 * 2
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
-    # The first layer stays; four buffers remain, which hold activations of one layer more.
+    # The first layer stays on the device; the four buffers hold activations of one layer more.
     assert there.host_bytes - here.host_bytes == pytest.approx(5 * layer - input_, rel=0.01)
     assert here.device_bytes - there.device_bytes == pytest.approx(layer - input_, rel=0.01)
 
@@ -59,7 +59,7 @@ def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
     assert longer.seconds > 1.8 * planner.plan(full).seconds > 1.8 * faster.seconds
 
 
-def test_auto_is_the_fastest_that_fits_and_gets_leaner_as_memory_shrinks(planner):
+def test_auto_gets_leaner_as_memory_shrinks(planner):
     none, dots, full = (planner.plan(parse_policy(text)).device_bytes / GIB for text in ("none", "dots", "full"))
     roomy = _with_memory(planner, none / (1 - MARGIN) + 0.01).choose(host_memory=HOST)
     middling = _with_memory(planner, (dots + full) / 2 / (1 - MARGIN)).choose(host_memory=HOST)
@@ -69,26 +69,26 @@ def test_auto_is_the_fastest_that_fits_and_gets_leaner_as_memory_shrinks(planner
     assert parse_policies(middling.remat, 6) == middling.policies
 
 
-def test_too_little_memory_names_what_would_fit(planner):
+def test_does_not_fit_names_the_remedy(planner):
     offload = planner.plan(parse_policy("offload")).device_bytes
     small = _with_memory(planner, 1.05 * offload / (1 - MARGIN) / GIB)
-    with pytest.raises(ValueError, match=r"--remat 'dots' with 1 × 1,024 tokens needs .* GiB on the GPU.*would fit in"):
+    with pytest.raises(DoesNotFit, match=r"--remat 'dots' with 1 × 1,024 tokens needs .* GiB on the GPU.*would fit in"):
         small.check(small.plan(parse_policy("dots")), host_memory=HOST)
     least = min(plan.device_bytes for plan in planner.plans())
     smaller = _with_memory(planner, 0.98 * least / (1 - MARGIN) / GIB)
-    with pytest.raises(ValueError, match=r"--seq-len \d+ would fit"):
+    with pytest.raises(DoesNotFit, match=r"--seq-len \d+ would fit"):
         smaller.choose(host_memory=HOST, stream_weights=None)
-    with pytest.raises(ValueError, match="no setting fits"):
+    with pytest.raises(DoesNotFit, match="no setting fits"):
         _with_memory(planner, 0.01).choose(host_memory=HOST, stream_weights=None)
 
 
-def test_too_little_host_memory_is_refused(planner):
-    with pytest.raises(ValueError, match=r"of pinned host memory, of which 0.0 GiB may be used .*HOST_MEMORY_LIMIT_GB"):
+def test_host_memory_is_checked(planner):
+    with pytest.raises(DoesNotFit, match=r"of pinned host memory, of which 0.0 GiB may be used .*HOST_MEMORY_LIMIT_GB"):
         planner.check(planner.plan(parse_policy("offload")), host_memory=1000)
 
 
 def test_recomputation_is_counted(planner):
-    """`full` computes the forward pass's matmuls again, but for the last one, which the backward pass does not need."""
+    """`full` recomputes the forward pass's matmuls but the last one, which the backward pass does not need."""
     from jaxglue.engine.layer import LayerFunctions
     from jaxglue.planner.cost import matmul_flops
 
@@ -122,7 +122,7 @@ def test_gpus_are_found_by_device_kind(kind, name):
     assert isinstance(gpu, Gpu) and gpu.name == name
 
 
-def test_an_unknown_gpu_lists_the_known_ones():
+def test_unknown_gpu_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of B200, H200"):
         find_gpu("Voodoo 2")
 
@@ -133,28 +133,28 @@ def test_rates_are_measured():
     assert min(gpu.matmul, gpu.copy, gpu.link) > 0
 
 
-def test_only_devices_with_memory_of_their_own_are_planned_for():
+def test_devices_without_memory_statistics_are_refused():
     with pytest.raises(ValueError, match="name a remat policy, not auto"):
         device_gpu(jax.devices("cpu")[0])
 
 
-def test_pinned_memory_is_what_the_host_and_jax_allow():
+def test_pinned_memory_is_limited_by_host_and_jax():
     assert pinned_memory(100 * GIB) == 64 * GIB
     assert pinned_memory(100 * GIB, "80") == 80 * GIB
     assert pinned_memory(10 * GIB, "80") == 9 * GIB
 
 
-def test_an_update_in_the_backward_pass_holds_one_layers_gradients(workload):
+def test_update_in_backward_holds_one_layers_gradients(workload):
     gpu, policy = find_gpu("H200"), parse_policy("full")
-    together, apart = (
+    at_end, in_backward = (
         Planner(replace(workload, lora=None, seq_len=256, update_in_backward=updates), gpu) for updates in (False, True)
     )
-    saved = together.plan(policy).device_bytes - apart.plan(policy).device_bytes
+    saved = at_end.plan(policy).device_bytes - in_backward.plan(policy).device_bytes
     layer = 4 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
     assert saved == pytest.approx(5 * layer, rel=0.3)  # and the embedding's
 
 
-def test_settings_are_resolved_from_their_flags(planner):
+def test_resolve_reads_flags(planner):
     assert planner.resolve("2 x offload + 4 x dots", stream_weights=False, host_memory=HOST).remat == (
         "2 x offload + 4 x dots"
     )
@@ -173,11 +173,11 @@ def test_experts_are_planned_without_a_gpu(tiny_config):
     assert 1.5 * short.seconds < long.seconds < 2.2 * short.seconds
 
 
-def test_a_memory_limit_moves_weights_to_the_host_where_that_may_be_chosen(planner):
+def test_memory_limit_moves_weights_to_the_host(planner):
     plans = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
     middle = sum(plan.device_bytes for plan in plans) / 2 / GIB
     limited = Planner(planner.workload, planner.gpu.limited(middle / (1 - MARGIN)))
-    with pytest.raises(ValueError, match=r"--remat '.*' --weights host would fit"):
+    with pytest.raises(DoesNotFit, match=r"--remat '.*' --weights host would fit"):
         limited.resolve("none", stream_weights=False, host_memory=HOST)
     for remat in ("offload", "auto"):
         plan = limited.resolve(remat, stream_weights=None, host_memory=HOST)
@@ -186,7 +186,7 @@ def test_a_memory_limit_moves_weights_to_the_host_where_that_may_be_chosen(plann
     assert planner.gpu.limited(1000).memory == planner.gpu.memory
 
 
-def test_moments_in_eight_bits_take_less_memory(workload):
+def test_8bit_moments_take_less_memory(workload):
     planners = [Planner(replace(workload, moment_bytes=each), find_gpu("RTX 4090")) for each in (8, 2)]
     plans = [planner.plan(parse_policy("full")) for planner in planners]
     trained = sum(leaf.size for leaf in jax.tree.leaves(abstract_parts(workload)[1]))
@@ -194,7 +194,7 @@ def test_moments_in_eight_bits_take_less_memory(workload):
     assert plans[1].seconds < plans[0].seconds
 
 
-def test_devices_with_experts_of_their_own_have_room_for_the_tokens_of_all(tiny_config):
+def test_expert_parallel_layers_hold_tokens_of_all_devices(tiny_config):
     pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
     moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     config = config_from_hf({**tiny_config, **moe, "hidden_size": 512, "num_hidden_layers": 2})

@@ -1,4 +1,4 @@
-"""The mesh that `auto` takes, where a mesh of another shape would not fit the GPUs."""
+"""Choice of the mesh by `auto` when some meshes do not fit the GPUs."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 
 
 @pytest.fixture
 def choose(make_config, tiny_config, monkeypatch):
-    """choose(method, the meshes that fit, **changes to config.json) → the mesh on eight GPUs, as text."""
+    """choose(method, fitting meshes, **changes to config.json) → the mesh on eight GPUs, as text."""
 
     def make(method: str, fitting: set[str], **changes):
         def choose_remat(config, model, visible_keys, mesh):
@@ -30,18 +30,29 @@ def choose(make_config, tiny_config, monkeypatch):
     return make
 
 
-def test_adapters_train_on_copies_of_the_weights_or_on_parts_where_copies_do_not_fit(choose):
+def test_auto_prefers_copies_for_adapters_and_parts_for_full(choose):
     assert choose("lora", {"data=8", "fsdp=8"}) == "data=8"
     assert choose("lora", {"fsdp=8"}) == "fsdp=8"
     assert choose("full", {"data=8", "fsdp=8"}) == "fsdp=8"
-    with pytest.raises(ValueError, match="fsdp=8 does not fit"):
+    with pytest.raises(DoesNotFit, match="fsdp=8 does not fit"):
         choose("lora", set())
 
 
-def test_experts_are_spread_over_as_few_gpus_as_they_fit(choose):
+def test_auto_spreads_experts_over_the_fewest_gpus(choose):
     everything = {"data=8", "data=4,expert=2", "data=2,expert=4", "fsdp=2,expert=4"}
     assert choose("lora", everything, **EXPERTS) == "data=8"
     assert choose("lora", everything - {"data=8"}, **EXPERTS) == "data=4,expert=2"
     assert choose("lora", {"data=2,expert=4"}, **EXPERTS) == "data=2,expert=4"
     assert choose("full", everything, **EXPERTS) == "fsdp=2,expert=4"
     assert choose("lora", {"fsdp=8"}, **EXPERTS | {"num_experts": 3}) == "fsdp=8"
+
+
+def test_other_errors_try_no_further_mesh(make_config, tiny_config, monkeypatch):
+    def choose_remat(config, model, visible_keys, mesh):
+        raise ValueError(f"bad policy on {mesh}")
+
+    monkeypatch.setattr(devices, "choose_remat", choose_remat)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    model = config_from_hf({**tiny_config, "model_type": "qwen3"})
+    with pytest.raises(ValueError, match="bad policy on data=8"):
+        devices.choose_mesh(make_config(batch_size=8), model, 32.0)
