@@ -1,8 +1,8 @@
-"""Activations and weights on the host against keeping them on the GPU: time, memory, and how much copying is hidden.
+"""Compare activations and weights on the host with keeping them on the GPU: time, memory, hidden copies.
 
     python benchmarks/offload.py --json benchmarks/results/offload.json
 
-A step is loss and LoRA gradients of a packed row. The whole-step programs show what XLA makes of the same policy.
+A step is loss and LoRA gradients of a packed row. The whole-step programs use XLA's own offloading.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from gpus import FreeGpus
 from measure import table, write_results
 from step import run_case
 
-SERIAL = {"depth": 0, "run_ahead": 0}
+SERIAL = {"depth": 0}
 NONE, FULL, OFFLOAD, DOTS, AUTO = ({"remat": name} for name in ("none", "full", "offload", "dots", "auto"))
 CASES: dict[str, list[tuple[str, dict]]] = {
     "8b": [
@@ -66,11 +66,11 @@ SHAPES = {
     "planner": {},
 }
 PUBLISHED = {"8b": 8.4, "14b": 6.7, "32b": 4.6}
-"""Percent of a step that Unsloth gained from a second buffer, May 2026, other models of these sizes and another GPU."""
+"""Percent of a step that Unsloth reports for double buffering (May 2026; similar sizes, another GPU)."""
 
 
 def gains(results: list[dict]) -> list[dict]:
-    """What the second buffer saves of a step, beside what was published, and of the time of the copies."""
+    """Return the share of a step, and of the copies, that the second buffer saves, beside the published one."""
     rows = []
     for group, published in PUBLISHED.items():
         by_name = {r["how"]: r for r in results if r["group"] == group and "error" not in r}
@@ -83,13 +83,13 @@ def gains(results: list[dict]) -> list[dict]:
 
 
 def tasks(groups: list[str]) -> list[list[tuple[str, str, dict]]]:
-    """Cases that are compared, which one GPU measures one after the other; the planner's are not."""
+    """Group the cases that one GPU measures in sequence because they are compared; the planner's run separately."""
     cases = [[(group, *case) for case in CASES[group]] for group in groups]
     return [part for task in cases for part in ([[case] for case in task] if task[0][0] == "planner" else [task])]
 
 
 class Measurements:
-    """Runs tasks side by side, one on a GPU, and writes what there is after every case."""
+    """Run tasks in parallel, one per GPU, and write the results after every case."""
 
     def __init__(self, gpus: int, path: Path | None):
         self.results: list[dict] = []

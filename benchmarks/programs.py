@@ -1,10 +1,9 @@
-"""What the kernels of a profile have to do: FLOPs and bytes of every operation, from the programs in the trace.
+"""Compute FLOPs and bytes of every kernel in a profile, from the HLO programs in the trace.
 
-A trace holds the optimized program (HLO) of each module that ran. `ProfileData` does not hand them out, so the few
-fields on the way to them are read from the protocol buffer itself (xplane.proto of XLA: XSpace.planes = 1, XPlane.name
-= 2, .event_metadata = 4, XEventMetadata.name = 2, .stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module =
-1). Inside a CUDA graph an event does not say which operation it belongs to: XLA's own kernels carry its name, and those
-of libraries and of custom calls follow in the program's order, each among its like.
+A trace holds the optimized HLO of each module that ran. `ProfileData` does not expose it, so its fields are read from
+the protocol buffer (XLA's xplane.proto: XSpace.planes = 1, XPlane.name = 2, .event_metadata = 4, XEventMetadata.name =
+2, .stats = 5, XStat.bytes_value = 6; hlo.proto: HloProto.hlo_module = 1). Events inside a CUDA graph do not name their
+operation: XLA's own kernels carry its name; those of libraries and custom calls are matched by the program's order.
 """
 
 import math
@@ -25,12 +24,12 @@ _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 
 
 class Work(NamedTuple):
-    """Of one operation."""
+    """FLOPs and bytes of one operation."""
 
     flops: float
     """Of its matmuls."""
     bytes: float
-    """Of its operands and results, each read or written once; of an operand that is only sliced, the slices."""
+    """Of its operands and results, each read or written once; of operands that are only sliced, the slices."""
     shape: str
     """Of its first result."""
 
@@ -39,7 +38,7 @@ UNKNOWN = Work(0.0, 0.0, "")
 
 
 class Program:
-    """The operations of one program, by the names of their kernels."""
+    """Operations of one program by kernel name."""
 
     def __init__(self, text: str):
         found = operations(text)
@@ -49,7 +48,7 @@ class Program:
             self._calls[target.startswith("__cublas")].append(found.get(name, UNKNOWN))
 
     def work(self, kernels: list[str]) -> list[Work]:
-        """Of each of the kernels that ran, in their order; nothing where it cannot be told."""
+        """Return the work of each kernel that ran, in order; `UNKNOWN` without a match."""
         found = [self._named.get(kernel, UNKNOWN) for kernel in kernels]
         unnamed = [index for index, kernel in enumerate(kernels) if kernel not in self._named]
         for library, calls in self._calls.items():
@@ -61,27 +60,27 @@ class Program:
 
 
 def _is_matmul(kernel: str) -> bool:
-    """Whether a matmul library has the kernel, by its name."""
+    """Return whether a kernel's name is a matmul library's."""
     return any(word in kernel for word in ("nvjet", "gemm", "xmma", "cutlass", "cublas"))
 
 
 def _adds_up(kernel: str) -> bool:
-    """Whether the kernel only adds up what the one before it has left in parts."""
+    """Return whether a kernel reduces the split-K partial sums of the one before it."""
     return "splitKreduce" in kernel
 
 
 def _repeats(kernels: list[str], count: int) -> bool:
-    """Whether the same `count` kernels follow one another again and again: programs, and loops in them, do so."""
+    """Return whether the kernels repeat with period `count`, as repeated programs and loops do."""
     return len(kernels) % count == 0 and all(name == kernels[i % count] for i, name in enumerate(kernels))
 
 
 def read_programs(trace: Path) -> dict[int, Program]:
-    """Id → program, for every program in a trace file (*.xplane.pb)."""
+    """Read every program of a trace file (*.xplane.pb), by id."""
     return {number: Program(text) for number, text in _programs(memoryview(trace.read_bytes()))}
 
 
 def operations(text: str) -> dict[str, Work]:
-    """Operation → work, of a program in HLO's text."""
+    """Compute the work of every operation of a program in HLO text."""
     shapes: dict[str, str] = {}
     flops: dict[str, float] = {}  # by computation, as what follows
     reads: dict[str, dict[int, float]] = {}
@@ -114,7 +113,7 @@ def operations(text: str) -> dict[str, Work]:
 
 
 def _arguments(rest: str) -> str:
-    """The operands: what stands before the closing parenthesis."""
+    """Return the operands: the text before the closing parenthesis."""
     depth = 1
     for index, character in enumerate(rest):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -133,7 +132,7 @@ def _matmul(shape: str, opcode: str, operands: list[str], rest: str, shapes: dic
 
 
 def _dimensions(shape: str) -> list[tuple[str, list[int]]]:
-    """(dtype, dimensions) of every array of a shape."""
+    """Return (dtype, dimensions) of every array of a shape."""
     return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in _SHAPE.findall(shape)]
 
 
@@ -162,7 +161,7 @@ def _programs(space: memoryview) -> Iterator[tuple[int, str]]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(field number, value) of a protocol buffer's length-delimited fields; others are skipped."""
+    """Yield (field number, value) of a protocol buffer's length-delimited fields; skip others."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

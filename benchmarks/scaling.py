@@ -1,9 +1,9 @@
-"""Training steps on 1, 2, 4, 8 GPUs of one host: tokens/s, efficiency, and the time that collectives cost.
+"""Measure training steps on 1, 2, 4, 8 GPUs of one host: tokens/s, efficiency, and exposed collectives.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
-Every case runs in a process of its own (benchmarks/scaling_step.py), so that its peak is its own; cases run side by
-side where there are GPUs for both. A step is loss, gradients and AdamW of a packed row of 16,384 tokens for each GPU.
+Every case runs in its own process (benchmarks/scaling_step.py), so that its peak is its own; cases run in parallel
+while GPUs are free. A step is loss, gradients and AdamW of a packed row of 16,384 tokens for each GPU.
 """
 
 import argparse
@@ -34,12 +34,12 @@ CASES = (
     "8b-full:fsdp=8",
     "30b-a3b-lora:data=4,expert=2",
 )
-"""Model and mesh, those first that run side by side; those for more GPUs than there are are left out."""
+"""Model and mesh, parallel cases first; cases for more GPUs than the host has are skipped."""
 
 
 @dataclass
 class Case:
-    """A case that runs."""
+    """A running case."""
 
     name: str
     gpus: list[str]
@@ -66,7 +66,7 @@ class Case:
         return self.process.poll() is not None
 
     def result(self) -> dict:
-        """The last line of JSON that it printed, and what went wrong."""
+        """Return the last printed line of JSON, with the error if the process failed."""
         for file in self.files:
             file.seek(0)
         printed, errors = (file.read().strip() for file in self.files)
@@ -78,12 +78,12 @@ class Case:
 
 
 def gpus_of(case: str) -> int:
-    """GPUs in a case's mesh."""
+    """Return the number of GPUs of a case's mesh."""
     return math.prod(map(int, re.findall(r"=(\d+)", case)))
 
 
 def run_all(cases: list[str], gpus: list[str], args: argparse.Namespace) -> list[dict]:
-    """Runs every case as soon as there are GPUs for it, those that were named first before others."""
+    """Run every case as soon as enough GPUs are free, in the given order."""
     waiting, running, results, free = list(cases), [], [], list(gpus)
     while waiting or running:
         for name in [name for name in waiting if gpus_of(name) <= len(free)]:
@@ -103,7 +103,7 @@ def run_all(cases: list[str], gpus: list[str], args: argparse.Namespace) -> list
 
 
 def with_efficiency(results: list[dict]) -> list[dict]:
-    """Tokens/s of a GPU against those of the smallest mesh of the same model."""
+    """Add each GPU's tokens/s relative to the smallest mesh of the same model."""
     first: dict[str, dict] = {}
     for row in sorted((row for row in results if "ms" in row), key=lambda row: row["gpus"]):
         base = first.setdefault(row["case"].partition(":")[0], row)
@@ -113,7 +113,7 @@ def with_efficiency(results: list[dict]) -> list[dict]:
 
 
 def save(path: Path, results: list[dict]) -> None:
-    from measure import write_results  # imports JAX, which must not take the GPUs' memory here
+    from measure import write_results  # imports JAX, which takes the GPUs' memory
 
     write_results(path, with_efficiency(results), gpu=next((row["gpu"] for row in results if "gpu" in row), "none"))
 
@@ -137,7 +137,7 @@ def table(results: list[dict]) -> str:
 
 
 def visible_gpus() -> list[str]:
-    """Numbers of the GPUs, asked of nvidia-smi: this process must not take their memory."""
+    """List the GPUs with nvidia-smi: JAX would take their memory in this process."""
     if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return chosen.split(",")
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
@@ -146,13 +146,11 @@ def visible_gpus() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", help=f"by default those of these that fit: {' '.join(CASES)}")
+    parser.add_argument("--cases", nargs="+", help=f"default: those of these that fit: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--no-trace", nargs="+", default=[], help="models of which no trace is read: their steps are long"
-    )
+    parser.add_argument("--no-trace", nargs="+", default=[], help="models whose steps are too long to trace")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a case")
-    parser.add_argument("--gpus", type=int, help="how many to use; by default all that nvidia-smi lists")
+    parser.add_argument("--gpus", type=int, help="number to use; default: all that nvidia-smi lists")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     gpus = visible_gpus()[: args.gpus]

@@ -1,8 +1,8 @@
-"""A measured training step of one case of benchmarks/scaling.py, on the first GPUs that this process sees.
+"""Measure a training step of one case of benchmarks/scaling.py on this process's first GPUs.
 
     python benchmarks/scaling_step.py 8b-lora:data=2
 
-Prints a line of JSON, and another one when the trace has been read.
+Prints a line of JSON, and another with the trace's figures.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.gpus import peak_flops
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
+from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer import Optimizer, OptimizerConfig
 
 MODELS = {
@@ -42,7 +42,7 @@ _IN_FLIGHT = 2
 
 
 class Run:
-    """The parameters of a case on its mesh, and the steps that train them."""
+    """A case's parameters on its mesh, and its training step."""
 
     def __init__(self, model: str, shape: MeshShape):
         options = MODELS[model]
@@ -56,12 +56,12 @@ class Run:
         self._executor = Executor(graphdefs, self.work.config, policy=policies, dtype=self.work.dtype, mesh=mesh)
         self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)
         self._state = self._optimizer.init(self._trainable)
-        self._batch = place_batch(rows(self.work, shape.rows), mesh)
-        self.count = shape.rows * self.tokens
+        self._batch = place_batch(rows(self.work, shape.batch_shards), mesh)
+        self.count = shape.batch_shards * self.tokens
         self._step = 0
 
     def step(self) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Dispatches loss, gradients and update."""
+        """Dispatch loss, gradients and update."""
         loss, gradients = self._executor.loss_and_gradients(
             self._trainable, self._frozen, [self._batch], float(self.count)
         )
@@ -73,7 +73,7 @@ class Run:
 
 
 def rows(work: Workload, count: int) -> Batch:
-    """A packed row of other documents for each GPU, uniform in 64–1,024 tokens."""
+    """Return a packed row per GPU of different documents of 64–1,024 tokens (uniform)."""
     rng, size = np.random.default_rng(0), (count, work.seq_len)
     lengths = [uniform_lengths(work.seq_len, seed=LENGTHS_SEED + row) for row in range(count)]
     ids, targets = (rng.integers(0, work.config.vocab_size, size, dtype=np.int32) for _ in range(2))
@@ -82,7 +82,7 @@ def rows(work: Workload, count: int) -> Batch:
 
 
 def sharded(trees: list[Params], layout: Layout) -> list[Params]:
-    """Random parameters, each made in its places on the mesh; no device ever holds them all."""
+    """Return random parameters, each created in its shards on the mesh."""
     programs: dict = {}
 
     def fill(tree: Params, prefix: str, seed: int) -> Params:
@@ -112,7 +112,7 @@ def _random(key, leaf):
 
 
 def timed(run: Run, steps: int) -> float:
-    """Seconds of a step, the host being up to two steps ahead as the trainer's is."""
+    """Return seconds per step, with the host up to two steps ahead as in the trainer."""
     begun, in_flight = time.perf_counter(), deque()
     for _ in range(steps):
         in_flight.append(run.step())
@@ -123,7 +123,7 @@ def timed(run: Run, steps: int) -> float:
 
 
 def measure(case: str, steps: int, *, trace: bool):
-    """Yields the result without, then, if wanted, with what the trace shows."""
+    """Yield the result, then, with `trace`, the result with the trace's figures."""
     begun = time.perf_counter()
     model, _, mesh = case.partition(":")
     shape = MeshShape.parse(mesh)
@@ -141,7 +141,7 @@ def measure(case: str, steps: int, *, trace: bool):
         **MODELS[model],
         "gpu": devices[0].device_kind,
         "gpus": shape.devices,
-        "tokens_per_gpu": run.tokens * shape.rows // shape.devices,
+        "tokens_per_gpu": run.tokens * shape.batch_shards // shape.devices,
         "ms": seconds * 1e3,
         "tokens_per_second": rate,
         "mfu": peak and rate * flops / (peak * shape.devices),

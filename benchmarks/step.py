@@ -1,8 +1,8 @@
-"""One measured training step of a published shape with random weights, in a process of its own: so is its peak.
+"""Measure one training step of a published shape with random weights, in its own process so that its peak is too.
 
     python benchmarks/step.py --shape qwen3-8b --tokens 16384 --remat offload
 
-Prints one line of JSON. The other benchmarks of memory run it.
+Prints one line of JSON; the other memory benchmarks run it.
 """
 
 import argparse
@@ -26,13 +26,14 @@ from traces import copy_overlap
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.policy import AUTO, parse_policies, parse_policy
+from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
 from jaxglue.models import config_from_hf
+from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import merge_module
+from jaxglue.ops.cross_entropy import linear_cross_entropy
 from jaxglue.ops.quant.formats import Quantize, is_quantized
 from jaxglue.ops.quant.int8 import quantize_int8
 from jaxglue.ops.quant.nf4 import NF4
@@ -47,7 +48,7 @@ LENGTHS_SEED = 0
 
 
 def workload(shape: str, layers: int | None, tokens: int, method: str, quantize: str = "none") -> Workload:
-    """LoRA of rank 16 on all linear layers, or full fine-tuning, of a packed row of documents of 64–1,024 tokens."""
+    """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row of 64–1,024-token documents."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     return Workload(
         config=replace(config_from_hf(raw), quantize=quantize),
@@ -67,7 +68,7 @@ def random_batch(tokens: int, vocab_size: int) -> Batch:
 
 
 def parameters(work: Workload, weights: str, embeddings: str = "device"):
-    """(graphdefs, trainable, frozen) with random values, made layer by layer: no more than asked for is on the GPU."""
+    """Return (graphdefs, trainable, frozen) with random values, made layer by layer to bound GPU memory."""
     graphdefs, *trees = abstract_parts(work)
 
     def fill(tree, key, host: bool):
@@ -91,7 +92,7 @@ def parameters(work: Workload, weights: str, embeddings: str = "device"):
 
 @cache
 def _maker(treedef, leaves: tuple):
-    """The compiled function of a key that makes a tree of such leaves: layers are alike."""
+    """Compile once per layer type: a PRNG key → a random tree of these leaves."""
 
     def make(key):
         keys = jax.random.split(key, max(len(leaves), 1))
@@ -101,7 +102,7 @@ def _maker(treedef, leaves: tuple):
 
 
 def _random(key, leaf):
-    """Normal matrices with σ = 0.02, and ones; NF4 of even codes under one scale with that σ."""
+    """Return normal matrices with σ = 0.02, ones for vectors, uniform NF4 codes with that σ."""
     if isinstance(leaf, NF4):
         parts = {"scales": jnp.zeros(leaf.scales.shape, jnp.uint8), "scale_absmax": jnp.zeros(leaf.scale_absmax.shape)}
         codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
@@ -116,7 +117,7 @@ def _matrix(key, leaf):
 
 
 def choose(args, work: Workload) -> dict:
-    """The setting that `--remat auto` stands for under the memory limit, and what it should cost."""
+    """Return the setting that `--remat auto` chooses under the memory limit, with its predicted time and memory."""
     gpu = device_gpu(jax.devices()[0]).limited(args.memory_limit)
     planner = Planner(replace(work, host_embeddings=args.embeddings == "host"), gpu)
     plan = planner.choose(host_memory=args.pinned_gib * GIB, stream_weights=None if args.memory_limit else False)
@@ -126,37 +127,40 @@ def choose(args, work: Workload) -> dict:
 
 
 def executor_step(args, work, graphdefs, trainable, frozen, batch):
-    """A function of no arguments that dispatches a step."""
+    """Return a function of no arguments that dispatches a step."""
     executor = Executor(
         graphdefs,
         work.config,
         policy=parse_policies(args.remat, len(graphdefs.layers)),
         stream_weights=args.weights == "host",
         prefetch_depth=args.depth,
-        run_ahead=args.run_ahead,
     )
     return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
 
 
 def whole_step(args, work, graphdefs, trainable, frozen, batch):
-    """The whole step as one program, with XLA's own handling of the policy: layers unrolled or scanned."""
-    policy = parse_policy(args.remat)
-    ends = EmbedHead(graphdefs, work.config, dtype=work.dtype, attention="auto", jit=jax.jit)
+    """Compile the whole step as one program, its layers unrolled or scanned, with XLA's own offloading."""
 
     def apply(train, froze, x, context):
         return merge_module(graphdefs.layers[0], train, froze)(x, context)
 
-    layer = policy.wrap_with_offload(apply, inputs=True)
+    layer = checkpointed(apply, parse_policy(args.remat))
 
     def loss(trainable, frozen, batch):
-        x, contexts = embed_head.embed(trainable, frozen, batch, None)
+        def module(name):
+            return merge_module(getattr(graphdefs, name), trainable[name], frozen[name])
+
+        x, context = module("embed_tokens")(batch.tokens, work.dtype), packed_context(work.config, batch.segments)
         if args.executor == "scan":
             stacks = trainable["layers"], frozen["layers"]
-            x, _ = jax.lax.scan(lambda x, layers: (layer(*layers, x, contexts[0]), None), x, stacks)
+            x, _ = jax.lax.scan(lambda x, layers: (layer(*layers, x, context), None), x, stacks)
         else:
             for train, froze in zip(trainable["layers"], frozen["layers"], strict=True):
-                x = layer(train, froze, x, contexts[0])
-        return ends.loss(trainable, frozen, x, batch, jnp.float32(1 / args.tokens))
+                x = layer(train, froze, x, context)
+        output = module("embed_tokens" if graphdefs.lm_head is None else "lm_head").weight[...]
+        flat = module("norm")(x).reshape(-1, x.shape[-1])
+        total = linear_cross_entropy(flat, output, batch.targets.ravel(), batch.loss_weights.ravel())
+        return total / args.tokens
 
     if args.executor == "scan":
         for tree in (trainable, frozen):
@@ -165,13 +169,26 @@ def whole_step(args, work, graphdefs, trainable, frozen, batch):
     return lambda: step(trainable, frozen, batch)
 
 
+def checkpointed(layer, policy: RematPolicy):
+    """Apply XLA's own offloading of a policy to a layer, its input included."""
+    if policy.saved is None:
+        return layer
+    names = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(policy.saved),
+        names_which_can_be_offloaded=sorted(policy.offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(layer, policy=names, prevent_cse=False)
+
+
 def memory(device: jax.Device, statistic: str) -> float:
-    """GiB; 0 on CPUs, which count nothing."""
+    """Return a memory statistic in GiB; 0 on CPUs."""
     return (device.memory_stats() or {statistic: 0})[statistic] / 2**30
 
 
 def measure(args) -> dict:
-    """Milliseconds of a step, seconds of the first, peak bytes, and copies from the trace."""
+    """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
     work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize)
     chosen = choose(args, work) if args.remat == AUTO else {}
     parts = parameters(work, args.weights, args.embeddings)
@@ -228,9 +245,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--pinned-gib", type=float, default=100, help="host memory that auto plans with")
     parser.add_argument("--weights", choices=("device", "host"), default="device")
     parser.add_argument(
-        "--depth", type=int, help="layers ahead that copies are asked for; the executor's choice if not given"
+        "--depth",
+        type=int,
+        help="layers by which copies are requested ahead, 0 for none; by default the executor chooses",
     )
-    parser.add_argument("--run-ahead", type=int, default=2)
     parser.add_argument("--executor", choices=("layers", "unrolled", "scan"), default="layers")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--trace", action="store_true")
@@ -238,7 +256,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def run_case(environment: dict[str, str] | None = None, **options) -> dict:
-    """`measure` in a process of its own, with these variables added to its environment."""
+    """Run `measure` in its own process with these environment variables added."""
     flags = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,7 +1,4 @@
-"""How much of the copies between host and device, and of what GPUs tell each other, is hidden under computation.
-
-Read from a profiler trace.
-"""
+"""Read from a profiler trace how much of host copies and of collectives is hidden under computation."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,19 +13,19 @@ class CopyOverlap(NamedTuple):
     """Milliseconds on one GPU."""
 
     to_host: float
-    """Copies from the device to the host."""
+    """Device-to-host copies."""
     to_device: float
-    """Copies from the host to the device."""
+    """Host-to-device copies."""
     hidden: float
-    """Of both, under running kernels."""
+    """Of both, while kernels run."""
     busy: float
-    """Kernels running."""
+    """While any kernel runs."""
     span: float
     """From the first kernel's start to the last one's end."""
 
     @property
     def hidden_share(self) -> float:
-        """Of the time of all copies, 0–1; 1 where there are none."""
+        """Share of the copies' time that is hidden, 0–1; 1 without copies."""
         copies = self.to_host + self.to_device
         return self.hidden / copies if copies else 1.0
 
@@ -37,18 +34,18 @@ class CollectiveOverlap(NamedTuple):
     """Milliseconds, mean over the GPUs."""
 
     collectives: float
-    """Collective operations running; waiting for a slower GPU counts."""
+    """While collectives run, waiting for slower GPUs included."""
     exposed: float
-    """Of these, with no other kernel running."""
+    """Of these, while no other kernel runs."""
     busy: float
-    """Any kernel running."""
+    """While any kernel runs."""
 
 
 def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
-    """Reads the newest trace of `jax.profiler.trace(folder)`; copies of less than `shortest` ms do not count.
+    """Read the newest trace of `jax.profiler.trace(folder)`, without copies shorter than `shortest` ms.
 
     Raises:
-        ValueError: no trace, or one without a GPU.
+        ValueError: the folder holds no trace, or one without a GPU.
     """
     events = _events(folder)[0]
     kernels = [span for name, span in events if not name.startswith("Mem")]
@@ -60,13 +57,13 @@ def copy_overlap(folder: str | Path, *, shortest: float = 0.05) -> CopyOverlap:
 
 
 def collective_overlap(folder: str | Path) -> CollectiveOverlap:
-    """Reads the newest trace of `jax.profiler.trace(folder)`; raises ValueError as `copy_overlap` does."""
+    """Read the newest trace of `jax.profiler.trace(folder)`; raise ValueError as `copy_overlap` does."""
     gpus = [exposure(events) for events in _events(folder)]
     return CollectiveOverlap(*(sum(values) / len(gpus) for values in zip(*gpus, strict=True)))
 
 
 def exposure(events: list[tuple[str, Span]]) -> CollectiveOverlap:
-    """The same of one GPU, from the name, start and end of everything that ran on it, in milliseconds."""
+    """Compute `collective_overlap` of one GPU from its kernels' and copies' names, starts and ends (ms)."""
     collectives = _union(span for name, span in events if name.startswith("nccl"))
     others = _union(span for name, span in events if not name.startswith(("nccl", "Mem")))
     total, hidden = _total(collectives), _intersection(collectives, others)
@@ -74,14 +71,14 @@ def exposure(events: list[tuple[str, Span]]) -> CollectiveOverlap:
 
 
 def _events(folder: str | Path) -> list[list[tuple[str, Span]]]:
-    """Name, start and end in milliseconds of every kernel and copy, for each GPU."""
+    """Return for each GPU the name, start and end (ms) of every kernel and copy."""
     files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise ValueError(f"{folder} holds no profiler trace (*.xplane.pb)")
+        raise ValueError(f"{folder}: no profiler trace (*.xplane.pb); record one with jax.profiler.trace")
     data = ProfileData.from_file(str(files[-1]))
     planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU")]
     if not planes:
-        raise ValueError(f"{files[-1]} is the trace of a program without a GPU")
+        raise ValueError(f"{files[-1]}: no GPU in the trace; record it on one")
     return [
         [
             (event.name, (event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6))
@@ -94,7 +91,7 @@ def _events(folder: str | Path) -> list[list[tuple[str, Span]]]:
 
 
 def overlap(to_host: list[Span], to_device: list[Span], kernels: list[Span]) -> CopyOverlap:
-    """The same from the start and end of every copy and kernel, in milliseconds."""
+    """Compute `copy_overlap` from the start and end (ms) of every copy and kernel."""
     running = _union(kernels)
     return CopyOverlap(
         to_host=_total(to_host),
@@ -116,7 +113,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _intersection(left: list[Span], right: list[Span]) -> float:
-    """Of two sorted lists of spans that do not overlap among themselves."""
+    """Return the total overlap of two sorted lists of disjoint spans."""
     total, j = 0.0, 0
     for start, end in left:
         while j < len(right) and right[j][1] <= start:

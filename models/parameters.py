@@ -1,4 +1,4 @@
-"""A model's parameters as plain trees: trainable and frozen apart, named as Hugging Face names them."""
+"""A model's parameters as plain trees, trainable and frozen apart, under Hugging Face's names."""
 
 import re
 from collections.abc import Mapping
@@ -12,16 +12,15 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.ops.quant.formats import Quantized, is_quantized
 
 Params = dict[str, Any]
-"""Nested dicts of arrays with the modules' names; `layers` is a list of such dicts."""
-
+"""Nested dicts of arrays under the modules' names; `layers` is a list of such dicts."""
 
 ParamKey = str | int
-"""Where a part stands in a parameter tree: its name, or the index of a layer."""
+"""Key of a part of a parameter tree: a module's name, or a layer's index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGraphDefs:
-    """The modules without their parameters; equal layers have equal (and hashable) structures."""
+    """`nnx.GraphDef`s of the modules; layers of one type have equal ones."""
 
     embed_tokens: nnx.GraphDef
     layers: tuple[nnx.GraphDef, ...]
@@ -31,7 +30,7 @@ class ModelGraphDefs:
 
     @property
     def output(self) -> nnx.GraphDef:
-        """The module that holds the output projection."""
+        """The graphdef of the output projection's module."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
 
@@ -39,60 +38,60 @@ _EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(weight|bias|blocks|scales)$"
 
 
 def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelGraphDefs, Params, Params]:
-    """(graphdefs, trainable, frozen): both trees have the keys embed_tokens, layers, norm and, if untied, lm_head.
+    """Return (graphdefs, trainable, frozen); trees have the keys embed_tokens, layers, norm and, if untied, lm_head.
 
     Args:
-        model: the modules with their parameters.
-        trainable: which variables train: `nnx.LoRAParam` for adapters, `nnx.Param` for everything.
+        model: modules with parameters.
+        trainable: filter of the variables that train: `nnx.LoRAParam` for adapters, `nnx.Param` for everything.
     """
     modules: dict[str, Any] = {"embed_tokens": model.embed_tokens, "norm": model.norm}
     if model.lm_head is not None:
         modules["lm_head"] = model.lm_head
-    graphs: dict[str, Any] = {"lm_head": None}
+    graphdefs: dict[str, Any] = {"lm_head": None}
     train: Params = {}
     frozen: Params = {}
     for name, module in modules.items():
-        graphs[name], train[name], frozen[name] = _split(module, trainable)
+        graphdefs[name], train[name], frozen[name] = _split(module, trainable)
     layers = [_split(layer, trainable) for layer in model.layers]
     train["layers"], frozen["layers"] = [layer[1] for layer in layers], [layer[2] for layer in layers]
-    return ModelGraphDefs(layers=tuple(layer[0] for layer in layers), **graphs), train, frozen
+    return ModelGraphDefs(layers=tuple(layer[0] for layer in layers), **graphdefs), train, frozen
 
 
 def _split(module: nnx.Module, trainable) -> tuple[nnx.GraphDef, Params, Params]:
-    graph, *states = nnx.split(module, trainable, ...)
+    graphdef, *states = nnx.split(module, trainable, ...)
     train, frozen = map(nnx.to_pure_dict, states)
-    return graph, train, frozen
+    return graphdef, train, frozen
 
 
 def get_part(tree: Params, key: ParamKey) -> Params:
-    """The part of a parameter tree at a place."""
+    """Return a part of a parameter tree."""
     return tree["layers"][key] if isinstance(key, int) else tree[key]
 
 
 def set_part(tree: Params, key: ParamKey, part: Params) -> None:
-    """Puts a part at its place, in the tree itself."""
+    """Set a part of a parameter tree in place."""
     if isinstance(key, int):
         tree["layers"][key] = part
     else:
         tree[key] = part
 
 
-def merge_module(graph: nnx.GraphDef, *trees: Params) -> Any:
-    """The module with the parameters of its plain trees; for use inside jit."""
+def merge_module(graphdef: nnx.GraphDef, *trees: Params) -> Any:
+    """Build a module from its graphdef and plain parameter trees; for use inside jit."""
     first, *others = map(nnx.State, trees)
-    return nnx.merge(graph, first, *others)
+    return nnx.merge(graphdef, first, *others)
 
 
 def flatten_names(tree: Params) -> dict[str, jax.Array]:
-    """Hugging Face's full name → parameter, in the tree's order; each part of a quantized one has its own name."""
+    """Map Hugging Face's names to arrays, in the tree's order; a quantized parameter has one name per array."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {hf_name(jax.tree_util.keystr(path, simple=True, separator=".")): leaf for path, leaf in flat}
 
 
 def hf_name(name: str) -> str:
-    """The name in a Hugging Face checkpoint of a parameter at this path of ours.
+    """Return the Hugging Face name of a parameter at a dotted path.
 
-    An expert's projection is a parameter there, not a module: `experts.down_proj.weight` is `experts.down_proj`, and
+    Experts' projections are parameters there, not modules: `experts.down_proj.weight` is `experts.down_proj`, and
     `experts.down_proj.bias` is `experts.down_proj_bias`.
     """
     name = _EXPERT_PARAMETER.sub(lambda match: match[1] + ("" if match[2] == "weight" else f"_{match[2]}"), name)
@@ -100,22 +99,22 @@ def hf_name(name: str) -> str:
 
 
 def quantized_names(model: CausalLM) -> set[str]:
-    """Hugging Face's names of the parameters that a model holds quantized."""
+    """Return the Hugging Face names of a model's quantized parameters."""
     flat = nnx.to_flat_state(nnx.state(model))
     return {_dotted(path) for path, variable in flat if is_quantized(variable.get_value())}
 
 
 def set_parameters(model: CausalLM, parameters: Mapping[str, jax.Array | Quantized]) -> CausalLM:
-    """The model with its variables replaced by the arrays of these Hugging Face names, all of which it must have."""
-    graph, state = nnx.split(model)
+    """Return the model with every variable replaced by the array of its Hugging Face name."""
+    graphdef, state = nnx.split(model)
     flat = [(path, variable.replace(parameters[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def abstract_parameters(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
-    """Hugging Face's name → shape and dtype of every parameter of a model, which may be abstract itself.
+    """Map Hugging Face's names to shapes and dtypes; quantized parameters have those of the original.
 
-    Those of a quantized parameter are the original's.
+    The model may be abstract.
     """
     flat = nnx.to_flat_state(nnx.state(model))
     return {_dotted(path): jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in flat}

@@ -68,7 +68,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     mesh.check(model, batch_size=config.batch_size, devices=mesh.devices)
     workload = Workload(
         config=model,
-        batch_size=config.batch_size // mesh.rows,
+        batch_size=config.batch_size // mesh.batch_shards,
         mesh=mesh,
         seq_len=config.seq_len,
         lora=config.lora if config.method == "lora" else None,
@@ -83,7 +83,7 @@ def make_planner(config: EstimateConfig) -> Planner:
 def print_plans(planner: Planner, host_memory: float) -> None:
     """Print presets and settings unbeaten in time and memory, the fastest first, and the choice of `auto`."""
     gpu, work = planner.gpu, planner.workload
-    tokens = work.tokens * work.gradient_accumulation_steps * work.mesh.rows
+    tokens = work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards
     table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s", box=SIMPLE_HEAD)
     for name in ("ms/step", "tokens/s", "GPU GiB", "host GiB", "fits", "weights", "remat"):
         table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right", overflow="fold")

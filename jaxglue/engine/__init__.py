@@ -1,1 +1,1 @@
-"""The executor, which runs a model layer by layer, and what its layers keep."""
+"""The executor, which runs a model layer by layer: compiled programs, remat policies, and host offload."""

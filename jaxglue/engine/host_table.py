@@ -1,4 +1,4 @@
-"""An embedding table in the host's memory, of which a step needs the rows of its tokens only."""
+"""An embedding table in host memory, from which a step reads the rows of its tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,13 +28,13 @@ TABLE_ROWS = Operation(
 
 
 def embeddings_to_host(frozen: Params) -> Params:
-    """The tree with its embedding table in the host's memory, of which a step takes the rows that it needs.
+    """Move the embedding table to host memory.
 
-    GPUs with our kernels read them from pinned memory when the step gets there. Elsewhere the table is numpy's, and
-    the program that dispatches the step picks and sends the rows.
+    With the Triton kernel the GPU reads rows from pinned memory during the step. Otherwise the table is a numpy array,
+    and rows are selected and copied when the step is dispatched.
 
     Raises:
-        ValueError: the output projection is tied to the table, or it trains: then it is needed on the device.
+        ValueError: the table trains, or the output projection is tied to it; both need it on the device.
     """
     if not frozen["embed_tokens"] or not frozen.get("lm_head"):
         raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
@@ -44,26 +44,25 @@ def embeddings_to_host(frozen: Params) -> Params:
 
 
 def needed_rows(table: Params, tokens: Any) -> tuple[Params, Any]:
-    """(table, tokens) as they are, or for a table on the host its rows of these tokens [B, T], and their numbers."""
+    """Return (table, tokens); for a table on the host its rows of these tokens [B, T], and the rows' indices."""
     weight = table.get("weight")
     if isinstance(weight, np.ndarray):
-        return {"weight": _take(weight, np.asarray(tokens))}, np.arange(tokens.size, dtype=np.int32).reshape(
-            tokens.shape
-        )
+        indices = np.arange(tokens.size, dtype=np.int32).reshape(tokens.shape)
+        return {"weight": _take(weight, np.asarray(tokens))}, indices
     if weight is None or weight.sharding.memory_kind != transfer.PINNED:
         return table, tokens
-    rows, numbers = _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
-    return {"weight": rows}, numbers
+    rows, indices = _read(_address(weight), tokens, width=weight.shape[1], dtype=weight.dtype)
+    return {"weight": rows}, indices
 
 
 def _take(weight: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Rows as 16-bit integers, which numpy copies faster than a type that it does not know."""
+    """Select rows as 16-bit integers: numpy copies bfloat16, a type that it does not know, slowly."""
     bits = weight.view(np.uint16) if weight.itemsize == 2 else weight
     return np.take(bits, tokens.ravel(), axis=0).view(weight.dtype)
 
 
 def _address(weight: Array) -> np.ndarray:
-    """Where a pinned array begins, low and high half: a GPU reads the host's memory at the host's addresses.
+    """Return a pinned array's address, low and high half; GPUs use the host's addresses.
 
     The caller keeps the array until the step is done.
     """

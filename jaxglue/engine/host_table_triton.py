@@ -1,4 +1,4 @@
-"""The kernel that reads rows of a table in pinned host memory, over the link."""
+"""Triton kernel that reads rows of a table in pinned host memory."""
 
 import jax
 import triton
@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, UInt32
 def read_rows(
     address: UInt32[Array, " 2"], tokens: Int[Array, " M"], width: int, dtype, *, compute_capability: int
 ) -> Float[Array, "M D"]:
-    """The rows of these tokens, each of `width` values, of the table at `address` (its low and high half).
+    """Read the tokens' rows, each of `width` values, of the table at `address` (low and high half).
 
-    XLA lets programs copy an array in host memory, not read it; of an address it knows nothing. The caller keeps the
-    table until the program is done.
+    The table is passed by address because XLA programs can copy arrays in host memory, not read them. The caller keeps
+    it until the program is done.
     """
     return triton_call(
         address,
@@ -31,7 +31,7 @@ def read_rows(
 
 @triton.jit
 def read_rows_kernel(address, tokens, out, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One row in each program."""
+    """Copy one row per program."""
     low, high = tl.load(address).to(tl.uint64), tl.load(address + 1).to(tl.uint64)
     table = (high << 32 | low).to(tl.int64).to(tl.pointer_type(out.dtype.element_ty))
     columns, row = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)

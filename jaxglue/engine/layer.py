@@ -1,50 +1,34 @@
-"""The compiled forward and backward of one layer type, and what passes between them."""
+"""The compiled programs of one layer type: forward, backward, and evaluation."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
-from jaxtyping import Array
+from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxglue.engine.compiler import jit_exchanging, jit_step
 from jaxglue.engine.policy import RematPolicy
+from jaxglue.engine.residuals import Residuals, differentiate
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params, merge_module
-from jaxglue.ops.collectives import own_key
-from jaxglue.sharding.layout import WHOLE, Layout
+from jaxglue.ops.collectives import device_key, per_device
+from jaxglue.sharding.gather import gather, reduce_scatter_grads, schedule_after, stack, unstack
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
-_ARGUMENT, _SAVED, _OFFLOADED = range(3)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Residuals:
-    """What a layer's backward pass needs beyond the forward pass's own arguments."""
-
-    saved: list[Array]
-    offloaded: list[Array]
-    """Those that the policy sends to the host."""
-    treedef: Any = field(metadata={"static": True})
-    sources: tuple[tuple[int, int, tuple[int, ...]], ...] = field(metadata={"static": True})
-    """For every leaf of the vjp function where it is: (argument, saved or offloaded; index there; the leaf's shape)."""
-
-    def with_offloaded(self, offloaded: list[Array]) -> "Residuals":
-        """The same with copies of the offloaded values."""
-        return replace(self, offloaded=offloaded)
+Hidden = Float[Array, "B T D"]
 
 
 class LayerFunctions:
-    """The compiled forward and backward of one layer type under one policy.
+    """Compiled `forward`, `backward` and `apply` of one layer type under one policy.
 
-    On a mesh each is one program of every device. Where weights are stored in parts, it also gathers those of the layer
-    whose turn is next (`ahead`: the parts of its trainable and frozen parameters), while this one computes.
+    On a mesh each is one program per device. With FSDP it also gathers the weights of the layer that runs next
+    (`ahead`: the arrays to gather of its trainable and frozen parameters) while this one computes.
     """
 
-    def __init__(self, graph, policy: RematPolicy, layout: Layout = WHOLE):
-        self._graph, self._layout = graph, layout
+    def __init__(self, graphdef: nnx.GraphDef, policy: RematPolicy, layout: Layout = SINGLE_DEVICE):
+        self._graphdef, self._layout = graphdef, layout
         self.policy = policy
         jit = jit_exchanging if layout.gathers else jit_step
         self.forward = jit(self._forward)
@@ -52,148 +36,70 @@ class LayerFunctions:
         self.backward = jit(self._backward, donate_argnames="accumulated")
         self.apply = jit(self._apply)
 
-    def _apply(self, trainable: Params, frozen: Params, x, context: PackedContext, ahead=None):
-        """(y, the next layer's parameters)."""
+    def _apply(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext, ahead: Any = None):
+        """Return (y, the next layer's gathered weights)."""
+        layout, ahead_specs = self._layout, self._layout.param_specs(ahead)
 
-        def apply(_, *arguments):
-            return (self._layer(*arguments),)
+        def program(ahead, *inputs):
+            gathered = gather(layout, ahead, ahead_specs)
+            return self._layer(*inputs), gathered
 
-        arguments = (trainable, frozen, x, context)
-        return self._run(apply, arguments, self._specs(*arguments), (self._layout.batch_spec,), ahead)
+        specs = (ahead_specs, *self._input_specs(trainable, frozen, context))
+        results = (layout.batch_spec, layout.gathered_specs(ahead))
+        return per_device(program, layout.mesh, specs, results)(ahead, trainable, frozen, x, context)
 
-    def _forward(self, trainable: Params, frozen: Params, x, context: PackedContext, ahead=None):
-        """(y, residuals, the next layer's parameters)."""
-        layout, arguments = self._layout, (trainable, frozen, x, context)
+    def _forward(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext, ahead: Any = None):
+        """Return (y, residuals, the next layer's gathered weights)."""
+        layout, ahead_specs = self._layout, self._layout.param_specs(ahead)
 
-        def forward(_, *arguments):
-            y, residuals = self._vjp(*arguments)
-            return y, layout.stack(residuals)
+        def program(ahead, *inputs):
+            gathered = gather(layout, ahead, ahead_specs)
+            y, residuals = differentiate(self._layer, self.policy, inputs)
+            return y, stack(layout, residuals), gathered
 
-        return self._run(forward, arguments, self._specs(*arguments), (layout.batch_spec, layout.every), ahead)
+        specs = (ahead_specs, *self._input_specs(trainable, frozen, context))
+        results = (layout.batch_spec, layout.device_spec, layout.gathered_specs(ahead))
+        return per_device(program, layout.mesh, specs, results)(ahead, trainable, frozen, x, context)
 
-    def _backward(self, residuals: Residuals, trainable, frozen, x, context, dy, accumulated, ahead=None):
-        """(dx, accumulated + dtrainable, a scalar that is there when the layer is done, parameters of the next)."""
-        layout, forward_arguments = self._layout, (trainable, frozen, x, context)
-        stored, summands = layout.param_specs(trainable), layout.grad_specs(trainable)
+    def _backward(
+        self,
+        residuals: Residuals,
+        trainable: Params,
+        frozen: Params,
+        x: Hidden,
+        context: PackedContext,
+        dy: Hidden,
+        accumulated: Params | None,
+        ahead: Any = None,
+    ):
+        """Return (dx, accumulated + dtrainable, an element of dx to wait for, the next layer's gathered weights)."""
+        layout, ahead_specs = self._layout, self._layout.param_specs(ahead)
+        param_specs, grad_specs = layout.param_specs(trainable), layout.grad_specs(trainable)
 
-        def backward(gathered, residuals, forward_arguments, dy, accumulated):
-            residuals = layout.unstack(residuals)
-            places = (jax.tree.leaves(forward_arguments), residuals.saved, residuals.offloaded)
-            leaves = [places[place][index].reshape(shape) for place, index, shape in residuals.sources]
-            dtrainable, dx = jax.tree.unflatten(residuals.treedef, leaves)(dy)
-            gradients = add_trees(accumulated, layout.reduce_scatter_grads(after(gathered, dtrainable), stored))
-            return dx, gradients, layout.stack(dx[(0,) * dx.ndim])
+        def program(ahead, residuals, inputs, dy, accumulated):
+            gathered = gather(layout, ahead, ahead_specs)
+            dtrainable, dx = unstack(layout, residuals).vjp(inputs)(dy)
+            gradients = reduce_scatter_grads(layout, schedule_after(gathered, dtrainable), param_specs)
+            return dx, add_trees(accumulated, gradients), stack(layout, dx[(0,) * dx.ndim]), gathered
 
-        specs = (
-            layout.every,
-            self._specs(*forward_arguments),
-            layout.batch_spec,
-            None if accumulated is None else summands,
-        )
-        results = (layout.batch_spec, summands, layout.every)
-        return self._run(backward, (residuals, forward_arguments, dy, accumulated), specs, results, ahead)
-
-    def _run(self, function: Callable, arguments: tuple, specs: tuple, results: tuple, ahead: Params | None) -> tuple:
-        """The function's results, on each device, and the gathered parameters, which are its first argument too."""
-        layout, stored = self._layout, self._layout.param_specs(ahead)
-
-        def program(ahead, *arguments):
-            gathered = layout.gather(ahead, stored)
-            return *function(gathered, *arguments), gathered
-
-        return layout.run(program, (stored, *specs), (*results, layout.gathered_specs(ahead)))(ahead, *arguments)
-
-    def _specs(self, trainable: Params, frozen: Params, x, context: PackedContext) -> tuple:
-        layout = self._layout
-        return (
-            layout.gathered_specs(trainable),
-            layout.gathered_specs(frozen),
-            layout.batch_spec,
-            layout.context(context),
-        )
-
-    def _layer(self, trainable: Params, frozen: Params, x, context: PackedContext):
-        if context.dropout_key is not None:
-            context = replace(context, dropout_key=own_key(context.dropout_key))
-        return merge_module(self._graph, trainable, frozen)(x, context)
-
-    def _vjp(self, trainable: Params, frozen: Params, x, context: PackedContext):
-        """(y, residuals): weights and context are not differentiated and never copied into the residuals."""
-
-        def layer(trainable, x):
-            return self.policy.wrap(self._layer)(trainable, frozen, x, context)
-
-        y, vjp = jax.vjp(layer, trainable, x)
-        leaves, treedef = jax.tree.flatten(vjp)
+        input_specs = self._input_specs(trainable, frozen, context)
+        sum_specs = None if accumulated is None else grad_specs
+        specs = (ahead_specs, layout.device_spec, input_specs, layout.batch_spec, sum_specs)
+        results = (layout.batch_spec, grad_specs, layout.device_spec, layout.gathered_specs(ahead))
         inputs = (trainable, frozen, x, context)
-        keys = self._identities(inputs) if self.policy.saved is None else list(map(id, jax.tree.leaves((inputs, vjp))))
-        places = {key: (_ARGUMENT, index) for index, key in enumerate(keys[: -len(leaves)])}
-        on_host = self._on_host(*inputs) if self.policy.offloads_residuals else [False] * len(leaves)
-        kept: dict[int, list[Array]] = {_SAVED: [], _OFFLOADED: []}
-        sources = []
-        for leaf, key, offload in zip(leaves, keys[-len(leaves) :], on_host, strict=True):
-            if key not in places:
-                place = _OFFLOADED if offload else _SAVED
-                places[key] = place, len(kept[place])
-                kept[place].append(leaf)
-            sources.append((*places[key], leaf.shape))
-        return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources))
+        return per_device(program, layout.mesh, specs, results)(ahead, residuals, inputs, dy, accumulated)
 
-    def _identities(self, inputs: tuple) -> list:
-        """For every input and leaf of the vjp function of the layer itself something that is equal for equal values.
+    def _input_specs(self, trainable: Params, frozen: Params, context: PackedContext) -> tuple:
+        layout = self._layout
+        weights = layout.gathered_specs(trainable), layout.gathered_specs(frozen)
+        return *weights, layout.batch_spec, layout.context_specs(context)
 
-        Without `jax.checkpoint` a leaf may be an input, or another leaf, under another name or in another shape.
-        """
-
-        def leaves(trainable, frozen, x, context):
-            return jax.tree.leaves(
-                jax.vjp(lambda *moving: self._layer(moving[0], frozen, moving[1], context), trainable, x)[1]
-            )
-
-        jaxpr = jax.make_jaxpr(leaves)(*inputs).jaxpr
-        same = {made: origin for eqn in jaxpr.eqns for made, origin in _passed_on(eqn)}
-
-        def origin(value):
-            while not isinstance(value, Literal) and value in same:
-                value = same[value]
-            return id(value)
-
-        return [origin(value) for value in (*jaxpr.invars, *jaxpr.outvars)]
-
-    def _on_host(self, trainable, frozen, x, context) -> list[bool]:
-        """For every leaf of the vjp function whether the policy offloads it: whether `jax.checkpoint` itself would."""
-
-        def residuals(trainable, x):
-            layer = self.policy.wrap_with_offload(self._layer)
-            vjp = jax.vjp(lambda trainable, x: layer(trainable, frozen, x, context), trainable, x)[1]
-            return jax.tree.leaves(vjp)
-
-        avals = jax.make_jaxpr(residuals)(trainable, x).out_avals
-        return [aval.memory_space == jax.memory.Space.Host for aval in avals]
-
-
-def _passed_on(eqn) -> Iterator[tuple[Any, Any]]:
-    """(result, operand) wherever an equation's result is its operand."""
-    if eqn.primitive.name in ("name", "reshape"):
-        yield eqn.outvars[0], eqn.invars[0]
-    elif eqn.primitive.name == "custom_vjp_call":
-        inner = eqn.params["call_jaxpr"].jaxpr
-        operands = dict(zip(inner.invars, eqn.invars, strict=True))
-        for outer, value in zip(eqn.outvars, inner.outvars, strict=True):
-            if not isinstance(value, Literal) and value in operands:
-                yield outer, operands[value]
-
-
-def after(first: Any, tree: Params) -> Params:
-    """The tree, each of whose arrays exists when `first` does.
-
-    XLA would leave gathering, for which it has the whole program, for the end, where gradients have to be sent.
-    """
-    if not jax.tree.leaves(first):
-        return tree
-    return jax.tree.map(lambda leaf: jax.lax.optimization_barrier((leaf, first))[0], tree)
+    def _layer(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
+        if context.dropout_key is not None:
+            context = replace(context, dropout_key=device_key(context.dropout_key))
+        return merge_module(self._graphdef, trainable, frozen)(x, context)
 
 
 def add_trees(accumulated: Params | None, gradients: Params) -> Params:
-    """The sum, or the gradients alone where nothing has been accumulated."""
+    """Return the sum, or the gradients alone when nothing has been accumulated."""
     return gradients if accumulated is None else jax.tree.map(jnp.add, accumulated, gradients)

@@ -1,4 +1,4 @@
-"""Which values of a decoder layer are kept for the backward pass, where, and which are computed again."""
+"""Remat policies: which values of a decoder layer are saved, offloaded or recomputed for the backward pass."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from jaxglue.ops.names import LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
 AUTO = "auto"
-"""Stands for the fastest policies that fit, which `Planner.choose` finds."""
+"""The fastest policies that fit in memory, as `Planner.choose` finds them."""
 _COUNTED = re.compile(r"(\d+) ?x (.+)")
 
 
@@ -24,10 +24,10 @@ def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RematPolicy:
-    """What a layer leaves behind for its backward pass; the layer's input always, on the device or on the host."""
+    """Values of a layer kept for its backward pass. Its input is always kept, on the device or on the host."""
 
     saved: frozenset[str] | None
-    """Values kept on the device beside the layer's input; None keeps whatever differentiation asks for."""
+    """Values kept on the device beside the layer's input; None keeps all residuals."""
     offloaded: frozenset[str] = frozenset()
     """Values kept in pinned host memory."""
 
@@ -40,29 +40,23 @@ class RematPolicy:
 
     @property
     def offloads_input(self) -> bool:
-        """Whether the layer's input waits for the backward pass on the host."""
+        """Whether the layer's input is offloaded."""
         return LAYER_INPUT in self.offloaded
 
     @property
     def offloads_residuals(self) -> bool:
-        """Whether anything from inside the layer goes to the host."""
+        """Whether values other than the layer's input are offloaded."""
         return bool(self.offloaded - {LAYER_INPUT})
 
     def wrap(self, layer: Callable) -> Callable:
-        """The layer under `jax.checkpoint`, everything kept staying on the device."""
+        """Apply `jax.checkpoint` to a layer, with offloaded values saved on the device; the executor copies them."""
         return self._checkpoint(layer, jax.checkpoint_policies.save_only_these_names(*self._inner))
 
-    def wrap_with_offload(self, layer: Callable, *, inputs: bool = False) -> Callable:
-        """The layer under `jax.checkpoint`, with the copies to and from the host as part of the program.
-
-        Args:
-            layer: the function.
-            inputs: the policy holds for the layer's input too, as when the whole step is one program.
-        """
-        names = frozenset(LAYER_VALUES) if inputs else _INTERMEDIATES
+    def wrap_with_offload(self, layer: Callable) -> Callable:
+        """Apply `jax.checkpoint` to a layer, with the copies to and from the host inside the program."""
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=sorted((self.saved or frozenset()) & names),
-            names_which_can_be_offloaded=sorted(self.offloaded & names),
+            names_which_can_be_saved=sorted((self.saved or frozenset()) & _INTERMEDIATES),
+            names_which_can_be_offloaded=sorted(self.offloaded & _INTERMEDIATES),
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -75,11 +69,11 @@ class RematPolicy:
     def _checkpoint(self, layer: Callable, policy: Callable) -> Callable:
         if self.saved is None:
             return layer
-        # A layer is differentiated inside one jit of its own: there is no forward pass to merge the recomputation with.
+        # Forward and backward are separate programs, so CSE cannot undo the recomputation.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def __str__(self) -> str:
-        """The text that `parse_policy` reads as this policy."""
+        """Format the policy so that `parse_policy` reads it."""
         for name, preset in PRESETS.items():
             if self == preset:
                 return name
@@ -97,14 +91,14 @@ PRESETS = {
     "full": RematPolicy(saved=frozenset()),
     "offload": RematPolicy(saved=frozenset(), offloaded=frozenset({LAYER_INPUT})),
 }
-"""none keeps everything; dots the results of matmuls and attention; full the layer's input only; offload the same on
-the host."""
+"""`none` keeps everything, `dots` the results of matmuls and attention, `full` the layer's input only, `offload` the
+same on the host."""
 
 
 def parse_policy(text: str) -> RematPolicy:
-    """The policy of a text like `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
+    """Parse a policy such as `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
 
-    A preset may come first (full unless given); `save:` keeps values on the device, `offload:` on the host.
+    A preset (default full) comes first; `save:` keeps values on the device, `offload:` on the host.
 
     Raises:
         ValueError: an unknown preset, verb or value, or a value named twice.
@@ -126,12 +120,12 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
-    """One policy for each layer: a single policy, or counts as in `10 x full + 26 x dots`, the first layers first.
+    """Parse one policy per layer: a single policy, or counts in layer order as in `10 x full + 26 x dots`.
 
-    `30 x full & 6 x dots` spreads the second policy's layers evenly among the others, the last layer being one.
+    `30 x full & 6 x dots` spreads the second policy's layers evenly among the first's, ending with one of them.
 
     Raises:
-        ValueError: what `parse_policy` raises for, or counts that do not add up to the number of layers.
+        ValueError: an invalid policy (see `parse_policy`), or counts that do not sum to the number of layers.
     """
     spread, runs = _runs(text)
     if runs[0][0] is None:
@@ -143,18 +137,18 @@ def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
 
 
 def interleave(first: RematPolicy, second: RematPolicy, layers: int, count: int) -> tuple[RematPolicy, ...]:
-    """`count` layers under the second policy, evenly among those under the first; the last layer is one of them."""
+    """Spread `count` layers of the second policy evenly among those of the first, ending with one of them."""
     return tuple(second if (i + 1) * count // layers > i * count // layers else first for i in range(layers))
 
 
 def check_remat(text: str) -> None:
-    """Raises ValueError for a text that is neither `auto` nor what `parse_policies` reads for some model."""
+    """Raise ValueError for text that is neither `auto` nor valid for `parse_policies`."""
     if text != AUTO:
         _runs(text)
 
 
 def _runs(text: str) -> tuple[bool, list[tuple[int | None, RematPolicy]]]:
-    """(spread, [(number of layers, policy)]); the number is None for a policy of all layers."""
+    """Return (spread, [(number of layers, policy)]); the number is None for one policy for all layers."""
     separator = "&" if "&" in text else "+"
     parts = [part.strip() for part in text.split(separator)]
     if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
@@ -172,7 +166,7 @@ def _runs(text: str) -> tuple[bool, list[tuple[int | None, RematPolicy]]]:
 
 
 def format_policies(policies: Sequence[RematPolicy]) -> str:
-    """The text that `parse_policies` reads as these policies."""
+    """Format policies so that `parse_policies` reads them."""
     runs = [(str(policy), len(list(group))) for policy, group in groupby(policies)]
     if len(runs) == 1:
         return runs[0][0]

@@ -1,4 +1,4 @@
-"""Copies between a device and its pinned host memory, ordered by the program that asks for them."""
+"""Copies between a device and its pinned host memory, in the order in which they are requested."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -7,44 +7,43 @@ from typing import Any
 import jax
 
 PINNED = "pinned_host"
+RUN_AHEAD = 2
+"""Layers that may be dispatched and unfinished while copies are requested."""
 
 
-def default_depth(stream_weights: bool) -> int:
-    """How many layers ahead copies from the host are asked for.
+def default_prefetch_depth(stream_weights: bool) -> int:
+    """Return how many layers ahead copies from the host are requested; 1 is double buffering.
 
-    One is double buffering. Copies of both directions share a few queues, so the weights of the next layer may stand
-    behind activations that leave for the host only now: streamed weights are asked for one layer earlier.
+    Streamed weights are requested one layer earlier: copies of both directions share queues, so the next layer's
+    weights may wait behind activations on their way out.
     """
     return 2 if stream_weights else 1
 
 
-def weights_depth(depth: int) -> int:
-    """How many layers ahead streamed weights are asked for in the forward pass.
+def weights_prefetch_depth(depth: int) -> int:
+    """Return how many layers ahead streamed weights are requested in the forward pass.
 
-    Activations leave at the same time, through the same queues, behind which two layers' weights were seen to wait. The
-    further buffers are there: the forward pass ends with them full of what the last layers leave behind.
+    Two more than in the backward pass, since activations leave through the same queues. Memory suffices: the last
+    layers' residuals fill these buffers at the end of the forward pass.
     """
     return depth + 2 if depth else 0
 
 
 def is_streamed(layer: int) -> bool:
-    """Whether a layer's weights are on the host where weights are: nothing runs before the first one's that hides them.
-
-    They would be waited for in every step.
-    """
+    """Return whether a layer's weights are streamed: all but the first's, whose copies nothing would hide."""
     return layer > 0
 
 
 def keep_on_device(layer: int, layers: int, depth: int) -> bool:
-    """Whether what a layer leaves behind waits for the backward pass on the device, because that begins with it.
+    """Return whether a layer's residuals stay on the device: those of the last layers, where the backward pass begins.
 
-    The buffers are those into which later layers' copies are fetched.
+    They occupy the buffers into which earlier layers' residuals are prefetched.
     """
     return layer >= layers - 1 - depth
 
 
 def check_pinned_memory(device: jax.Device) -> None:
-    """Raises ValueError when arrays cannot be kept in pinned memory beside this device."""
+    """Raise ValueError when a device has no pinned host memory."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if PINNED not in kinds:
         raise ValueError(
@@ -54,23 +53,23 @@ def check_pinned_memory(device: jax.Device) -> None:
 
 
 def pinned_host(device: jax.Device) -> jax.sharding.Sharding:
-    """The pinned memory beside a device; raises ValueError when it has none."""
+    """Return the sharding of a device's pinned host memory; raise ValueError when it has none."""
     check_pinned_memory(device)
     return jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
 
 
 def to_host(tree: Any) -> Any:
-    """Starts copying a tree's arrays to pinned host memory; sharded arrays keep their sharding."""
+    """Start copying a tree's arrays to pinned host memory, keeping their shardings."""
     return _move(tree, PINNED)
 
 
 def to_device(tree: Any) -> Any:
-    """Starts copying those of a tree's arrays that are on the host back to the device."""
+    """Start copying a tree's arrays that are on the host back to the device."""
     return _move(tree, "device")
 
 
 def _move(tree: Any, kind: str) -> Any:
-    """One batch of copies. Named by shardings: `jax.memory.Space` would make each a program of the compute stream."""
+    """Copy in one batch. Shardings, not `jax.memory.Space`: that would run each copy on the compute stream."""
     leaves, treedef = jax.tree.flatten(tree)
     moving = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
     arrays = [leaves[i] for i in moving]
@@ -81,34 +80,34 @@ def _move(tree: Any, kind: str) -> Any:
 
 
 def commit(tree: Any) -> Any:
-    """The tree with every array bound to its devices, without a copy.
+    """Commit every array to its devices, without a copy.
 
-    Arrays that have been to the host are bound; were others not, the same program would be compiled once for each.
+    Arrays that return from the host are committed; mixing both kinds would compile programs twice.
     """
     return jax.tree.map(lambda a: a if getattr(a, "committed", True) else jax.device_put(a, a.sharding), tree)
 
 
 def prefetch[Item](fetches: Iterable[Callable[[], Item]], depth: int) -> Iterator[Item]:
-    """The results of `fetches` in order, each asked for before the one `depth` places earlier is handed out."""
-    asked: deque[Item] = deque()
+    """Yield the results of `fetches` in order, calling each before the result `depth` places earlier is yielded."""
+    requested: deque[Item] = deque()
     for fetch in fetches:
-        asked.append(fetch())
-        if len(asked) > depth:
-            yield asked.popleft()
-    while asked:
-        yield asked.popleft()
+        requested.append(fetch())
+        if len(requested) > depth:
+            yield requested.popleft()
+    while requested:
+        yield requested.popleft()
 
 
-class Turns[Item]:
-    """Hands out items in order; holds none but the next, where that is wanted while the one before it is in use."""
+class Lookahead[Item]:
+    """Take items in order, with the next one visible early if `early`; hold no other."""
 
     def __init__(self, items: Iterator[Item], *, early: bool):
         self._items, self._early = items, early
         self.following: Item | None = next(items, None) if early else None
-        """The next item, None after the last or where it is not wanted early."""
+        """The next item; None after the last, and without `early`."""
 
     def take(self) -> Item:
-        """The next item."""
+        """Return the next item."""
         if not self._early:
             return next(self._items)
         item, self.following = self.following, next(self._items, None)
@@ -117,14 +116,14 @@ class Turns[Item]:
 
 
 class RunAhead:
-    """Holds the program back so that it asks for device memory only a few layers before the device gets there."""
+    """Limit dispatched and unfinished layers, so that device memory is requested shortly before its use."""
 
     def __init__(self, layers: int):
         self._layers = layers
         self._dispatched: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Notes a dispatched layer by one of its results; waits until at most `layers` are not done."""
+        """Add a dispatched layer by one of its results; wait until at most `layers` are unfinished."""
         self._dispatched.append(result)
         if len(self._dispatched) > self._layers:
             jax.block_until_ready(self._dispatched.popleft())

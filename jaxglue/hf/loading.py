@@ -18,7 +18,7 @@ from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.ops.quant.formats import Quantize, Quantized, is_quantized, quantize_matrix
-from jaxglue.sharding.mesh import put_whole
+from jaxglue.sharding.mesh import put_on_mesh
 
 Placement = Callable[[str, Any], Any]
 """Maps a parameter's Hugging Face name and value to its sharding, one per part if quantized; None: default device."""
@@ -75,7 +75,7 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     def put(name: str, array) -> jax.Array | Quantized:
         if name in quantized and not is_quantized(array):
             array = quantize_matrix(array, config.quantize)
-        return put_whole(array, place and place(name, array))
+        return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)
     if place is not None:

@@ -36,7 +36,7 @@ def psum(x: Array, *axes: str) -> Array:
     return jax.lax.psum(x, axes) if axis_size(*axes) > 1 else x
 
 
-def all_rows(x: Array) -> Array:
+def psum_batch(x: Array) -> Array:
     """Sum x over all devices' rows; the gradient flows to this device's term only."""
     return x + jax.lax.stop_gradient(psum(x, *BATCH_AXES) - x) if axis_size(*BATCH_AXES) > 1 else x
 
@@ -52,7 +52,7 @@ def reduce_scatter(x: Array, axis: str, dimension: int) -> Array:
     return parts.reshape(*before, axis_size(axis), -1, *after).sum(dimension, dtype=jnp.float32)
 
 
-def share(x: Array, *axes: str) -> Array:
+def divide_equally(x: Array, *axes: str) -> Array:
     """Divide x, the same on all devices along these axes, by their number, for a later sum over them."""
     size = axis_size(*axes)
     return x / size if size > 1 else x
@@ -83,6 +83,6 @@ _copy_to.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.psum(dx, "tensor"),)
 _reduce_from.defvjp(lambda y: (_reduce_from(y), None), lambda _, dy: (dy,))
 
 
-def own_key(key: PRNGKeyArray) -> PRNGKeyArray:
+def device_key(key: PRNGKeyArray) -> PRNGKeyArray:
     """Return a key for this device's rows."""
     return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES)) if axis_size(*BATCH_AXES) > 1 else key

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -13,8 +12,8 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_input
-from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape
+from jaxglue.sharding.rules import Layout
 
 
 class LayerPrograms(NamedTuple):
@@ -43,13 +42,14 @@ def layer_programs(
     mesh = MeshShape(expert=experts)
     layer = LayerFunctions(graphdef, policy, Layout(mesh.abstract, workload.dtype))
     x, context = abstract_input(replace(workload, batch_size=workload.batch_size * experts))
-    forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*trees, x, context)
-    backward = jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None)
+    forward = layer.forward.trace(*trees, x, context)
+    y, residuals, _ = forward.out_info
+    backward = layer.backward.trace(residuals, *trees, x, context, y, None)
     kept = (tree_bytes(part) // experts for part in (residuals.saved, residuals.offloaded))
-    return LayerPrograms(_of_a_device(forward), _of_a_device(backward), *kept)
+    return LayerPrograms(_local_program(forward.jaxpr), _local_program(backward.jaxpr), *kept)
 
 
-def _of_a_device(program: ClosedJaxpr) -> ClosedJaxpr:
+def _local_program(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the body of the program's `shard_map`; without one, the program itself."""
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "shard_map":

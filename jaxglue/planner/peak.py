@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxglue.engine.transfer import weights_depth
+from jaxglue.engine.transfer import weights_prefetch_depth
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
@@ -44,7 +44,7 @@ class PeakMemory:
 
     def _forward(self) -> float:
         """Return the peak of the forward pass, with later layers' weights and copies on their way to the host."""
-        stored, peak, ahead = 0, 0.0, weights_depth(self.depth)
+        stored, peak, ahead = 0, 0.0, weights_prefetch_depth(self.depth)
         for index, cost in enumerate(self.costs):
             leaving = sum(earlier.offloaded for earlier in self.costs[max(index - self.run_ahead, 0) : index + 1])
             stored += cost.saved

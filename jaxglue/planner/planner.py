@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, interleave, parse_policies, parse_policy
-from jaxglue.engine.transfer import default_depth, keep_on_device, weights_depth
+from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.peak import PeakMemory
@@ -79,7 +79,7 @@ class Planner:
         ValueError: a mixture of experts without jax-triton installed, whose kernels are traced.
     """
 
-    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = 2):
+    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = RUN_AHEAD):
         if workload.config.moe is not None and not has_jax_triton():
             raise ValueError(
                 f"planning {workload.config.model_type}, which has experts, needs the kernels' definitions: install "
@@ -100,7 +100,7 @@ class Planner:
         chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
         costs = [model.layer(index, policy) for index, policy in enumerate(chosen)]
         streamed = self._resident.streamed_layers(stream_weights)
-        depth = default_depth(stream_weights) if self._depth is None else self._depth
+        depth = default_prefetch_depth(stream_weights) if self._depth is None else self._depth
         peak = PeakMemory(
             workload=self.workload,
             model=model,
@@ -206,7 +206,7 @@ class Planner:
     def _seconds(self, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
         """Predict the time of an optimizer step."""
         forward, backward = self._work(costs, streamed, depth)
-        layers = simulate(forward, depth=weights_depth(depth), run_ahead=self._run_ahead)
+        layers = simulate(forward, depth=weights_prefetch_depth(depth), run_ahead=self._run_ahead)
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead)
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         update = (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy

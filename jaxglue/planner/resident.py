@@ -7,7 +7,7 @@ import jax
 
 from jaxglue.engine.transfer import is_streamed
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.rules import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ResidentBytes:
 def resident_bytes(workload: Workload) -> ResidentBytes:
     """Count a workload's resident bytes from the shapes and dtypes of one GPU's parts."""
     layout = Layout(workload.mesh.abstract, workload.dtype)
-    trainable, frozen = (layout.local(tree, layout.param_specs(tree)) for tree in abstract_parts(workload)[1:])
+    trainable, frozen = (layout.local_shapes(tree, layout.param_specs(tree)) for tree in abstract_parts(workload)[1:])
     layers = tuple(tree_bytes(layer) for layer in trainable["layers"])
     ends = tuple(tree_bytes(part) for name, part in trainable.items() if name != "layers")
     trained = sum(layers) + sum(ends)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
@@ -16,7 +15,7 @@ from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
-from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.rules import Layout
 
 _FORWARD_SHARE, _BACKWARD_SHARE = 0.35, 0.30
 """Shares of the matmul rate that packed attention's forward and backward kernels reach."""
@@ -49,9 +48,9 @@ class TracedModel:
         self._graphdefs, *trees = abstract_parts(workload)
         # Every GPU computes as much as if it had all experts and 1 / n of their tokens.
         whole = Layout(replace(workload.mesh, expert=1).abstract, workload.dtype)
-        self._used = [whole.local(tree, whole.gathered_specs(tree)) for tree in trees]
+        self._used = [whole.local_shapes(tree, whole.gathered_specs(tree)) for tree in trees]
         layout = Layout(workload.mesh.abstract, workload.dtype)
-        self._gathers = [layout.gathered(tree) for tree in trees]
+        self._gathers = [layout.gathered_shapes(tree) for tree in trees]
         self._kinds = [self._graphdefs.layers.index(graphdef) for graphdef in self._graphdefs.layers]
         self._cost = cache(self._trace_layer)
         self.head = self._trace_head()
@@ -113,12 +112,9 @@ class TracedModel:
         sums: Params = dict.fromkeys(trainable)
         x, _ = abstract_input(self._workload)
         batch = abstract_batch(self._workload)
-        trees = embed_head._head(trainable), embed_head._head(frozen)
         with tracing_for(self._capability):
-            jaxpr = jax.make_jaxpr(embed_head._loss_and_gradients)(
-                *trees, x, batch, jnp.float32(1), embed_head._head(sums)
-            )
-        return program_cost(jaxpr, self._gpu, attention_seconds={})
+            traced = embed_head.trace_head_backward(trainable, frozen, x, batch, jnp.float32(1), sums)
+        return program_cost(traced.jaxpr, self._gpu, attention_seconds={})
 
     def _attention_seconds(self, window: int | None) -> dict[str, float]:
         config, keys = self._workload.config, min(self._workload.visible_keys, window or float("inf"))

@@ -1,1 +1,1 @@
-"""Training on several GPUs: the mesh, what is split over it, and programs that run on each device."""
+"""Training on several GPUs: partition rules, collectives inside programs, and the mesh."""

@@ -1,4 +1,4 @@
-"""The mesh: how the GPUs of a run share its work."""
+"""The device mesh: axis sizes, checks, and placement of batches and parameters."""
 
 import math
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Size of every axis of a mesh, the one whose devices are the nearest to each other last."""
+    """Size of every mesh axis; devices along the last axis are nearest to each other."""
 
     data: int = 1
-    """Copies of the weights."""
+    """Replicas of the weights."""
     fsdp: int = 1
-    """Parts of every weight; a layer's are gathered when it runs."""
+    """Shards of every weight; a layer's are gathered when it runs."""
     expert: int = 1
-    """Parts of the experts, each on its own devices; tokens travel to them."""
+    """Groups of experts, each on its own devices; tokens travel to them."""
     tensor: int = 1
-    """Parts of every matrix multiplication."""
+    """Shards of every matrix multiplication."""
 
     def __post_init__(self):
         for axis, size in self.sizes.items():
@@ -35,10 +35,10 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `data=2,fsdp=4`; axes that are left out have one device.
+        """Parse `data=2,fsdp=4`; omitted axes have one device.
 
         Raises:
-            ValueError: no such axis, an axis named twice, or no whole number.
+            ValueError: an unknown or repeated axis, or a size that is not an integer.
         """
         names, sizes = [field.name for field in fields(cls)], {}
         for part in text.split(","):
@@ -51,38 +51,38 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis → devices along it."""
+        """Number of devices along each axis."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return math.prod(self.sizes.values())
 
     @property
-    def rows(self) -> int:
-        """Parts into which the rows of a batch are split."""
+    def batch_shards(self) -> int:
+        """Number of shards of a batch's rows."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     @property
     def abstract(self) -> AbstractMesh:
-        """The mesh without its devices, for plans."""
+        """The mesh without devices, for planning."""
         return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=_auto(self))
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
 
     def check(self, config: DecoderConfig, *, batch_size: int, devices: int) -> None:
-        """Raises ValueError when the mesh does not fit the devices, the batch or the model, with the remedy."""
+        """Raise ValueError, with the remedy, when the mesh does not fit the devices, the batch or the model."""
         if self.devices != devices:
             raise ValueError(
                 f"--mesh {self} is for {self.devices} devices, and there are {devices}: the sizes of the axes must "
                 "multiply to the number of devices (CUDA_VISIBLE_DEVICES chooses among them)"
             )
-        if batch_size % self.rows:
-            nearest = -(-batch_size // self.rows) * self.rows
+        if batch_size % self.batch_shards:
+            nearest = -(-batch_size // self.batch_shards) * self.batch_shards
             raise ValueError(
-                f"--batch-size {batch_size} does not divide among the {self.rows} parts of --mesh {self}: "
+                f"--batch-size {batch_size} does not divide among the {self.batch_shards} parts of --mesh {self}: "
                 f"use --batch-size {nearest}"
             )
         moe = config.moe
@@ -107,9 +107,9 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of this shape over all devices of all processes, unless others are given.
+    """Build the mesh over the given devices, by default all devices of all processes.
 
-    What runs on it either says so (`per_device`) or is left to XLA.
+    Programs on it either run under `per_device` or are partitioned by XLA.
     """
     sizes = shape.sizes
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(shape), devices=devices)
@@ -120,29 +120,29 @@ def _auto(shape: MeshShape) -> tuple[AxisType, ...]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where the rows of arrays [B, …] of a batch belong."""
+    """Return the sharding of batch arrays [B, …]."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def place_batch(batches: Any, mesh: Mesh | None) -> Any:
-    """Batches of numpy arrays [B, …], each process's own rows of them, on their devices."""
+    """Copy batches, numpy arrays [B, …] of this process's rows, to their devices."""
     if mesh is None:
         return jax.device_put(batches)
     return jax.tree.map(partial(jax.make_array_from_process_local_data, batch_sharding(mesh)), batches)
 
 
-def put_whole(tree: Any, shardings: Any) -> Any:
-    """Arrays that every process has whole, in their places: no process waits for another, as `jax.device_put` would."""
+def put_on_mesh(tree: Any, shardings: Any) -> Any:
+    """Copy arrays that every process holds whole to their shards, without waiting for other processes."""
     if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
     return jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]), tree, shardings)
 
 
-def own_rows(mesh: Mesh | None, batch_size: int) -> tuple[int, int]:
-    """(which, of how many) equal parts of a batch's rows this process's devices work on; processes may share one.
+def process_batch_shard(mesh: Mesh | None, batch_size: int) -> tuple[int, int]:
+    """Return (index, count) of the equal shard of a batch's rows on this process's devices; processes may share one.
 
     Raises:
-        ValueError: its rows are no such part, as where a process has devices of several hosts' rows.
+        ValueError: the rows are not contiguous, or not an equal part of the batch.
     """
     if mesh is None:
         return 0, 1
@@ -150,10 +150,8 @@ def own_rows(mesh: Mesh | None, batch_size: int) -> tuple[int, int]:
     rows = sorted({row for part in slices if part for row in range(*part[0].indices(batch_size))})
     count, rest = divmod(batch_size, len(rows))
     if rest or rows != list(range(rows[0], rows[0] + len(rows))) or rows[0] % len(rows):
-        raise ValueError(f"the rows {rows} of {batch_size} are no part that one process can read: use another --mesh")
+        raise ValueError(
+            f"--mesh: this process's GPUs hold rows {rows} of {batch_size}, expected one contiguous equal part: "
+            "use a mesh that keeps them together, such as fsdp alone"
+        )
     return rows[0] // len(rows), count
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """All of an array on every device."""
-    return NamedSharding(mesh, PartitionSpec())

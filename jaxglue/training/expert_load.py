@@ -13,8 +13,10 @@ from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.ops.collectives import per_device
 from jaxglue.ops.moe import Routing, routing_statistics
-from jaxglue.sharding.layout import WHOLE, Layout
+from jaxglue.sharding.gather import gather
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 
 class _ObservingContext:
@@ -49,7 +51,7 @@ class ExpertLoadProbe:
         *,
         dtype=jnp.bfloat16,
         attention="auto",
-        layout: Layout = WHOLE,
+        layout: Layout = SINGLE_DEVICE,
     ):
         self._embed_head = EmbedHead(graphdefs, config, dtype=dtype, attention=attention, layout=layout)
         types = {graph: jax.jit(partial(_run, graph, layout)) for graph in graphdefs.layers}
@@ -78,11 +80,11 @@ def _run(graph, layout: Layout, trainable: Params, frozen: Params, x, packed: Pa
     stored = layout.param_specs((trainable, frozen))
 
     def program(weights, x, packed):
-        trainable, frozen = layout.gather(weights, stored)
+        trainable, frozen = gather(layout, weights, stored)
         return _apply(graph, trainable, frozen, x, packed)
 
-    specs = (stored, layout.batch_spec, layout.context(packed))
-    return layout.run(program, specs, (layout.batch_spec, PartitionSpec()))((trainable, frozen), x, packed)
+    specs = (stored, layout.batch_spec, layout.context_specs(packed))
+    return per_device(program, layout.mesh, specs, (layout.batch_spec, PartitionSpec()))((trainable, frozen), x, packed)
 
 
 def _apply(graph, trainable: Params, frozen: Params, x, packed: PackedContext):

@@ -14,7 +14,8 @@ from jaxglue.config import Config, NonNegativeFloat, PositiveFloat, Range
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.ops.adam import ADAM, AdamW, MomentFormat, StepScalars, is_moment
-from jaxglue.sharding.layout import WHOLE, Layout
+from jaxglue.sharding.gather import constrain_params
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
@@ -78,7 +79,7 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
 class Optimizer:
     """AdamW with global-norm clipping; its state is a tree with the keys of the trainable one."""
 
-    def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = WHOLE):
+    def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
         self._layout = layout
         self.schedule = learning_rate_schedule(config, total_steps)
         self._clip_norm = config.clip_norm
@@ -147,7 +148,7 @@ class Optimizer:
     def _init_part(self, part: Params, prefix: str = "") -> Params:
         leaves, treedef = jax.tree.flatten(part)
         moments = [jax.tree.unflatten(treedef, some) for some in zip(*map(self._adam.init, leaves), strict=True)]
-        mu, nu = (self._layout.constrain(tree, prefix) for tree in moments)
+        mu, nu = (constrain_params(self._layout, tree, prefix) for tree in moments)
         return {"mu": mu, "nu": nu}
 
     def _step_scalars(self, squares: list[Array] | None, step: Array) -> tuple[StepScalars, dict[str, Array]]:

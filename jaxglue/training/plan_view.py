@@ -10,9 +10,9 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.workload import abstract_parts, parameter_counts
-from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import AUTO
-from jaxglue.sharding.plan import plan_split
+from jaxglue.sharding.plan import plan_sharding
+from jaxglue.sharding.rules import Layout
 from jaxglue.training.setup import Setup
 
 _STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
@@ -62,7 +62,7 @@ def _devices(setup: Setup) -> dict[str, object]:
     workload, mesh = setup.workload, setup.mesh
     if mesh.devices == 1:
         return kinds
-    split = plan_split(
+    sharding = plan_sharding(
         Layout(mesh.abstract, workload.dtype),
         setup.model,
         *abstract_parts(workload)[1:],
@@ -70,7 +70,7 @@ def _devices(setup: Setup) -> dict[str, object]:
         gradient_accumulation_steps=workload.gradient_accumulation_steps,
     )
     auto = " (auto)" if setup.config.run.mesh == AUTO else ""
-    return kinds | {"mesh": f"{mesh}{auto}; {split}", "communication": split.communication}
+    return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
 def _attention(setup: Setup) -> BackendChoice:

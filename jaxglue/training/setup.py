@@ -11,7 +11,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.workload import Workload
-from jaxglue.sharding.mesh import MeshShape, make_mesh, own_rows
+from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh
@@ -95,7 +95,7 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
 def _make_batches(config: TrainConfig, data: PreparedData, mesh: MeshShape) -> tuple[BatchIterator, EvalBatches | None]:
     """Return this process's part of the training batches and of the held-out ones, if there are any."""
     run = config.run
-    part, parts = own_rows(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
+    part, parts = process_batch_shard(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
     seq_len, batch_size = config.data.seq_len, run.batch_size
     batches = BatchIterator(
         data.train,

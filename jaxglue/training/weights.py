@@ -16,13 +16,13 @@ from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
-from jaxglue.sharding.layout import WHOLE, Layout
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.setup import Setup
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelGraphDefs, Params, Params]:
+def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
     config, workload, seed = setup.config, setup.workload, setup.config.data.seed
     dtype = workload.weight_dtype
@@ -40,7 +40,7 @@ def build_parameters(setup: Setup, layout: Layout = WHOLE) -> tuple[ModelGraphDe
     return graphdefs, commit(layout.put(trainable)), commit(frozen)
 
 
-def layers_on_host(name: str, value: Any, layout: Layout = WHOLE) -> Any:
+def layers_on_host(name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any:
     """Return the sharding of the parameter of this name: pinned host memory for a streamed layer's."""
     shardings = layout.place(name, value)
     match = _LAYER.match(name)

@@ -18,7 +18,7 @@ def make_workload(config: TrainConfig, model: DecoderConfig, visible_keys: float
     """
     return Workload(
         config=model,
-        batch_size=config.run.batch_size // mesh.rows,
+        batch_size=config.run.batch_size // mesh.batch_shards,
         seq_len=config.data.seq_len,
         lora=config.lora if config.model.method == "lora" else None,
         visible_keys=visible_keys,

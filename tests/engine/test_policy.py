@@ -85,7 +85,7 @@ def residuals_of(split_parts, random_batch):
         executor = parts.executor(policy)
         x, contexts = executor._embed_head.embed(parts.trainable, parts.frozen, batch, None)
         layers = parts.trainable["layers"][0], parts.frozen["layers"][0]
-        return jax.eval_shape(executor._layers[0]._forward, *layers, x, contexts[0])[1]
+        return jax.eval_shape(executor._layers[0].forward, *layers, x, contexts[0])[1]
 
     return make
 

@@ -98,8 +98,8 @@ def test_recomputation_is_counted(planner):
         layer = LayerFunctions(graphdefs.layers[0], parse_policy(policy))
         trees = trainable["layers"][0], frozen["layers"][0]
         x, context = abstract_input(planner.workload)
-        y, residuals, _ = jax.eval_shape(layer._forward, *trees, x, context)
-        return matmul_flops(jax.make_jaxpr(layer._backward)(residuals, *trees, x, context, y, None).jaxpr)
+        y, residuals, _ = jax.eval_shape(layer.forward, *trees, x, context)
+        return matmul_flops(layer.backward.trace(residuals, *trees, x, context, y, None).jaxpr.jaxpr)
 
     weights = 1024 * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
     assert flops("none") == pytest.approx(weights, rel=0.05)  # the gradient to the input; adapters are small

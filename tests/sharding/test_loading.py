@@ -14,7 +14,7 @@ from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.rules import Layout
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])

@@ -16,8 +16,8 @@ from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import split_model
-from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape, batch_sharding, make_mesh
+from jaxglue.sharding.rules import Layout
 
 LENGTHS = [[3, 2], [9], [1, 1, 5], [10], [2], [4, 3], [7, 1], [1]]
 """Rows of very different numbers of target tokens."""

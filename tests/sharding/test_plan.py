@@ -11,9 +11,9 @@ from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
-from jaxglue.sharding.layout import Layout
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.sharding.plan import plan_split
+from jaxglue.sharding.plan import plan_sharding
+from jaxglue.sharding.rules import Layout
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 B, T = 8, 64
@@ -34,7 +34,7 @@ def work_of(tiny_config):
 def planned(work, mesh: str):
     shape = MeshShape.parse(mesh)
     layout, parts = Layout(shape.abstract, jnp.bfloat16), abstract_parts(work)[1:]
-    return plan_split(layout, work.config, *parts, tokens=B // shape.rows * T, gradient_accumulation_steps=1)
+    return plan_sharding(layout, work.config, *parts, tokens=B // shape.batch_shards * T, gradient_accumulation_steps=1)
 
 
 def programs(work, mesh: str):
@@ -42,15 +42,16 @@ def programs(work, mesh: str):
     layout = Layout(MeshShape.parse(mesh).abstract, jnp.bfloat16)
     graphdefs, *trees = abstract_parts(work)
     weights = [tree["layers"][1] for tree in trees]
-    in_parts = jax.tree.map(
+    to_gather = jax.tree.map(
         lambda leaf, spec: leaf if "fsdp" in layout.axes(spec) else None, weights, layout.param_specs(weights)
     )
     layer = LayerFunctions(graphdefs.layers[1], parse_policy("full"), layout)
     x, context = abstract_input(work)
     with tracing_for((9, 0)):
-        forward, (y, residuals, _) = jax.make_jaxpr(layer._forward, return_shape=True)(*weights, x, context, in_parts)
-        backward = jax.make_jaxpr(layer._backward)(residuals, *weights, x, context, y, None, in_parts)
-    return forward.jaxpr, backward.jaxpr
+        forward = layer.forward.trace(*weights, x, context, to_gather)
+        y, residuals, _ = forward.out_info
+        backward = layer.backward.trace(residuals, *weights, x, context, y, None, to_gather)
+    return forward.jaxpr.jaxpr, backward.jaxpr.jaxpr
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.sharding import plan
-from jaxglue.sharding.layout import Layout
+from jaxglue.sharding.rules import Layout
 from jaxglue.sharding.mesh import MeshShape, make_mesh
 from jaxglue.training import plan_view
 from jaxglue.training.optimizer import Optimizer

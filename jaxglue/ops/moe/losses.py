@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxglue.ops.collectives import all_rows
+from jaxglue.ops.collectives import psum_batch
 from jaxglue.ops.moe.routing import Routing
 
 
@@ -56,5 +56,5 @@ def _load(routing: Routing, mask) -> Float[Array, " E"]:
 def _mean(x: Float[Array, "M *rest"], mask) -> Float[Array, "*rest"]:
     """Average over the unmasked tokens of all devices; zero where there are none."""
     weight = jnp.ones(x.shape[0]) if mask is None else mask.astype(jnp.float32)
-    summed = all_rows((x * weight.reshape(-1, *[1] * (x.ndim - 1))).sum(0))
-    return summed / jnp.maximum(all_rows(weight.sum()), 1.0)
+    summed = psum_batch((x * weight.reshape(-1, *[1] * (x.ndim - 1))).sum(0))
+    return summed / jnp.maximum(psum_batch(weight.sum()), 1.0)

@@ -1,0 +1,100 @@
+"""Collectives inside compiled programs: gather weights, reduce gradients, keep per-device arrays.
+
+"Per device" functions run inside `per_device` and see local arrays; the others see global ones.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxglue.models.parameters import Params
+from jaxglue.ops.collectives import divide_equally, reduce_scatter
+from jaxglue.sharding.rules import Layout, is_tensor_parallel, param_name
+from jaxglue.sharding.specs import dimension_of, spec_axes
+
+
+def gather(layout: Layout, shards: Any, specs: Any) -> Any:
+    """Gather parameters stored as `specs` over `fsdp`, in the layout's dtype. Per device."""
+
+    def whole(shard, spec):
+        if "fsdp" not in spec_axes(spec):
+            return shard
+        shard = shard.astype(layout.gathered_dtype(shard.dtype))
+        return jax.lax.all_gather(shard, "fsdp", axis=dimension_of(spec, "fsdp"), tiled=True)
+
+    return jax.tree.map(whole, shards, specs)
+
+
+def select_to_gather(layout: Layout, tree: Any) -> Any:
+    """Return the arrays that must be gathered before use, None in place of the others (or of all)."""
+    if not layout.gathers:
+        return None
+    return jax.tree.map(lambda leaf: leaf if "fsdp" in spec_axes(leaf.sharding.spec) else None, tree)
+
+
+def merge_gathered(gathered: Any, stored: Any) -> Any:
+    """Return the stored tree with its gathered arrays replaced; the inverse of `select_to_gather`."""
+    if gathered is None:
+        return stored
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, gathered, stored, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def reduce_scatter_grads(layout: Layout, gradients: Any, specs: Any, prefix: str = "") -> Any:
+    """Turn gradients of gathered parameters into float32 partials [1, …] of the stored shards. Per device."""
+
+    def partial_sum(path, gradient, spec):
+        if "fsdp" in spec_axes(spec):
+            gradient = gradient.astype(layout.gathered_dtype(gradient.dtype))
+            gradient = reduce_scatter(gradient, "fsdp", dimension_of(spec, "fsdp"))
+        gradient = gradient.astype(jnp.float32)
+        split = is_tensor_parallel(param_name(prefix, path))
+        return (gradient if split else divide_equally(gradient, "tensor"))[None]
+
+    return jax.tree.map_with_path(partial_sum, gradients, specs) if layout.mesh else gradients
+
+
+def sum_partials(layout: Layout, partials: Any, prefix: str = "") -> Any:
+    """Sum partial gradients [n, …] over n, into the parameters' shards."""
+    return constrain_params(layout, jax.tree.map(lambda rows: rows.sum(0), partials), prefix)
+
+
+def zero_partials(layout: Layout, tree: Any, prefix: str = "") -> Any:
+    """Return zeros for accumulating the gradients of a tree: [n, …] on a mesh."""
+
+    def zeros(leaf, spec):
+        shape = (layout.shards(spec[0]) if spec else 1, *leaf.shape)
+        return jax.lax.with_sharding_constraint(jnp.zeros(shape), layout.sharding(spec))
+
+    if layout.mesh is None:
+        return jax.tree.map(jnp.zeros_like, tree)
+    return jax.tree.map(zeros, tree, layout.grad_specs(tree, prefix))
+
+
+def constrain_params(layout: Layout, tree: Any, prefix: str = "") -> Any:
+    """Constrain parameters or optimizer states to their shards."""
+    if layout.mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, layout.shardings(layout.param_specs(tree, prefix)))
+
+
+def stack(layout: Layout, tree: Any) -> Any:
+    """Add the leading axis of arrays [devices, …] to a device's own arrays. Per device."""
+    return jax.tree.map(lambda leaf: leaf[None], tree) if layout.mesh else tree
+
+
+def unstack(layout: Layout, tree: Any) -> Any:
+    """Remove the leading axis that `stack` adds. Per device."""
+    return jax.tree.map(lambda leaf: leaf[0], tree) if layout.mesh else tree
+
+
+def schedule_after(first: Any, tree: Params) -> Params:
+    """Delay a tree's arrays until `first` exists.
+
+    XLA would otherwise gather at the end of a program, where gradients are sent.
+    """
+    if not jax.tree.leaves(first):
+        return tree
+    return jax.tree.map(lambda leaf: jax.lax.optimization_barrier((leaf, first))[0], tree)

@@ -1,0 +1,172 @@
+"""Partition rules: which mesh axes split each parameter, and the specs, shardings and local shapes that follow."""
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxglue.models.context import PackedContext
+from jaxglue.models.parameters import hf_name
+from jaxglue.ops.collectives import BATCH_AXES
+from jaxglue.sharding.mesh import put_on_mesh
+from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, without_axis
+
+RULES: tuple[tuple[str, P], ...] = (
+    # parameter                                                     axes that split each of its dimensions
+    (r"experts\.\w+_proj(_blocks|_scales)?$",                       P("expert", "fsdp")),  # [E, ·, ·]
+    (r"experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",                P("expert")),
+    (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
+    (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales|\.absmax)?$", P(("tensor", "fsdp"))),  # [out, in]
+    (r"\.(o|down)_proj\.weight(\.codes|\.scales|\.absmax)?$",       P("fsdp", "tensor")),
+    (r"\.(q|k|v|gate|up)_proj\.(bias|lora_B)$|\.sinks$",            P("tensor")),
+    (r"\.(o|down)_proj\.lora_A$",                                   P(None, "tensor")),
+    (r"",                                                           P()),
+)  # fmt: skip
+"""Pattern in a parameter's name → axes; the first match decides. Gradients and optimizer states are split alike."""
+
+_TENSOR_PARALLEL = re.compile(r"(^|\.)(self_attn|mlp)\.")
+_REPLICATED_CONTEXT = ("dropout_key", "router_losses")
+
+
+class Layout:
+    """Specs of a model's arrays on one mesh; without a mesh (None) nothing is split.
+
+    Args:
+        mesh: with the axes of `MeshShape`.
+        dtype: of gathered weights; trained float32 parameters are gathered in it too.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh | None, dtype=jnp.float32):
+        self.mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self._sizes = dict(self.mesh.shape) if self.mesh else {}
+        self._axes = tuple(axis for axis, size in self._sizes.items() if size > 1)
+        self.dtype = jnp.dtype(dtype)
+        self.batch_spec = make_spec([tuple(axis for axis in BATCH_AXES if axis in self._axes)])
+        """Spec of arrays [B, …]."""
+        self.device_spec = make_spec([self._axes])
+        """Spec of arrays [devices, …], one row for each device."""
+
+    def size(self, axis: str) -> int:
+        """Return the number of devices along an axis."""
+        return self._sizes.get(axis, 1)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are stored split and gathered for use (FSDP)."""
+        return "fsdp" in self._axes
+
+    def sharding(self, spec: P) -> NamedSharding | None:
+        """Return a spec's sharding on this mesh; None without one."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def shardings(self, specs: Any) -> Any:
+        """Return the shardings of a tree of specs on this mesh; None without one."""
+        return None if self.mesh is None else jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+    def rule(self, name: str) -> P:
+        """Return the entry of `RULES` for a parameter's name."""
+        return next(spec for pattern, spec in RULES if re.search(pattern, name))
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> P:
+        """Return the spec of one parameter. An axis that does not divide a dimension leaves it whole."""
+        dimensions = zip(self.rule(name), shape, strict=False)
+        return make_spec(self._dividing_axes(axes, size) for axes, size in dimensions)
+
+    def param_specs(self, tree: Any, prefix: str = "") -> Any:
+        """Return the spec of every stored parameter of a tree, and of its optimizer state, by name and shape."""
+        return jax.tree.map_with_path(lambda path, leaf: self.spec(param_name(prefix, path), leaf.shape), tree)
+
+    def gathered_specs(self, tree: Any, prefix: str = "") -> Any:
+        """Return the specs of the parameters after gathering over `fsdp`."""
+        return jax.tree.map(lambda spec: without_axis(spec, "fsdp"), self.param_specs(tree, prefix))
+
+    def grad_specs(self, tree: Any, prefix: str = "") -> Any:
+        """Return the specs of partial gradients [n, …], one row for each of the n devices that share a shard."""
+
+        def partials(spec):
+            return make_spec([self._replicating_axes(spec), *map(axes_tuple, spec)])
+
+        return jax.tree.map(partials, self.param_specs(tree, prefix))
+
+    def context_specs(self, context: PackedContext) -> Any:
+        """Return the specs of a layer's context: rows split as the batch is, keys and coefficients replicated."""
+
+        def spec(path, _):
+            return P() if path[0].name in _REPLICATED_CONTEXT else self.batch_spec
+
+        return jax.tree.map_with_path(spec, context)
+
+    def place(self, name: str, value: Any) -> Any:
+        """Return the sharding of a named parameter, or of each array of its value; None without a mesh."""
+        return self.shardings(self.param_specs(value, name))
+
+    def put(self, tree: Any) -> Any:
+        """Copy parameters to their shards on the mesh."""
+        return put_on_mesh(tree, self.shardings(self.param_specs(tree))) if self.mesh else tree
+
+    def axes(self, spec: P) -> list[str]:
+        """Return the axes of a spec in the mesh's order."""
+        return [axis for axis in self._sizes if axis in spec_axes(spec)]
+
+    def copies(self, spec: P) -> int:
+        """Return the number of devices that hold the same shard."""
+        return math.prod(self._sizes[axis] for axis in self._replicating_axes(spec))
+
+    def shards(self, axes: Axes) -> int:
+        """Return the number of shards of a dimension split by these axes."""
+        return math.prod(self._sizes[axis] for axis in axes_tuple(axes))
+
+    def gathered_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Return the dtype in which a parameter is gathered: the layout's for floats, its own for codes."""
+        return self.dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
+
+    def local_shapes(self, tree: Any, specs: Any) -> Any:
+        """Return shapes and dtypes of one device's shards."""
+
+        def shard(leaf, spec):
+            counts = [*map(self.shards, spec), *[1] * (leaf.ndim - len(spec))]
+            return jax.ShapeDtypeStruct([n // count for n, count in zip(leaf.shape, counts, strict=True)], leaf.dtype)
+
+        return jax.tree.map(shard, tree, specs)
+
+    def gathered_shapes(self, tree: Any) -> Any:
+        """Return shapes and dtypes of the parameters that one device gathers, None for the others."""
+
+        def gathered(leaf, spec):
+            if "fsdp" not in spec_axes(spec):
+                return None
+            return jax.ShapeDtypeStruct(leaf.shape, self.gathered_dtype(leaf.dtype))
+
+        return jax.tree.map(gathered, self.local_shapes(tree, self.gathered_specs(tree)), self.param_specs(tree))
+
+    def _dividing_axes(self, axes: Axes, size: int) -> tuple[str, ...]:
+        """Keep axes of this mesh in order as long as their product divides the size."""
+        kept: tuple[str, ...] = ()
+        for axis in axes_tuple(axes):
+            if axis in self._axes and size % self.shards((*kept, axis)) == 0:
+                kept = (*kept, axis)
+        return kept
+
+    def _replicating_axes(self, spec: P) -> tuple[str, ...]:
+        return tuple(axis for axis in self._axes if axis not in spec_axes(spec))
+
+
+def param_name(prefix: str, path: tuple) -> str:
+    """Return the Hugging Face name of a parameter at a tree path, without list indices."""
+    keys = tuple(key for key in path if not isinstance(key, jax.tree_util.SequenceKey))
+    names = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return hf_name(".".join(filter(None, (prefix, names))))
+
+
+def is_tensor_parallel(name: str) -> bool:
+    """Return whether devices along `tensor` compute different parts of this parameter's module."""
+    return _TENSOR_PARALLEL.search(name) is not None
+
+
+SINGLE_DEVICE = Layout(None)
+"""No mesh."""
