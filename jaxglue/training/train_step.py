@@ -10,8 +10,8 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.executor import Executor
 from jaxglue.models.parameters import ParamKey, Params
-from jaxglue.sharding.rules import Layout
 from jaxglue.sharding.mesh import place_batch
+from jaxglue.sharding.rules import Layout
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.setup import Setup

@@ -9,8 +9,8 @@ import pytest
 
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.sharding import plan
-from jaxglue.sharding.rules import Layout
 from jaxglue.sharding.mesh import MeshShape, make_mesh
+from jaxglue.sharding.rules import Layout
 from jaxglue.training import plan_view
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.setup import prepare
