@@ -1,9 +1,9 @@
 """The loss curve of a run."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxglue.hf.files import atomic_file
 from jaxglue.training.metrics import read_metrics
 
 
@@ -24,9 +24,8 @@ def save_loss_curve(metrics: Path, output: Path) -> None:
         axes.plot(eval_steps, eval_losses, "o-", color="tab:orange", label="eval")
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = output.with_name(output.name + ".tmp")
-    FigureCanvasAgg(figure).print_figure(temporary, dpi=120, format="png")
-    os.replace(temporary, output)
+    with atomic_file(output) as temporary:
+        FigureCanvasAgg(figure).print_figure(temporary, dpi=120, format="png")
 
 
 def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:

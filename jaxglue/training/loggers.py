@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
 from tensorboardX import SummaryWriter
 
+from jaxglue.hf.files import atomic_file
 from jaxglue.training.metrics import read_metrics
 
 
@@ -100,6 +100,5 @@ def open_loggers(folder: Path, *, resume_step: int = 0) -> Loggers:
 
 def _truncate(path: Path, last_step: int) -> None:
     kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    with atomic_file(path) as temporary:
+        temporary.write_text("".join(kept), encoding="utf-8")

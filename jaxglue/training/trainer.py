@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxglue.cli import as_dict, to_toml
 from jaxglue.data.batch import Batch
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.hf.files import write_json
+from jaxglue.hf.files import atomic_file, write_json
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
@@ -73,7 +73,8 @@ def train(
         timer.stage("data")
         print_panel(console, "plan", plan_rows(setup))
         if processes.is_main:
-            (folder / "config.toml").write_text(to_toml(config.shared), encoding="utf-8")
+            with atomic_file(folder / "config.toml") as temporary:
+                temporary.write_text(to_toml(config.shared), encoding="utf-8")
         return Trainer(setup, folder, console, timer, processes).run()
 
 

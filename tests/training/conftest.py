@@ -1,4 +1,4 @@
-"""A model folder, chats and a configuration small enough to train in a second."""
+"""A model folder, chats and a configuration that train in a second."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def model_folder(tmp_path, make_tokenizer):
 
 @pytest.fixture
 def moe_folder(model_folder):
-    """Makes the model folder one of GPT-OSS, its experts in MXFP4."""
+    """Turn the model folder into a GPT-OSS with MXFP4 experts."""
     path = model_folder / "config.json"
     raw = json.loads(path.read_text()) | GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
     path.write_text(json.dumps(raw))
@@ -53,7 +53,7 @@ def moe_folder(model_folder):
 
 @pytest.fixture
 def make_config(tmp_path, model_folder, write_jsonl, chat_rows):
-    """Builds a TrainConfig; any field of any group can be given by its name."""
+    """Build a TrainConfig; any field of any group can be given by name."""
     data = write_jsonl(chat_rows(24))
 
     def make(**changes):

@@ -6,7 +6,7 @@ from jaxglue.training.interrupt import Interrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_stops(number, capfd):
+def test_first_signal_asks_and_second_raises(number, capfd):
     with Interrupt() as interrupt:
         assert not interrupt.requested
         signal.raise_signal(number)
@@ -16,7 +16,7 @@ def test_the_first_signal_asks_and_the_second_stops(number, capfd):
             signal.raise_signal(number)
 
 
-def test_the_handlers_before_are_restored():
+def test_previous_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Interrupt():
         assert signal.getsignal(signal.SIGINT) != before[0]

@@ -15,7 +15,7 @@ from jaxglue.training.setup import prepare
 from jaxglue.training.trainer import train
 
 
-def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
+def test_mxfp4_run_learns(make_config, moe_folder, tmp_path):
     options = {"router_balance_loss": 0.01, "eval_fraction": 0.2, "eval_every": 8}
     summary = train(make_config(steps=8, sample_prompt=("Hello",), sample_tokens=3, **options))
     assert summary.last_loss < summary.first_loss - 0.2
@@ -27,13 +27,13 @@ def test_a_run_on_experts_in_blocks_learns(make_config, moe_folder, tmp_path):
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
 
 
-def test_a_run_without_held_out_data_shows_how_its_own_batches_use_the_experts(make_config, moe_folder, tmp_path):
+def test_expert_load_is_read_from_training_batches(make_config, moe_folder, tmp_path):
     train(make_config(steps=2, eval_every=2))
     (figures,) = (line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "expert_load_max" in line)
     assert figures["step"] == 2 and "eval_loss" not in figures
 
 
-def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
+def test_mxfp4_byte_counts_as_two_parameters(make_config, moe_folder):
     blocks, expanded = (prepare(make_config(expand_experts=expand)) for expand in (False, True))
     assert parameter_counts(blocks.workload) == parameter_counts(expanded.workload)
     assert plan_rows(blocks)["experts"].startswith("2 of 4 for each token, in MXFP4; grouped matmul by reference: ")
@@ -47,7 +47,7 @@ def test_a_byte_of_blocks_counts_as_two_parameters(make_config, moe_folder):
         ({"dropout": 0.1}, "dropout=0.1 is not supported for the adapters of experts"),
     ],
 )
-def test_what_blocks_cannot_do_is_refused(make_config, moe_folder, options, message):
+def test_unsupported_mxfp4_options_are_refused(make_config, moe_folder, options, message):
     with pytest.raises(ValueError, match=message):
         plan_rows(prepare(make_config(**options)))
 
@@ -60,7 +60,7 @@ def test_router_losses_need_routers(make_config):
 
 
 @pytest.mark.parametrize("skew", [False, True], ids=["even", "skewed"])
-def test_the_probe_sees_how_tokens_are_spread(tiny_model, random_batch, skew):
+def test_probe_reads_expert_load(tiny_model, random_batch, skew):
     model = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=1, moe_intermediate_size=16, mlp_only_layers=[0])
     if skew:
         for layer in model.layers[1:]:

@@ -1,4 +1,4 @@
-"""One run in two processes of their own: what the death of one does, and that nothing else differs from one process."""
+"""One run in two processes: equal to one process, and the death of either is reported."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ OPTIONS = {"steps": 12, "save_every": 2, "batch_size": 2, "gradient_accumulation
 
 @pytest.fixture
 def run_two(tmp_path):
-    """run_two(config, flags of each process, the step before which process 1 dies) → [(exit status, stderr)] * 2."""
+    """run_two(config, flags of each process, step before which process 1 dies) → [(exit status, stderr)] * 2."""
     running = []
 
     def run(config, flags=((), ()), die_before=NEVER):
@@ -53,7 +53,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
-def test_a_death_is_reported_and_the_run_continues_in_any_number_of_processes(make_config, run_two, tmp_path):
+def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, tmp_path):
     whole = train(make_config(**OPTIONS, output=tmp_path / "whole"))
     (status, errors), (killed, _) = run_two(make_config(**OPTIONS), die_before=7)
     assert killed == -signal.SIGKILL
@@ -74,7 +74,7 @@ def test_a_death_is_reported_and_the_run_continues_in_any_number_of_processes(ma
     assert whole.steps == 12
 
 
-def test_processes_that_disagree_both_say_where(make_config, run_two):
+def test_disagreeing_processes_both_name_the_values(make_config, run_two):
     config = make_config(**OPTIONS)
     results = run_two(config, flags=((), ("--learning-rate", "0.5")))
     for status, errors in results:

@@ -17,19 +17,19 @@ REPORT = StepReport(
 )
 
 
-def test_a_report_is_one_line():
+def test_report_is_one_line():
     line = "loss 1.2346  1:01 left  12,346 tokens/s  MFU 41.2%  18.8 GB  lr 2.00e-04"
     assert format_report(REPORT, 61) == line
 
 
-def test_what_is_unknown_or_negligible_is_left_out():
+def test_unknown_and_negligible_values_are_left_out():
     line = format_report(replace(REPORT, mfu=None, data_wait=0.2), None)
     assert "MFU" not in line
     assert "left" not in line
     assert "waiting for data 20%" in line
 
 
-def test_a_pipe_gets_a_line_for_each_report_and_nothing_else():
+def test_pipe_gets_only_lines_of_reports():
     out = io.StringIO()
     times = iter([100.0, 120.0])
     with TrainingProgress(40, first_step=8, console=Console(file=out), clock=lambda: next(times)) as progress:
@@ -43,7 +43,7 @@ def test_a_pipe_gets_a_line_for_each_report_and_nothing_else():
     assert second.startswith("step 30/40  loss 1.2346  0:20 left")
 
 
-def test_a_terminal_gets_a_bar_and_lines_above_it():
+def test_terminal_gets_a_bar_and_lines_above_it():
     out = io.StringIO()
     with TrainingProgress(40, console=Console(file=out, force_terminal=True, width=140)) as progress:
         progress.advance(7)

@@ -33,7 +33,7 @@ def nf4_folder(model_folder):
 
 
 @pytest.mark.parametrize("how", ["nf4", "int8"])
-def test_a_run_on_quantized_weights_learns(make_config, nf4_folder, tmp_path, how):
+def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
     summary = train(make_config(steps=8, quantize=how, sample_prompt=("Hello",), sample_tokens=3))
     assert summary.last_loss < summary.first_loss - 0.2
     _, tensors = load_adapter(tmp_path / "run/adapter")
@@ -42,7 +42,7 @@ def test_a_run_on_quantized_weights_learns(make_config, nf4_folder, tmp_path, ho
 
 
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
-def test_plan_and_planner_count_what_is_stored(make_config, nf4_folder, how, bytes_each):
+def test_plan_and_planner_count_stored_bytes(make_config, nf4_folder, how, bytes_each):
     plain, stored = (prepare(make_config(quantize=quantize)) for quantize in ("none", how))
     assert parameter_counts(plain.workload) == parameter_counts(stored.workload)
     assert plan_rows(stored)["dtype"] == f"float32, linear layers of the decoder layers in {how}"
@@ -65,7 +65,7 @@ def _specs(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-def test_a_quantized_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
+def test_quantized_folder_trains_like_the_flag(make_config, nf4_folder, tmp_path):
     model = random_model(config_from_hf(read_config(nf4_folder)), dtype=jnp.float32)
     write_shards(nf4_folder, *_tensors(model), 10**9)
     quantize_folder(nf4_folder, tmp_path / "stored", "nf4")
@@ -79,7 +79,7 @@ def test_a_quantized_folder_trains_as_it_is(make_config, nf4_folder, tmp_path):
         prepare(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
 
 
-def test_embeddings_on_the_host_train_alike(make_config, nf4_folder, tmp_path):
+def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     with pytest.raises(ValueError, match=r"--embeddings host: the output projection of .* is tied to the table"):
         prepare(make_config(embeddings="host"))
     path = nf4_folder / "config.json"

@@ -30,7 +30,7 @@ def printed(rows) -> str:
     return console.file.getvalue()
 
 
-def test_the_summary_says_what_came_out_and_where_it_is():
+def test_summary_shows_results_and_paths():
     text = printed(summary_rows(SUMMARY))
     for part in (
         "3.5000 → 1.2500 in 1,200 steps",
@@ -47,11 +47,11 @@ def test_the_summary_says_what_came_out_and_where_it_is():
     assert "checkpoints" not in text
 
 
-def test_what_was_not_measured_is_left_out():
+def test_unmeasured_results_are_left_out():
     text = printed(summary_rows(replace(SUMMARY, mfu=None, best_eval_loss=None, best_eval_step=None)))
     assert "MFU" not in text
     assert "eval" not in text
 
 
-def test_a_long_value_is_folded_not_cut():
+def test_long_value_is_folded():
     assert printed({"path": "x" * 100}).count("x") == 100

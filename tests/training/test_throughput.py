@@ -42,11 +42,11 @@ def test_peaks_of_known_gpus(kind, tflops):
 @pytest.mark.parametrize(
     "kind", ["cpu", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H200 MIG 1g.18gb"]
 )
-def test_other_devices_have_no_known_peak(kind):
+def test_unknown_devices_have_no_peak(kind):
     assert peak_flops(kind) is None
 
 
-def test_speed_of_a_stretch_and_of_the_whole():
+def test_speed_of_a_window_and_of_the_whole():
     meter, clock = make_meter("NVIDIA H200", count=2)
     clock.now = 50.0
     meter.restart()
@@ -64,7 +64,7 @@ def test_speed_of_a_stretch_and_of_the_whole():
     assert meter.total().mfu == pytest.approx(500 * 1e9 / (2 * 989e12))
 
 
-def test_a_step_counts_until_it_is_done_whenever_it_is_looked_at():
+def test_step_counts_until_it_is_done():
     meter, clock = make_meter("NVIDIA H200")
     meter.add(1000, done=2.0)
     clock.now = 5.0
@@ -73,7 +73,7 @@ def test_a_step_counts_until_it_is_done_whenever_it_is_looked_at():
     assert meter.read().tokens_per_second == pytest.approx(250)
 
 
-def test_mfu_is_unknown_on_an_unknown_device():
+def test_mfu_is_none_on_an_unknown_device():
     meter, _ = make_meter("cpu")
     meter.add(1000, done=1.0)
     assert meter.read().mfu is None
