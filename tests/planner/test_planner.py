@@ -123,7 +123,7 @@ def test_gpus_are_found_by_device_kind(kind, name):
 
 
 def test_unknown_gpu_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of B200, H200"):
+    with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of B200, GB200"):
         find_gpu("Voodoo 2")
 
 
