@@ -85,8 +85,8 @@ def test_router_losses_enter_gradients_but_not_the_loss(moe_model, random_batch)
     model, batch = moe_model(**ONE_TYPE), random_batch(LENGTHS, seq_len=16)
     add_random_lora(model)
     loss, gradients = run_executor(model, batch, router_losses=losses)
-    graphdefs = nnx.DiffState(0, nnx.LoRAParam)
-    grad = nnx.jit(nnx.value_and_grad(objective, argnums=graphdefs, has_aux=True))
+    adapters = nnx.DiffState(0, nnx.LoRAParam)
+    grad = nnx.jit(nnx.value_and_grad(objective, argnums=adapters, has_aux=True))
     (_, expected_loss), expected = grad(model, batch, losses)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     expected = nnx.to_pure_dict(expected)["layers"]
@@ -157,7 +157,7 @@ def test_generation_matches_full_forward_passes(moe_model, family):
         ("gpt_oss", {"num_local_experts": None}, r"config\.json lacks num_local_experts"),
         ("qwen3_moe", {"moe_intermediate_size": None}, r"config\.json lacks moe_intermediate_size"),
         ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be between 1 and num_experts=4"),
-        ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit=5\.0 is not supported: only 7\.0 is"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, r"swiglu_limit=5\.0 in config\.json is not supported: only 7\.0 is"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'.* is not supported"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=3"),
     ],
@@ -167,6 +167,6 @@ def test_impossible_configs_are_refused(tiny_model, family, fields, message):
         tiny_model(family, **{**FAMILIES[family], **fields})
 
 
-def test_blocks_need_sizes_of_whole_blocks(moe_model):
+def test_mxfp4_sizes_must_be_multiples_of_the_block(moe_model):
     with pytest.raises(ValueError, match="MXFP4 experts need sizes that are multiples of 32, got 40"):
         moe_model(intermediate_size=40, quantization_config={"quant_method": "mxfp4"})
