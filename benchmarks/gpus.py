@@ -1,4 +1,4 @@
-"""Measurements side by side: each in processes of its own, which see one GPU."""
+"""Concurrent measurements, each in processes that see one GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 
 class FreeGpus:
-    """The GPUs that measurements take turns on."""
+    """Pool of GPUs for measurements."""
 
     def __init__(self, count: int):
         self._count, self._free = count, SimpleQueue[int]()
@@ -15,7 +15,7 @@ class FreeGpus:
 
     @contextmanager
     def one(self) -> Iterator[dict[str, str]]:
-        """Waits for a GPU; what a process's environment says about it, nothing where there is no choice."""
+        """Wait for a GPU and yield the environment variables that select it."""
         gpu = self._free.get()
         try:
             yield {"CUDA_VISIBLE_DEVICES": str(gpu)} if self._count > 1 else {}

@@ -1,4 +1,4 @@
-"""Makes what a benchmark trains on: a Hugging Face folder of random weights in a published shape, and generated chats.
+"""Make benchmark inputs: a Hugging Face folder of random weights in a published shape, and generated chats.
 
 python benchmarks/inputs.py --shape qwen3-8b --output /dev/shm/qwen3-8b --chats 10000
 """
@@ -109,7 +109,7 @@ SHAPES = {
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
     "qwen3-30b-a3b": _shape(_QWEN3_MOE, 2048, 6144, 48, 32),
 }
-"""The config.json of published models, and of a tiny one for machines without a GPU."""
+"""config.json of published models and of tiny ones."""
 
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -119,7 +119,7 @@ _COMMON = "the a one of to in is it that this for with on as by from at an be ar
 
 
 def make_model(folder: Path, config: dict) -> None:
-    """Writes config.json, bf16 weights (normal, σ = 0.02; norms 1, biases 0) or MXFP4, a byte-level BPE tokenizer."""
+    """Write config.json, bf16 weights (normal, σ = 0.02, unit norms) or MXFP4, and a byte-level BPE tokenizer."""
     abstract = nnx.eval_shape(lambda: build_model(config_from_hf(config), rngs=nnx.Rngs(0)))
     parameters = abstract_parameters(abstract)
     layout = checkpoint_layout({name: spec.shape for name, spec in parameters.items()}, config)
@@ -129,7 +129,9 @@ def make_model(folder: Path, config: dict) -> None:
     }
     block = (np.random.default_rng(0).standard_normal(2**24, np.float32) * 0.02).astype(ml_dtypes.bfloat16)
     largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-    pool = np.resize(block, largest // block.itemsize + 4096)  # every matrix is a slice: writing is all that takes time
+    pool = np.resize(
+        block, largest // block.itemsize + 4096
+    )  # every matrix is a slice of one pool, so only writing takes time
 
     def weight(name: str) -> np.ndarray:
         spec = specs[name]
@@ -139,7 +141,7 @@ def make_model(folder: Path, config: dict) -> None:
             return np.full(spec.shape, mxfp4_scale(0.02), spec.dtype)
         if len(spec.shape) == 1:
             return np.ones(spec.shape, spec.dtype)
-        start = zlib.crc32(name.encode()) % 4096  # another beginning for every matrix, so that no two are alike
+        start = zlib.crc32(name.encode()) % 4096  # a different offset per matrix
         return pool[start:].view(spec.dtype)[: math.prod(spec.shape)].reshape(spec.shape)
 
     with atomic_folder(folder) as temporary:
@@ -149,7 +151,7 @@ def make_model(folder: Path, config: dict) -> None:
 
 
 def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
-    """Writes an adapter as training starts with: A uniform within ±1/√in, B zero."""
+    """Write an initial adapter: A uniform within ±1/√in, B zero."""
 
     def build():
         model = build_model(config_from_hf(config), rngs=nnx.Rngs(0))
@@ -186,7 +188,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_chats(path: Path, count: int, seed: int = 0) -> None:
-    """Writes chats of one to four exchanges, 64 to about 1,000 tokens each, as JSONL."""
+    """Write chats of one to four exchanges, 64 to about 1,000 tokens each, as JSONL."""
     lines = (json.dumps({"messages": chat}) + "\n" for chat in _chats(count, seed))
     path.write_text("".join(lines), encoding="utf-8")
 

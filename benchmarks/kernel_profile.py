@@ -1,9 +1,9 @@
-"""Where the GPU's time goes in a profiler trace, such as `scripts/train.py --profile 3` writes, beside its limits.
+"""Break down a profiler trace (`scripts/train.py --profile 3`) by kernel, with each kernel's limit.
 
 python benchmarks/kernel_profile.py runs/latest/profile --steps 3
 
-A kernel's limit is the time that its matmuls take at the GPU's rate or its bytes at that of its memory, whichever is
-longer; kernels whose FLOPs the program does not tell, such as attention's, are held against their bytes alone.
+A kernel's limit is the longer of its FLOPs at the matmul rate and its bytes at the memory rate; kernels of unknown
+FLOPs, such as attention's, count bytes alone.
 """
 
 import argparse
@@ -20,34 +20,34 @@ from programs import UNKNOWN, Work, read_programs
 from traces import copy_overlap
 
 MATMUL, COPY = 790e12, 4.3e12
-"""FLOP/s and bytes/s that an H200 was measured to reach."""
+"""Measured FLOP/s and bytes/s of an H200."""
 
 
 class Kernel(NamedTuple):
-    """All launches of a kernel with the same work."""
+    """Launches of a kernel with equal work."""
 
     name: str
     shape: str
-    """Of its operation's first result."""
+    """Shape of the operation's first result."""
     milliseconds: float
     launches: int
     flops: float
-    """Of all launches; 0 where the program does not tell."""
+    """FLOPs of all launches; 0 if unknown."""
     bytes: float
 
 
 def kernel_times(folder: Path, flops: Mapping[str, float] | None = None) -> list[Kernel]:
-    """Kernels and copies on the first GPU in a folder's newest trace, the longest first; no numbers in their names.
+    """Return kernels and copies of a folder's newest trace on the first GPU, longest first, without name suffixes.
 
     Args:
-        folder: what was given to `jax.profiler.trace`.
-        flops: of a launch of those kernels, by name, that the program tells nothing of.
+        folder: of `jax.profiler.trace`.
+        flops: per launch by kernel name, where the program lacks them.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     gpu = next(plane for plane in ProfileData.from_file(str(newest)).planes if plane.name.startswith("/device:GPU"))
     events = [event for line in gpu.lines if line.name.startswith("Stream") for event in line.events]
     runs: dict[int, list] = defaultdict(list)
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of jaxlib's own making
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # from jaxlib itself
         for event in sorted(events, key=lambda event: event.start_ns):
             runs[-1 if _copies(event.name) else int(dict(event.stats).get("program_id", -1))].append(event)
     programs, spent = read_programs(newest), defaultdict[tuple[str, Work], list[float]](list)
@@ -65,17 +65,17 @@ def kernel_times(folder: Path, flops: Mapping[str, float] | None = None) -> list
 
 
 def _copies(name: str) -> bool:
-    """The driver's copies and fills, and its kernels for them in CUDA graphs."""
+    """Return whether a name is a driver copy or fill, or its kernel in a CUDA graph."""
     return name.lower().startswith("mem")
 
 
 def is_copy(kernel: Kernel) -> bool:
-    """Whether it is no kernel but a copy or a fill by the driver."""
+    """Return whether a kernel is a driver copy or fill."""
     return _copies(kernel.name)
 
 
 def profile_rows(kernels: list[Kernel], *, steps: int = 1, top: int = 25) -> list[dict]:
-    """The table's rows, the rest of the kernels added up in the last one; copies, which run beside them, left out."""
+    """Return the table's rows without copies; the last row sums the remaining kernels."""
     kernels = [kernel for kernel in kernels if not is_copy(kernel)]
     total = sum(kernel.milliseconds for kernel in kernels)
     rest = kernels[top:]

@@ -1,4 +1,4 @@
-"""Timing on a GPU, and results with what is needed to read them again."""
+"""Timing on a GPU, and result files with their provenance."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "nvidia-cudnn-cu13")
 
 
 def milliseconds(function, *arguments, budget: float = 50.0, repeats: int = 7) -> float:
-    """Median time of one call, of as many dispatched back to back as fit into `budget` ms; compiles and warms up."""
+    """Return the median time of a call, dispatched back to back within `budget` ms after a warm-up."""
     jax.block_until_ready(function(*arguments))
     calls = int(min(max(budget / _round(function, arguments, 2), 1), 50))
     return statistics.median(_round(function, arguments, calls) for _ in range(repeats))
@@ -31,13 +31,13 @@ def _round(function, arguments, calls: int) -> float:
 
 
 def device_milliseconds(function, *, calls: int = 10) -> float:
-    """Time of one call's kernels and copies on the first GPU, from a profile; 0 where there is none."""
+    """Return the time of a call's kernels and copies on the first GPU, from a profile; 0 without a GPU."""
     jax.block_until_ready(function())
     return sum(device_events(function, calls=calls)) / calls
 
 
 def device_events(function, *, calls: int = 1) -> list[float]:
-    """Milliseconds of every kernel and copy of some calls on the first GPU, from a profile."""
+    """Return the milliseconds of every kernel and copy of some calls on the first GPU, from a profile."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready([function() for _ in range(calls)])
@@ -48,7 +48,7 @@ def device_events(function, *, calls: int = 1) -> list[float]:
 
 
 def log_normal_lengths(tokens: int, count: int, *, sigma: float = 0.8, seed: int = 0) -> list[int]:
-    """`count` random document lengths that add up to `tokens`."""
+    """Draw `count` log-normal document lengths that sum to `tokens`."""
     weights = np.random.default_rng(seed).lognormal(sigma=sigma, size=count)
     lengths = np.maximum(1, weights / weights.sum() * tokens).astype(int)
     lengths[0] += tokens - lengths.sum()
@@ -56,21 +56,21 @@ def log_normal_lengths(tokens: int, count: int, *, sigma: float = 0.8, seed: int
 
 
 def uniform_lengths(tokens: int, low: int = 64, high: int = 1024, *, seed: int = 0) -> list[int]:
-    """Random document lengths from `low` to `high` that add up to `tokens`; the last is cut to fit."""
+    """Draw uniform document lengths from `low` to `high` that sum to `tokens`; the last is truncated."""
     lengths = np.random.default_rng(seed).integers(low, high + 1, size=tokens // low)
     count = int(np.searchsorted(np.cumsum(lengths), tokens))
     return [*lengths[:count].tolist(), tokens - int(lengths[:count].sum())]
 
 
 def table(results: list[dict]) -> str:
-    """A Markdown table with a column for each key of the results."""
+    """Format results as a Markdown table with a column per key."""
     header = list(results[0])
     rows = [header, ["---"] * len(header), *([str(value) for value in row.values()] for row in results)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def write_results(path: Path, results: list[dict], *, gpu: str | None = None) -> None:
-    """Writes the results as JSON with GPU (by default the one this process uses), versions and command."""
+    """Write results as JSON with GPU (by default this process's), versions and command."""
     installed = {distribution.name for distribution in distributions()}
     info = {
         "gpu": gpu or jax.devices()[0].device_kind,

@@ -1,4 +1,4 @@
-"""Draws docs/attention.png from benchmarks/results/attention.json: our kernels beside cuDNN's at 16,384 tokens.
+"""Draw docs/attention.png from benchmarks/results/attention.json: our kernels beside cuDNN's at 16,384 tokens.
 
 python benchmarks/plot_attention.py
 """

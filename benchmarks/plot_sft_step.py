@@ -1,8 +1,8 @@
-"""Draws docs/speed.png from benchmarks/results/sft_step.json, and prints the README's table.
+"""Draw docs/speed.png from benchmarks/results/sft_step.json, and print the README's table.
 
 python benchmarks/plot_sft_step.py
 
-A bar is an engine's share of the speed at which nothing but the model's matmuls took time.
+A bar is an engine's percentage of matmul-only speed.
 """
 
 import json
@@ -29,28 +29,26 @@ def main() -> None:
     measured = [result for result in json.loads(RESULTS.read_text())["results"] if "ms" in result]
     names = list(dict.fromkeys(result["row"] for result in measured))
     figure, axes = plt.subplots(figsize=(8, 0.28 * len(measured) + 0.25 * len(names) + 1.0))
-    ticks, place, shown = [], 0.0, set()
+    ticks, offset, shown = [], 0.0, set()
     for name in names:
         results = {result["engine"]: result for result in measured if result["row"] == name}
         present = [engine for engine in ENGINES if engine in results]
-        ticks.append(place + (len(present) - 1) / 2)
+        ticks.append(offset + (len(present) - 1) / 2)
         for engine in present:
             label, color = ENGINES[engine]
             result = results[engine]
             share = 100 * result["flops"] / result["ms"] * 1e3 / MATMUL
-            bars = axes.barh(place, share, 0.9, color=color, label=None if engine in shown else label)
+            bars = axes.barh(offset, share, 0.9, color=color, label=None if engine in shown else label)
             text = f"{result['tokens'] / result['ms'] * 1e3:,.0f} tokens/s, {result.get('peak_gib', 0):.1f} GiB"
             axes.bar_label(bars, [text], padding=3, fontsize=7, bbox={"facecolor": "white", "linewidth": 0, "pad": 1})
             shown.add(engine)
-            place += 1
-        place += 0.6
+            offset += 1
+        offset += 0.6
     axes.set_yticks(ticks, [_label(name, measured) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 122)
     axes.axvline(100, color="black", linewidth=1, zorder=0)
-    axes.set_xlabel(
-        f"% of the speed at which nothing but the model's matmuls took time, one {_gpu(measured)}", fontsize=8
-    )
+    axes.set_xlabel(f"% of matmul-only speed, one {_gpu(measured)}", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
     figure.tight_layout()
@@ -59,7 +57,7 @@ def main() -> None:
 
 
 def _row(name: str, measured: list[dict]) -> dict[str, str]:
-    """Tokens a second and peak memory of every engine, and how many times as fast as Unsloth ours is."""
+    """Return tokens/s and peak memory by engine, and the speedup over Unsloth."""
     results = {result["engine"]: result for result in measured if result["row"] == name}
     cells = {label: _cell(results.get(engine)) for engine, (label, _) in ENGINES.items()}
     both = "ours" in results and "unsloth" in results
@@ -81,7 +79,7 @@ def _label(name: str, measured: list[dict]) -> str:
 
 
 def _title(name: str) -> str:
-    """A row's name as models are written: Qwen3-8B."""
+    """Format a row's name as a model name, such as Qwen3-8B."""
     return re.sub(r"(?<=\d)b\b", "B", name).replace("qwen", "Qwen").replace("llama", "Llama")
 
 

@@ -1,9 +1,9 @@
-"""Trains ours on the batches of benchmarks/sft_step.py, and prints times, losses and memory as a line of JSON; then
-another one with its kernels too.
+"""Train jaxglue on the batches of benchmarks/sft_step.py; print a JSON line of times, losses and memory, then another
+with kernels.
 
     python benchmarks/sft_ours.py --model DIR --adapter DIR --batches FILE.npz --memory-limit 18.8
 
-The steps are the trainer's: the executor and AdamW, dispatched one ahead of the loss that is waited for.
+Steps are the trainer's, executor and AdamW, dispatched one ahead of the awaited loss.
 """
 
 import argparse
@@ -47,7 +47,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
 
 
 def read_batches(path: Path) -> list[Batch]:
-    """The packed rows, all of one shape; every token but a document's last is trained on the next one."""
+    """Read the packed rows as equal-shaped batches; every token except a document's last has a target."""
     with np.load(path) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     slots = segment_bucket(int((lengths > 0).sum(1).max()))
@@ -64,7 +64,7 @@ def _batch(tokens: np.ndarray, lengths: np.ndarray, slots: int) -> Batch:
 
 
 def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]) -> Plan | None:
-    """The plan that the flags ask for, where weights go chosen too; None without a GPU."""
+    """Return the plan for the flags, including the weights' location; None without a GPU."""
     if jax.default_backend() == "cpu":
         return None
     workload = Workload(
@@ -83,7 +83,7 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
 
 
 class Run:
-    """A model with its adapter and AdamW, and the steps that train it."""
+    """A model with its adapter, AdamW and training step."""
 
     def __init__(self, args: argparse.Namespace, config: DecoderConfig, plan: Plan | None, steps: int):
         cpu = jax.default_backend() == "cpu"
@@ -109,7 +109,7 @@ class Run:
         self._state, self._step = self._optimizer.init(self.trainable), 0
 
     def step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Dispatches a step; (its loss, a value that is there when its backward pass is done)."""
+        """Dispatch a step; return (loss, an array ready once the backward pass is done)."""
         weight = float(batch.loss_weights.sum())
         loss, gradients = self._executor.loss_and_gradients(
             self.trainable, self.frozen, [jax.device_put(batch)], weight
@@ -120,7 +120,7 @@ class Run:
 
 
 def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
-    """Losses of all steps and the time between the ends of those after the warm-up, each dispatched before."""
+    """Return all losses, and the intervals between step ends after the warm-up, dispatching one step ahead."""
     begun, losses, ends, pending = time.perf_counter(), [], [], None
     for number, batch in enumerate(batches):
         loss, done = run.step(batch)
@@ -140,19 +140,19 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
 
 
 def attention_flops(config: DecoderConfig, batches: list[Batch]) -> dict[str, float]:
-    """Of a launch of each attention kernel, from the keys that documents show: two, three and four matmuls."""
+    """Return each attention kernel's FLOPs per launch from visible keys: two, three and four matmuls."""
     matmul = 2 * config.num_attention_heads * config.head_dim * visible_keys(batches) * batches[0].tokens.size
     return {"forward_kernel": 2 * matmul, "dq_kernel": 3 * matmul, "dkdv_kernel": 4 * matmul}
 
 
 def visible_keys(batches: list[Batch]) -> float:
-    """Mean number of keys that a query attends to."""
+    """Return the mean number of visible keys per query."""
     lengths = np.concatenate([np.diff(np.asarray(batch.segments.cu_seqlens[0])) for batch in batches])
     return mean_visible_keys(lengths[lengths > 0])
 
 
 def profile(run: Run, batch: Batch, folder: Path, flops: dict[str, float]) -> dict:
-    """Kernels of one step."""
+    """Profile the kernels of a step."""
     with jax.profiler.trace(folder):
         run.step(batch)
         jax.block_until_ready(run.trainable)
@@ -164,7 +164,7 @@ def profile(run: Run, batch: Batch, folder: Path, flops: dict[str, float]) -> di
 
 
 def matmul_rate(size: int = 8192) -> float:
-    """TFLOP/s of a large bf16 matmul of random numbers."""
+    """Measure TFLOP/s of a large bf16 matmul of random numbers."""
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.random.normal(key, (size, size), jax.numpy.bfloat16) for key in keys)
     dots = (jax.jit(jax.numpy.dot), jax.jit(lambda a, b: a @ b.T))
@@ -172,7 +172,7 @@ def matmul_rate(size: int = 8192) -> float:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """What a run of all batches took, and the most memory that was allocated since the process began; then kernels too.
+    """Yield times, losses and peak memory of a run over all batches; then the same with kernels.
 
     Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """

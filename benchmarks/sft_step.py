@@ -1,12 +1,10 @@
-"""A LoRA step beside what PyTorch's users run: the same weights, adapters and packed batches through each engine.
+"""Compare a LoRA step with PyTorch engines on the same weights, adapters and packed batches.
 
     python benchmarks/sft_step.py --scratch /dev/shm/sft --json benchmarks/results/sft_step.json
 
-Engines are ours, unsloth and peft (transformers + PEFT); each runs in a process of its own, one after the other. A
-batch is one row of documents of 64–1,024 tokens, LoRA has rank 16 on all linear layers, AdamW updates it. Results are
-written as they come; `--merge` puts those of several runs into one file. `--peers-path` is a folder with the peers'
-packages, put before their process's own. With `--gpus` several rows are measured side by side, all engines of a row on
-the same GPU.
+Engines are ours, unsloth and peft (transformers + PEFT), each in its own process, one after the other. A batch is one
+row of documents of 64–1,024 tokens; LoRA has rank 16 on all linear layers, with AdamW. Results are written as they
+arrive; `--merge` combines files. `--gpus` measures several rows side by side, all engines of a row on the same GPU.
 """
 
 import argparse
@@ -42,19 +40,19 @@ ENGINES = ("ours", "unsloth", "peft")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A setting that every engine is measured in."""
+    """A setting measured with several engines."""
 
     shape: str
     tokens: int = 16384
     quantize: str = "none"
     memory_limit: float | None = None
-    """GiB that ours may take: what Unsloth takes."""
+    """Memory limit of ours in GiB, equal to Unsloth's use."""
     checkpointing: str = "offload"
-    """The peers': none, device or offload (Unsloth's; transformers then keeps checkpoints on the device)."""
+    """Peers' checkpointing: none, device or offload (Unsloth's; on the device for transformers)."""
     engines: tuple[str, ...] = ("ours", "unsloth")
-    """Those that are measured; one row is enough for the losses of all three."""
+    """Measured engines."""
     steps: int = 10
-    """Timed."""
+    """Timed steps."""
 
 
 ROWS = {
@@ -70,9 +68,9 @@ ROWS = {
 
 
 def make_batches(path: Path, row: Row, steps: int) -> list[int]:
-    """Writes tokens [steps, T] and document lengths [steps, documents], 0 where a row has fewer; returns all lengths.
+    """Write tokens [steps, T] and zero-padded document lengths [steps, documents]; return all lengths.
 
-    A few tokens are frequent and most are rare, so that there is something to learn.
+    Token frequencies are skewed, to make the data learnable.
     """
     rng, vocabulary = np.random.default_rng(0), SHAPES[row.shape]["vocab_size"]
     frequency = 1 / np.arange(10, vocabulary + 10)
@@ -86,7 +84,7 @@ def make_batches(path: Path, row: Row, steps: int) -> list[int]:
 
 
 class Inputs:
-    """Models and batches on disk: made when a row asks for them; models made here are deleted after the last row."""
+    """Models and batches on disk, made on demand; models made here are deleted after their last row."""
 
     def __init__(self, scratch: Path, names: list[str], *, warm_up: int, steps: int | None = None):
         self._scratch, self._warm_up, self._steps = scratch, warm_up, steps
@@ -95,7 +93,7 @@ class Inputs:
         self._made: set[str] = set()
 
     def prepare(self, name: str) -> tuple[dict[str, Path], list[int]]:
-        """(files by the engines' flags, lengths of all documents)."""
+        """Return (files by engine flag, lengths of all documents)."""
         row = ROWS[name]
         folder, config = self._scratch / row.shape, SHAPES[row.shape]
         with self._locks[row.shape]:
@@ -108,7 +106,7 @@ class Inputs:
         return {"model": folder, "adapter": folder / "adapter", "batches": batches}, lengths
 
     def done(self, name: str) -> None:
-        """The row is measured."""
+        """Release a measured row's model."""
         shape = ROWS[name].shape
         with self._locks[shape]:
             self._rows[shape] -= 1
@@ -117,7 +115,7 @@ class Inputs:
 
 
 def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], args: argparse.Namespace) -> dict:
-    """What the engine's process printed; or its error."""
+    """Run an engine in its own process and return its result or error."""
     row, further, environment = ROWS[name], [], os.environ | gpu
     flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
@@ -138,7 +136,7 @@ def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], arg
 
 
 def execute(command: list[str], environment: dict[str, str], limit: float) -> dict:
-    """The last line of JSON that a process printed, whatever became of it then; `error` says what did."""
+    """Return the last JSON line printed by a process, with `error` if it failed afterwards."""
     begun, error = time.perf_counter(), {}
     with TemporaryFile("w+") as out, TemporaryFile("w+") as log:
         try:
@@ -156,7 +154,7 @@ def execute(command: list[str], environment: dict[str, str], limit: float) -> di
 
 
 class Measurements:
-    """The results of all rows, kept in the rows' order and written as they come."""
+    """Results of all rows in order, written as they arrive."""
 
     def __init__(self, args: argparse.Namespace):
         self._args, self._lock = args, Lock()
@@ -169,7 +167,7 @@ class Measurements:
         return [result for results in self._results.values() for result in results]
 
     def measure(self, name: str) -> None:
-        """All engines of a row, one after the other on one GPU."""
+        """Measure all engines of a row, one after the other on one GPU."""
         with self._gpus.one() as gpu:
             row, config = ROWS[name], config_from_hf(SHAPES[ROWS[name].shape])
             files, lengths = self._inputs.prepare(name)
@@ -190,7 +188,7 @@ class Measurements:
 
 
 def summary(results: list[dict]) -> list[dict]:
-    """The table's rows; the share of the matmul limit is of the work without recomputation."""
+    """Return the table's rows; shares of the limit exclude recomputation."""
     rows = []
     for result in results:
         row = {"row": result["row"], "engine": result["engine"]}
@@ -212,7 +210,7 @@ def summary(results: list[dict]) -> list[dict]:
 
 
 def loss_differences(results: list[dict]) -> list[dict]:
-    """How far apart the losses of the same steps are, for every two engines of a row: what is noise the peers tell."""
+    """Compare the losses of the same steps between every two engines of a row."""
     rows = []
     for name in dict.fromkeys(result["row"] for result in results):
         losses = {r["engine"]: np.array(r["losses"]) for r in results if r["row"] == name and "losses" in r}
@@ -232,7 +230,7 @@ def loss_differences(results: list[dict]) -> list[dict]:
 
 
 def merge(path: Path, files: list[Path]) -> list[dict]:
-    """Writes the results of several files into one; of a row and engine that are in two, the later one's."""
+    """Merge results of several files, preferring later files for the same row and engine."""
     contents = [json.loads(file.read_text()) for file in files]
     merged = {(result["row"], result["engine"]): result for content in contents for result in content["results"]}
     results = sorted(merged.values(), key=lambda r: (list(ROWS).index(r["row"]), ENGINES.index(r["engine"])))
@@ -241,7 +239,7 @@ def merge(path: Path, files: list[Path]) -> list[dict]:
 
 
 def write(path: Path, results: list[dict], commands: list[str] | None = None) -> None:
-    """Everything so far, so that an interruption loses only the rest."""
+    """Write all results so far atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     commands = commands or [shlex.join(["python", *sys.argv])]
@@ -267,7 +265,7 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing: put these files' results into --json")
     parser.add_argument("ours_flags", nargs="*", help="further flags for sft_ours.py, after --")
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # this process only prepares: the GPU is the engines'
+    jax.config.update("jax_platforms", "cpu")  # leave the GPU to the engines
     if args.merge:
         results = merge(args.json, args.merge)
     else:

@@ -1,6 +1,6 @@
-"""PyTorch's side of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, as their documentation sets them up.
+"""PyTorch engines of benchmarks/sft_step.py: Unsloth, and transformers with PEFT, set up as documented.
 
-Nothing here imports jax or jaxglue: peers run with packages of their own.
+Imports neither jax nor jaxglue: peers run with their own packages.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _ENVIRONMENT = {
 
 
 def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
-    """FastLanguageModel with adapters; `checkpointing` is none, device or offload (to the host, Unsloth's own)."""
+    """Load FastLanguageModel with adapters; `checkpointing` is none, device or offload (Unsloth's, to the host)."""
     _preload_cuda12()
     import torch
     import unsloth  # before transformers, which it patches
@@ -50,7 +50,7 @@ def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int
 
 
 def load_peft(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
-    """AutoModelForCausalLM with PEFT's adapters; `checkpointing` is none or device. `seq_len` is Unsloth's to know."""
+    """Load AutoModelForCausalLM with PEFT's adapters; `checkpointing` is none or device; `seq_len` is unused."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -80,7 +80,7 @@ ENGINES: dict[str, Callable] = {"unsloth": load_unsloth, "peft": load_peft}
 
 
 def load(engine: str, folder: str, adapter: str, **options):
-    """The model of an engine, ready to train, its adapters set to those of a PEFT folder."""
+    """Load an engine's model for training, with the adapter of a PEFT folder."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     model = ENGINES[engine](folder, **options)
@@ -94,7 +94,7 @@ def load(engine: str, folder: str, adapter: str, **options):
 
 
 def _varlen_attention() -> str:
-    """Registers the FlashAttention that comes with PyTorch, documents apart, as an attention of transformers."""
+    """Register PyTorch's FlashAttention with separate documents in transformers."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
@@ -112,7 +112,7 @@ def _varlen_attention() -> str:
 
 
 def _preload_cuda12() -> None:
-    """xformers' wheel is built for CUDA 12 and needs its runtime beside a PyTorch built for CUDA 13."""
+    """Load the CUDA 12 runtime that xformers' wheel needs beside a CUDA 13 PyTorch."""
     for folder in sys.path:
         for pattern in ("peer_cudart12/libcudart.so.12", "nvidia/cuda_runtime/lib/libcudart.so.12"):
             for library in glob.glob(os.path.join(folder, pattern)):

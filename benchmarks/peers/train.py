@@ -1,4 +1,4 @@
-"""Trains a peer on the batches of benchmarks/sft_step.py, and prints times, losses and memory as a line of JSON; then
+"""Train a peer on the batches of benchmarks/sft_step.py; print a JSON line of times, losses and memory, then
 another one with its kernels too.
 
     python benchmarks/peers/train.py --engine unsloth --model DIR --adapter DIR --batches FILE.npz
@@ -34,7 +34,7 @@ class Steps:
         self._optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=self.cuda)
 
     def batch(self, tokens: np.ndarray, lengths: np.ndarray) -> dict:
-        """What a padding-free collator gives: one row, positions from 0 in each document, -100 at its first token."""
+        """Build a padding-free row: positions from 0 in each document, label -100 at its first token."""
         torch = self._torch
         lengths = lengths[lengths > 0]
         positions = np.concatenate([np.arange(length) for length in lengths])
@@ -53,7 +53,7 @@ class Steps:
         return batch
 
     def __call__(self, batch: dict):
-        """One step; the loss stays on the device."""
+        """Run a step; the loss stays on the device."""
         torch = self._torch
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.cuda):
             loss = self._model(**batch, use_cache=False).loss
@@ -63,7 +63,7 @@ class Steps:
         return loss.detach()
 
     def mark(self):
-        """This moment of the GPU's work."""
+        """Mark this moment of the GPU's work."""
         if not self.cuda:
             return time.perf_counter()
         event = self._torch.cuda.Event(enable_timing=True)
@@ -71,18 +71,18 @@ class Steps:
         return event
 
     def milliseconds(self, marks: list) -> list[float]:
-        """Between successive marks."""
+        """Return milliseconds between successive marks."""
         self.synchronize()
         pairs = itertools.pairwise(marks)
         return [begin.elapsed_time(end) if self.cuda else (end - begin) * 1e3 for begin, end in pairs]
 
     def synchronize(self) -> None:
-        """Waits for the GPU."""
+        """Wait for the GPU."""
         if self.cuda:
             self._torch.cuda.synchronize()
 
     def kernels(self, batch: dict) -> int:
-        """Kernels that one step launches, copies left out."""
+        """Count the kernels of a step, without copies."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
@@ -93,7 +93,7 @@ class Steps:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Times of the steps after the warm-up, losses of all, and the memory that the steps took at most; then kernels."""
+    """Yield step times after the warm-up, all losses and peak memory; then kernels."""
     with np.load(args.batches) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     options = {"quantize": args.quantize, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
