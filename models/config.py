@@ -91,11 +91,6 @@ class DecoderConfig:
         return replace(self, quantize=how)
 
     @property
-    def embedding_values(self) -> int:
-        """Return V · D."""
-        return self.vocab_size * self.hidden_size
-
-    @property
     def expanded(self) -> "DecoderConfig":
         """Return the config with experts in the dtype of the other weights."""
         return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self

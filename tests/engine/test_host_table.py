@@ -43,7 +43,7 @@ def test_the_planner_counts_no_table_on_the_host(split_parts):
         Planner(replace(work, host_embeddings=host), find_gpu("H200")).plan(parse_policy("full")).device_bytes
         for host in (False, True)
     )
-    assert on_device - on_host == 2 * parts.config.embedding_values
+    assert on_device - on_host == 2 * parts.config.vocab_size * parts.config.hidden_size
     with pytest.raises(ValueError, match="need a frozen table"):
         replace(work, lora=None, host_embeddings=True)
 
