@@ -55,8 +55,8 @@ def losses(folder):
 
 def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, tmp_path):
     whole = train(make_config(**OPTIONS, output=tmp_path / "whole"))
-    (status, errors), (killed, _) = run_two(make_config(**OPTIONS), die_before=7)
-    assert killed == -signal.SIGKILL
+    (status, errors), (killed, last_words) = run_two(make_config(**OPTIONS), die_before=7)
+    assert killed == -signal.SIGKILL, last_words
     assert status == 1
     assert f"error: process 1 on {socket.gethostname()}: died. This process stops too" in errors
     assert 4 <= max(losses(tmp_path / "run")) < 12
