@@ -3,7 +3,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxglue.planner.gpus import peak_flops
 from jaxglue.training.throughput import Meter, memory_use
 
 
@@ -18,32 +17,6 @@ def make_meter(kind: str, count: int = 1):
     clock = Clock()
     devices = [SimpleNamespace(device_kind=kind)] * count
     return Meter(model_flops_per_token=1e9, devices=devices, clock=clock), clock
-
-
-@pytest.mark.parametrize(
-    ("kind", "tflops"),
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
-    ],
-)
-def test_peaks_of_known_gpus(kind, tflops):
-    assert peak_flops(kind) == pytest.approx(tflops * 1e12)
-
-
-@pytest.mark.parametrize(
-    "kind", ["cpu", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H200 MIG 1g.18gb"]
-)
-def test_unknown_devices_have_no_peak(kind):
-    assert peak_flops(kind) is None
 
 
 def test_speed_of_a_window_and_of_the_whole():
