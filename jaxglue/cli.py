@@ -9,30 +9,28 @@ A configuration (`jaxglue.config.Config`) holds plain values and groups, which a
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
 import json
-import sys
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxglue.config import NONE, Kind, groups, nearest, plain_fields
 
 
-def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, description: str | None = None) -> C:
+def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command: str | None = None) -> C:
     """Parse a command line; a mistake ends the program with status 2 and one line that names it.
 
     Args:
         cls: class of the configuration; the first line of its docstring begins the help.
         argv: the arguments, by default those of the process.
-        description: replaces the docstring.
+        command: of `jaxglue`, as usage lines name it; by default the program's name.
     """
-    parser = _build_parser(cls, description or _summary(cls))
+    parser = _build_parser(cls, command)
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
@@ -44,15 +42,6 @@ def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, descript
         return _construct(cls, values, given)
     except ValueError as error:
         parser.error(str(error))
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """End the program with status 1 and one line on a ValueError or an OSError inside: errors that a user can mend."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 def load_config[C](cls: type[C], path: Path) -> C:
@@ -93,9 +82,10 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _build_parser(cls: type, description: str) -> argparse.ArgumentParser:
+def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=description,
+        prog=command and f"jaxglue {command}",
+        description=_summary(cls),
         usage="%(prog)s [--config FILE.toml] [--flag value …]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -1,22 +1,6 @@
-"""Answer prompts with a model and an optional adapter.
+"""Answer prompts: the same as `jaxglue generate`."""
 
-python scripts/generate.py --model models/Qwen3-0.6B --adapter runs/first/adapter --prompt "Why is the sky blue?"
-"""
-
-from jaxglue.cli import parse_config, user_errors
-from jaxglue.generation.chat import GenerateConfig, generate
-
-
-def main() -> None:
-    config = parse_config(GenerateConfig)
-    with user_errors():
-        for prompt, answer in generate(config):
-            if len(config.prompts) > 1:
-                print(f"> {prompt}")
-            for piece in answer:
-                print(piece, end="", flush=True)
-            print()
-
+from jaxglue.commands import run
 
 if __name__ == "__main__":
-    main()
+    run("generate")

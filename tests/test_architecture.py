@@ -7,6 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
+    {"__main__"},
+    {"commands"},
     {"training"},
     {"generation", "planner"},
     {"hf", "engine"},

@@ -1,0 +1,112 @@
+"""The `jaxglue` command: one module for each subcommand, imported when it is called."""
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import jaxglue
+
+COMMANDS = {
+    "train": "fine-tune a model",
+    "generate": "answer prompts with a model and an adapter",
+    "export": "merge an adapter into its base, or quantize a model",
+    "estimate": "predict time and memory of training on a GPU",
+}
+"""Summaries by name; a command is `main(argv)` in the module of its name."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command named by the first argument; without one, print the list of commands."""
+    match sys.argv[1:] if argv is None else list(argv):
+        case [] | ["-h" | "--help" | "help", *_]:
+            print(_help())
+        case ["--version", *_]:
+            print(f"jaxglue {jaxglue.__version__}")
+        case [name, *rest] if name in COMMANDS:
+            run(name, rest)
+        case [name, *_]:
+            _end(f"jaxglue: unknown command {name!r}: use one of {', '.join(COMMANDS)}", status=2)
+
+
+def run(name: str, argv: Sequence[str] | None = None) -> None:
+    """Run one command; Ctrl-C ends it with one line and status 130, an error that a user can mend with status 1.
+
+    Args:
+        name: of the command.
+        argv: its arguments, by default those of the process.
+    """
+    try:
+        with _torch_hidden():
+            with _exit_on_interrupt():
+                command = importlib.import_module(f"jaxglue.commands.{name}")
+            command.main(argv)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the clean-up at once
+        _end(f"jaxglue {name}: interrupted", status=INTERRUPTED)
+    except (ValueError, OSError) as error:
+        _end(f"error: {error}", status=1)
+
+
+@contextmanager
+def _exit_on_interrupt() -> Iterator[None]:
+    """Exit at once on Ctrl-C: a KeyboardInterrupt inside an import may be caught there, or printed as a traceback."""
+    before = signal.signal(signal.SIGINT, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _torch_hidden() -> Iterator[None]:
+    """Make torch appear not installed: libraries import it where it is, for seconds, and nothing here uses it."""
+    absent = "torch" not in sys.modules
+    if absent:
+        _hide_torch()
+    try:
+        yield
+    finally:
+        if absent:
+            del sys.modules["torch"]
+
+
+def _hide_torch() -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"\njaxglue: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _end(line: str, *, status: int) -> None:
+    print(line, file=sys.stderr)
+    sys.exit(status)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: jaxglue COMMAND [--flag value …]",
+            "",
+            "Fine-tune Llama, Qwen3 and GPT-OSS in JAX on NVIDIA GPUs.",
+            "",
+            *lines,
+            "",
+            "jaxglue COMMAND --help lists a command's flags; jaxglue --version prints the version.",
+        ]
+    )
+
+
+# Worker processes import the module of their parent's command line, and so this one, before anything else.
+if (multiprocessing := sys.modules.get("multiprocessing")) and multiprocessing.parent_process():
+    _hide_torch()

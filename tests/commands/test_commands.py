@@ -1,0 +1,53 @@
+"""The `jaxglue` command: its list, its errors, Ctrl-C, and what it keeps out."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from jaxglue.commands import COMMANDS, main
+
+
+def test_help_lists_every_command_without_importing_one(capsys):
+    before = set(sys.modules)
+    main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+    assert not {name for name in set(sys.modules) - before if name.startswith("jaxglue.commands.")}
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys; from jaxglue.commands import main; main([]); "
+        "print(*sorted({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == ""
+
+
+def test_unknown_command_is_named(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2
+    assert "unknown command 'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ValueError("no folder"), 1)])
+def test_interrupts_and_errors_are_one_line(monkeypatch, capsys, error, status):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr("jaxglue.commands.export.main", fail)
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    with pytest.raises(SystemExit) as stop:
+        main(["export"])
+    assert stop.value.code == status
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_torch_is_hidden_while_a_command_runs(monkeypatch):
+    seen = []
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("jaxglue.commands.export.main", lambda argv: seen.append(importlib.util.find_spec("torch")))
+    main(["export"])
+    assert seen == [None] and "torch" not in sys.modules
