@@ -32,7 +32,7 @@ def test_a_collective_is_exposed_where_no_kernel_runs():
 def test_a_folder_without_a_trace_is_refused(tmp_path):
     from traces import copy_overlap
 
-    with pytest.raises(ValueError, match="holds no profiler trace"):
+    with pytest.raises(ValueError, match="no profiler trace"):
         copy_overlap(tmp_path)
 
 
