@@ -4,20 +4,22 @@
     class RunConfig(Config):
         steps: Annotated[int, Range(ge=1), Alias("max_steps")] = 100
 
-Python, flags and TOML recipes read the same declarations: `RunConfig(steps=0)` fails as `--steps 0` does.
+Python, flags and recipes read the same declarations: `RunConfig(steps=0)` fails as `--steps 0` does.
 """
 
+import contextlib
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 NONE = "none"
 """Stands for None, which flags and TOML cannot express, wherever a field is optional."""
+KEEP = object()
+"""Stands for no change to a field."""
 _ACCEPTS: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float), bool: (bool,), Path: (str,)}
 """Types that each field type is converted from, besides itself."""
 
@@ -42,10 +44,22 @@ class Range:
 
 
 class Alias:
-    """Further names that flags and recipes accept for a field."""
+    """Further names that flags and recipes accept for a field.
 
-    def __init__(self, *names: str):
-        self.names = names
+    Args:
+        names: that other programs have for it.
+        values: their values by ours, where these differ; a False that is not among them leaves the field alone.
+    """
+
+    def __init__(self, *names: str, values: Mapping[Any, Any] | None = None):
+        self.names, self.values = names, values
+
+
+class Instead:
+    """Remedies for values of other programs that no value of a field replaces, such as lora and NF4 for qlora."""
+
+    def __init__(self, **remedies: str):
+        self.remedies = remedies
 
 
 PositiveInt = Annotated[int, Range(ge=1)]
@@ -56,14 +70,17 @@ NonNegativeFloat = Annotated[float, Range(ge=0)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The declaration of a field: a scalar or a tuple of scalars, with its choices, range and aliases."""
+    """The declaration of a field: a scalar or a tuple of scalars, with its choices, range and names."""
 
     scalar: type
     optional: bool = False
     many: bool = False
     choices: tuple[Any, ...] = ()
     range: Range = Range()
-    aliases: tuple[str, ...] = ()
+    aliases: Mapping[str, Mapping[Any, Any] | None] = dataclasses.field(default_factory=dict)
+    """Further names; each with its values by ours, or None for the same values."""
+    remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What to give instead of a value of another program."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()
@@ -86,11 +103,26 @@ class Kind:
         """Convert the text of a flag: one item of a list, else the whole value; raises like `read`."""
         if self.optional and text == NONE:
             return None
-        try:
-            value = self.scalar(text)
-        except ValueError:
-            value = text
+        value: Any = text
+        with contextlib.suppress(ValueError):
+            # Other programs print whole numbers as floats: 3.0 epochs.
+            value = self.scalar(text.removesuffix(".0") if self.scalar is int else text)
         return self.read_one(value)
+
+    def from_alias(self, name: str, value: Any) -> Any:
+        """Return our value for the one given under a name of the field; KEEP for a switch that is off.
+
+        Raises:
+            ValueError: the alias has other values.
+        """
+        values = self.aliases.get(name)
+        if values is None:
+            return value
+        if value in values:
+            return values[value]
+        if value is False:
+            return KEEP
+        raise ValueError(f"expected {' | '.join(map(str, values))}, got {value!r}")
 
     def read_one(self, value: Any) -> Any:
         """Convert one item; raises like `read`."""
@@ -98,12 +130,15 @@ class Kind:
             raise self._unexpected(value)
         result = self.scalar(value)
         if self.choices and result not in self.choices:
-            raise self._unexpected(value, nearest(str(value), map(str, self.choices)))
+            raise self._unexpected(value, self._remedy(str(value)))
         if isinstance(result, float) and not math.isfinite(result):
             raise self._unexpected(value, ", which is not finite")
         if isinstance(result, int | float) and result not in self.range:
             raise self._unexpected(value)
         return result
+
+    def _remedy(self, value: str) -> str:
+        return f": {self.remedies[value]}" if value in self.remedies else nearest(value, map(str, self.choices))
 
     def _unexpected(self, value: Any, hint: str = "") -> ValueError:
         return ValueError(f"expected {self}, got {value!r}{hint}")
@@ -140,9 +175,36 @@ def plain_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Kind]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known name most like an unknown one, empty if none is alike."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return a hint at the one known name of which `name` is a misspelling, empty if there is none."""
+    close = sorted(other for other in set(known) if _is_misspelling(name.strip("-"), other.strip("-")))
+    return f"; did you mean {close[0]}?" if len(close) == 1 else ""
+
+
+def _is_misspelling(name: str, other: str) -> bool:
+    """Tell whether one word of two names differs by a slip, or only the separators do.
+
+    Whole words and digits say what a name means (eval_steps, top_k, beta2), so they must agree.
+    """
+    words, others = (text.lower().replace("-", "_").split("_") for text in (name, other))
+    if "".join(words) == "".join(others):
+        return True
+    different = [pair for pair in zip(words, others, strict=False) if pair[0] != pair[1]]
+    return len(words) == len(others) and len(different) == 1 and _is_slip(*different[0])
+
+
+def _is_slip(word: str, other: str) -> bool:
+    """Tell whether a letter of a longer word is missing, added, wrong, or swapped with its neighbor."""
+    if (
+        min(len(word), len(other)) < 3
+        or max(len(word), len(other)) < 4
+        or word[0] != other[0]
+        or not (word + other).isalpha()
+    ):
+        return False
+    start = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
+    rest, other_rest = word[start:], other[start:]
+    swapped = rest[:2] == other_rest[1::-1] and rest[2:] == other_rest[2:]
+    return swapped or other_rest[1:] in (rest, rest[1:]) or rest[1:] == other_rest
 
 
 def _fields(cls: type) -> Iterator[dataclasses.Field]:
@@ -171,5 +233,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
             case Range():
                 kind = dataclasses.replace(kind, range=note)
             case Alias():
-                kind = dataclasses.replace(kind, aliases=note.names)
+                aliases = {**kind.aliases, **dict.fromkeys(note.names, note.values)}
+                kind = dataclasses.replace(kind, aliases=aliases)
+            case Instead():
+                kind = dataclasses.replace(kind, remedies=note.remedies)
     return kind

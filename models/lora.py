@@ -6,7 +6,7 @@ from typing import Annotated
 
 from flax import nnx
 
-from jaxglue.config import Config, PositiveInt, Range
+from jaxglue.config import Alias, Config, PositiveInt, Range
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import Linear
 from jaxglue.models.moe_layers import ExpertLinear
@@ -18,15 +18,19 @@ ALL_LINEAR = "all-linear"
 class LoraConfig(Config):
     """Targets, rank and scale of the adapters."""
 
-    rank: PositiveInt = 16
+    rank: Annotated[PositiveInt, Alias("lora_r", "lora_rank", "r")] = 16
     """Rank R of each adapter."""
-    alpha: float = 16.0
+    alpha: Annotated[float, Alias("lora_alpha")] = 16.0
     """Scale adapter outputs by alpha / rank."""
-    dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Range(ge=0, lt=1), Alias("lora_dropout")] = 0.0
     """Dropout probability on adapter inputs during training."""
-    rslora: bool = False
+    rslora: Annotated[bool, Alias("use_rslora", "lora_use_rslora", "peft_use_rslora")] = False
     """Scale by alpha / √rank instead (rsLoRA, arXiv 2312.03732)."""
-    targets: tuple[str, ...] = (ALL_LINEAR,)
+    targets: Annotated[
+        tuple[str, ...],
+        Alias("target_modules", "lora_target_modules", "lora_target"),
+        Alias("lora_target_linear", values={True: (ALL_LINEAR,)}),
+    ] = (ALL_LINEAR,)
     """Linear layers to adapt, such as q_proj, or the experts' gate_up_proj and down_proj; all-linear selects every one
     in the decoder layers, including experts, excluding routers."""
 

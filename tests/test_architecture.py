@@ -16,6 +16,8 @@ FLOORS = (
     {"models"},
     {"data"},
     {"cli", "distributed", "ops"},
+    {"recipe"},
+    {"dialects"},
     {"config"},
 )
 """From the top; packages of one floor do not import each other."""

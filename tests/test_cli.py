@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 import pytest
 
-from jaxglue.cli import as_dict, load_config, parse_config, to_toml
+from jaxglue.cli import parse_config
 from jaxglue.config import Alias, Config, Range
+from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.training.config import TrainConfig
 
 
@@ -130,10 +131,10 @@ def test_help_shows_groups_docstrings_defaults_and_ranges(capsys):
     for part in (
         "Train something.",
         "data: What to read.",
-        "--seq-len int, --max-length int, --row-tokens int Tokens in a row, 100% of them. (default: 128; >= 1)",
+        "--seq-len, --max-length, --row-tokens int Tokens in a row, 100% of them. (default: 128; >= 1)",
         "A folder of JSONL. (required)",
         "--schedule cosine|linear (default: cosine)",
-        "--full, --no-full (default: False)",
+        "--[no-]full (default: False)",
         "Of everything random. (default: 0)",
     ):
         assert part in text
@@ -176,3 +177,42 @@ def test_wrong_recipe_is_named(error_of, write_recipe, recipe, message):
 
 def test_missing_recipe_is_named(error_of, tmp_path):
     assert "nowhere.toml: cannot read this recipe: No such file" in error_of("--config", tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "group", "field", "value"),
+    [
+        ("--lora_r 8", "lora", "rank", 8),
+        ("--logging-steps=1", "run", "log_every", 1),
+        ("--num_train_epochs 3.0", "run", "epochs", 3),
+        ("--max_steps 7", "run", "steps", 7),
+        ("--load_in_4bit", "model", "quantize", "nf4"),
+        ("--load_in_4bit True", "model", "quantize", "nf4"),
+        ("--load_in_4bit false", "model", "quantize", "none"),
+        ("--optim adamw_8bit", "optimizer", "moments", "8bit"),
+        ("--lr 1e-3", "optimizer", "learning_rate", 1e-3),
+        ("--method full", "optimizer", "learning_rate", 2e-5),
+        ("--max_seq_length 512", "data", "seq_len", 512),
+        ("--train_on_inputs true", "data", "loss_on", "all"),
+        ("--lora-target-linear", "lora", "targets", ("all-linear",)),
+    ],
+)
+def test_names_of_other_programs_are_accepted(flags, group, field, value):
+    config = parse_config(TrainConfig, ["--model", "m", "--data", "d", *flags.split()])
+    assert getattr(getattr(config, group), field) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--packing true", "--packing has no counterpart: documents are always packed"),
+        ("--logging_step 1", "unknown argument --logging-step; did you mean --logging-steps?"),
+        ("--top-k 1", "unknown argument --top-k; --help"),
+        ("--optim lion", "argument --optim: expected adamw_torch | "),
+        ("--method qlora", "got 'qlora': give --method lora --quantize nf4"),
+    ],
+)
+def test_suggestions_keep_the_meaning(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse_config(TrainConfig, ["--model", "m", "--data", "d", *flags.split()])
+    assert message in capsys.readouterr().err

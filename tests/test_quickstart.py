@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from jaxglue.cli import load_config
 from jaxglue.data import load_tokenizer, prepare_data
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
+from jaxglue.recipe import load_config
 from jaxglue.training.config import TrainConfig
 
 

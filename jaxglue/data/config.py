@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxglue.config import Config, NonNegativeInt, PositiveInt, Range
+from jaxglue.config import Alias, Config, NonNegativeInt, PositiveInt, Range
 
 Format = Literal["auto", "messages", "conversations", "prompt_completion", "text"]
 LossOn = Literal["assistant", "all"]
@@ -22,27 +22,35 @@ class DataConfig(Config):
     data: tuple[str, ...]
     """Files or folders (JSONL, JSON, Parquet, saved `datasets`), or `hf:owner/name` on the Hugging Face hub, the only
     source that uses the network."""
-    eval_data: tuple[str, ...] = ()
+    eval_data: Annotated[tuple[str, ...], Alias("eval_dataset")] = ()
     """Held-out data, from the same kinds of sources."""
-    eval_fraction: Annotated[float, Range(ge=0, lt=1)] = 0.0
+    eval_fraction: Annotated[float, Range(ge=0, lt=1), Alias("val_set_size", "val_size")] = 0.0
     """Fraction of `data` to hold out instead, sampled with `seed`."""
-    split: str = "train"
+    split: Annotated[str, Alias("dataset_train_split", "dataset_split")] = "train"
     """Split of a `datasets` folder or hub data set."""
     format: Format = "auto"
     """Row format; `auto` detects it from the first row's keys and reports it."""
-    loss_on: LossOn = "assistant"
+    loss_on: Annotated[
+        LossOn,
+        Alias("train_on_inputs", "train_on_prompt", values={True: "all", False: "assistant"}),
+        Alias("assistant_only_loss", values={True: "assistant", False: "all"}),
+    ] = "assistant"
     """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `all`: every token."""
-    seq_len: Annotated[int, Range(ge=2)] = 4096
+    seq_len: Annotated[
+        int, Range(ge=2), Alias("max_seq_len", "max_seq_length", "max_length", "sequence_len", "cutoff_len")
+    ] = 4096
     """T: tokens in a packed row."""
-    overlong: Overlong = "truncate"
+    overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
     """Treatment of documents above `seq_len` tokens, with counts reported."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Alias("random_state")] = 0
     """Seed of the held-out split and of the reported packing."""
-    cache_dir: str = "runs/cache"
+    cache_dir: Annotated[str, Alias("dataset_prepared_path")] = "runs/cache"
     """Folder that caches tokenized data."""
-    workers: PositiveInt | None = None
+    workers: (
+        Annotated[PositiveInt, Alias("preprocessing_num_workers", "dataset_num_proc", "dataset_processes")] | None
+    ) = None
     """Tokenizing processes; by default one per CPU for large data, otherwise one."""
 
     def validate(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxglue.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxglue.data import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.engine.policy import check_remat
@@ -16,20 +16,31 @@ from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.attention import BACKENDS
 from jaxglue.ops.quant.formats import Quantize
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.optimizer import OptimizerConfig
+from jaxglue.training.optimizer import LEARNING_RATES, OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
     """The model to start from, and how it runs."""
 
-    model: str
+    model: Annotated[str, Alias("base_model", "model_name_or_path", "model_name")]
     """A Hugging Face model folder: config.json, tokenizer and safetensors."""
     random_weights: bool = False
     """Start from random weights, so that the folder needs no safetensors."""
-    method: Literal["lora", "full"] = "lora"
+    method: Annotated[
+        Literal["lora", "full"],
+        Alias("finetuning_type"),
+        Alias("use_peft", values={True: "lora"}),
+        Alias("full_finetuning", values={True: "full"}),
+        Instead(qlora="give --method lora --quantize nf4"),
+    ] = "lora"
     """Train adapters on frozen weights, or all weights."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        Alias("torch_dtype"),
+        Alias("bf16", values={True: "bfloat16", "full": "bfloat16", "auto": "auto"}),
+        Instead(float16="its range is too small for training; use bfloat16"),
+    ] = "auto"
     """Of activations, matmuls and frozen weights; auto is bfloat16 on GPUs, float32 on CPUs. Trainable weights are
     always float32."""
     attention: Literal[BACKENDS] = "auto"  # type: ignore[valid-type]
@@ -46,7 +57,12 @@ class ModelConfig(Config):
     """Where the frozen embedding table is: on the GPU, or in host memory, from which each step reads its rows."""
     expand_experts: bool = False
     """Expand MXFP4 experts on loading: four times their memory, faster steps."""
-    quantize: Annotated[Quantize, Alias("quantise")] = "none"
+    quantize: Annotated[
+        Quantize,
+        Alias("quantise"),
+        Alias("load_in_4bit", values={True: "nf4"}),
+        Alias("load_in_8bit", values={True: "int8"}),
+    ] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
     router_balance_loss: NonNegativeFloat = 0.0
@@ -82,30 +98,34 @@ class ModelConfig(Config):
 class RunConfig(Config):
     """How long to train, what to watch, and where the results go."""
 
-    output: Path = Path("runs/latest")
+    output: Annotated[Path, Alias("output_dir")] = Path("runs/latest")
     """Folder for the adapter, checkpoints, metrics and curve."""
     batch_size: PositiveInt = 1
     """B: packed rows in a micro-batch, over all GPUs."""
+    per_device_batch_size: Annotated[PositiveInt, Alias("per_device_train_batch_size", "micro_batch_size")] | None = (
+        None
+    )
+    """Packed rows on each GPU instead; those of a tensor axis share theirs."""
     gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
     """Micro-batches in an optimizer step."""
     mesh: str = AUTO
     """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
     for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
-    epochs: PositiveInt = 1
+    epochs: Annotated[PositiveInt, Alias("num_train_epochs", "num_epochs")] = 1
     """Passes over the data, unless steps is given."""
-    steps: PositiveInt | None = None
+    steps: Annotated[PositiveInt, Alias("max_steps")] | None = None
     """Optimizer steps; by default those of all epochs."""
-    log_every: PositiveInt = 10
+    log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10
     """Optimizer steps between lines of metrics."""
-    eval_every: PositiveInt | None = None
+    eval_every: Annotated[PositiveInt, Alias("eval_steps")] | None = None
     """Optimizer steps between evaluations, and between readings of expert load; by default one epoch."""
-    save_every: PositiveInt | None = None
+    save_every: Annotated[PositiveInt, Alias("save_steps")] | None = None
     """Optimizer steps between checkpoints; by default as many as between evaluations."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Annotated[PositiveInt, Alias("save_total_limit")] = 2
     """Latest checkpoints to keep, besides the best one."""
     resume: bool = False
     """Continue the run in the output folder."""
-    overwrite: bool = False
+    overwrite: Annotated[bool, Alias("overwrite_output_dir")] = False
     """Delete the run in the output folder first."""
     dry_run: bool = False
     """Check everything, print the plan and train nothing."""
@@ -119,7 +139,9 @@ class RunConfig(Config):
     """Folder on a local disk that keeps compiled programs for the next run; none keeps none."""
 
     def validate(self) -> None:
-        """Refuse a malformed mesh."""
+        """Refuse a malformed mesh and two batch sizes."""
+        if self.per_device_batch_size and self.batch_size > 1:
+            raise ValueError("--batch-size and --per-device-batch-size are both given: leave one out")
         if self.mesh != AUTO:
             MeshShape.parse(self.mesh)
 
@@ -136,7 +158,10 @@ class TrainConfig(Config):
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def validate(self) -> None:
-        """Refuse sample prompts on weights in host memory."""
+        """Settle the learning rate of the method; refuse sample prompts on weights in host memory."""
+        if self.optimizer.learning_rate is None:
+            optimizer = replace(self.optimizer, learning_rate=LEARNING_RATES[self.model.method])
+            object.__setattr__(self, "optimizer", optimizer)
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")

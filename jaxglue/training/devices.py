@@ -40,6 +40,16 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
     return last, choose_remat(config, model, visible_keys, last)
 
 
+def with_global_batch(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with `batch_size` for all devices, if it is given for each."""
+    run = config.run
+    if run.per_device_batch_size is None:
+        return config
+    shards = jax.device_count() if run.mesh == AUTO else MeshShape.parse(run.mesh).batch_shards
+    batch_size = run.per_device_batch_size * shards
+    return replace(config, run=replace(run, batch_size=batch_size, per_device_batch_size=None))
+
+
 def agree_on_mesh(
     config: TrainConfig, model: DecoderConfig, visible_keys: float, processes: Processes
 ) -> tuple[MeshShape, RematChoice]:

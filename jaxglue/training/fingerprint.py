@@ -3,8 +3,8 @@
 import hashlib
 from typing import Any
 
-from jaxglue.cli import as_dict
 from jaxglue.hf.checkpoint import open_checkpoint
+from jaxglue.recipe import as_dict
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.setup import Setup
 

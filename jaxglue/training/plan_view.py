@@ -13,6 +13,7 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.optimizer import LEARNING_RATES, warmup_steps
 from jaxglue.training.setup import Setup
 
 _STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
@@ -30,6 +31,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
         "data": setup.data.report,
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
+        "optimizer": _optimizer(setup),
         "steps": f"{setup.total_steps:,} ({setup.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
         "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}",
         "remat": setup.remat,
@@ -40,6 +42,13 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "memory": _memory(setup),
         "output": run.output,
     }
+
+
+def _optimizer(setup: Setup) -> str:
+    optimizer, method = setup.config.optimizer, setup.config.model.method
+    default = f" (default of --method {method})" if optimizer.learning_rate == LEARNING_RATES[method] else ""
+    rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
+    return f"AdamW, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 
 
 def _memory(setup: Setup) -> str:

@@ -14,7 +14,7 @@ from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import check_model
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.devices import agree_on_mesh
+from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.workload import make_workload
 
@@ -59,6 +59,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     Raises:
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
+    config = with_global_batch(config)
     model = _read_model(config)
     if not config.model.random_weights:
         open_checkpoint(config.model.model)

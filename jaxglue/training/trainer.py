@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxglue.cli import as_dict, to_toml
 from jaxglue.data.batch import Batch
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.files import atomic_file, write_json
+from jaxglue.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxglue.cli import to_toml
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.recipe import to_toml
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.trainer import train
 

@@ -1,0 +1,184 @@
+"""Recipes of other programs (axolotl, LLaMA-Factory, TRL), and their settings that have no place here.
+
+Most of their names are aliases beside our fields; this module has the rest.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.config import KEEP, Kind, groups, nearest, plain_fields
+
+_logger = logging.getLogger(__name__)
+
+_PACKED = "documents are always packed, and see only themselves"
+_REMAT = "--remat decides what is recomputed"
+_ATTENTION = "--attention chooses the kernel; auto takes the fastest"
+_MESH = "--mesh says how GPUs share the work"
+_DATA = "name files, folders or hf:owner/name with --data"
+_RECORD = "metrics.jsonl and tensorboard/ are always written"
+_TEMPLATE = "the tokenizer's own template is used, or the Jinja file of --chat-template"
+_KERNELS = "kernels are chosen by GPU and shape"
+_WHOLE = "evaluations and checkpoints are counted in steps: --eval-every, --save-every"
+NOTES = {
+    **dict.fromkeys(
+        ("packing", "sample_packing", "eval_sample_packing", "pad_to_sequence_len", "neat_packing", "group_by_length"),
+        _PACKED,
+    ),
+    **dict.fromkeys(
+        (
+            "gradient_checkpointing",
+            "gradient_checkpointing_kwargs",
+            "use_gradient_checkpointing",
+            "activation_offloading",
+        ),
+        _REMAT,
+    ),
+    **dict.fromkeys(
+        ("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"), _ATTENTION
+    ),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp"), _MESH),
+    **dict.fromkeys(("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field"), _DATA),
+    **dict.fromkeys(
+        (
+            *("report_to", "logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
+            *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
+        ),
+        _RECORD,
+    ),
+    **dict.fromkeys(("template", "tokenizer_type", "model_type"), _TEMPLATE),
+    **dict.fromkeys(("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile"), _KERNELS),
+    **dict.fromkeys(
+        ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"), _WHOLE
+    ),
+    **dict.fromkeys(
+        ("saves_per_epoch", "per_device_eval_batch_size", "eval_batch_size", "save_safetensors", "save_only_model"),
+        _WHOLE,
+    ),
+    **dict.fromkeys(("do_train", "do_eval", "stage", "strict", "load_best_model_at_end"), "this is what training does"),
+    **dict.fromkeys(("bias", "fp16"), "adapters have no biases, and dtypes are bfloat16 and float32: --dtype"),
+    "trust_remote_code": "no remote code is ever run",
+    "resume_from_checkpoint": "--resume continues the latest checkpoint of --output",
+    "auto_resume_from_checkpoints": "--resume continues the latest checkpoint of --output",
+}
+"""What to do instead of settings of other programs, by their names."""
+
+Nested = dict[str, Any]
+
+
+def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
+    """Return the values of another program's flat recipe by our groups and fields, those of groups one level down.
+
+    Settings in `NOTES` are named in a warning and left out.
+
+    Raises:
+        ValueError: names all the settings that are not known, or the one whose value is not.
+    """
+    places = dict(_places(cls))
+    values: Nested = {}
+    left_out, unknown = [], []
+    for key, value in {**_method(recipe), **recipe}.items():
+        try:
+            if key in _CONVERTERS:
+                _merge(values, _CONVERTERS[key](value))
+            elif key in places:
+                group, field, kind = places[key]
+                if (read := kind.from_alias(key, _whole(kind, value))) is not KEEP:
+                    _merge(values, {group: {field: kind.read(read)}})
+            elif key in NOTES:
+                left_out.append(f"{key} ({NOTES[key]})")
+            else:
+                unknown.append(f"{key}{nearest(key, places)}")
+        except ValueError as error:
+            raise ValueError(f"{where}{key}: {error}") from None
+    if unknown:
+        raise ValueError(f"{where}settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+    if left_out:
+        _logger.warning("%sleft out: %s", where, "; ".join(left_out))
+    return values
+
+
+def _places(cls: type) -> Iterator[tuple[str, tuple[str, str, Kind]]]:
+    """Yield the names of every group's fields, each with its group, field and declaration."""
+    for group, members in groups(cls).items():
+        for field, kind in plain_fields(members).values():
+            for name in (field.name, *kind.aliases):
+                yield name, (group, field.name, kind)
+
+
+def _merge(values: Nested, more: Nested) -> None:
+    for group, fields in more.items():
+        table = values.setdefault(group, {})
+        if twice := [name for name in fields if name in table and table[name] != fields[name]]:
+            raise ValueError(f"{', '.join(twice)} is given twice, by this name and another: leave one out")
+        table.update(fields)
+
+
+def _whole(kind: Kind, value: Any) -> Any:
+    """Return the whole number that a float stands for, such as 3 for 3.0 epochs."""
+    return int(value) if kind.scalar is int and isinstance(value, float) and value.is_integer() else value
+
+
+def _method(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the training method that another program takes where its recipe names none: full, but in LLaMA-Factory."""
+    full = "base_model" in recipe or "model_name_or_path" in recipe
+    named = {"adapter", "finetuning_type", "use_peft", "stage", "method", "full_finetuning"} & recipe.keys()
+    return {"method": "full"} if full and not named else {}
+
+
+def _adapter(value: Any) -> Nested:
+    if value not in ("lora", "qlora"):
+        raise ValueError(f"expected lora | qlora, got {value!r}")
+    return {"model": {"method": "lora", **({"quantize": "nf4"} if value == "qlora" else {})}}
+
+
+def _data_sets(field: str) -> Callable[[Any], Nested]:
+    """Return the reader of a list of data sets into a field of the table [data]."""
+
+    def read(value: Any) -> Nested:
+        if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):
+            raise ValueError("expected a list of data sets, each with its path")
+        if unknown := {key for item in value for key in item} - {
+            "path",
+            "type",
+            "split",
+            "name",
+            "data_files",
+            "ds_type",
+        }:
+            raise ValueError(
+                f"settings that jaxglue does not know: {', '.join(sorted(unknown))}. Rows of messages, conversations, "
+                "prompt and completion, or text are read as they are; remove the settings if yours are such rows"
+            )
+        sources = [source for item in value for source in _sources(item)]
+        splits = {item["split"] for item in value if "split" in item}
+        if len(splits) > 1:
+            raise ValueError(f"all data sets are read from one split, got {', '.join(sorted(splits))}")
+        return {"data": {field: tuple(sources), **({"split": splits.pop()} if splits else {})}}
+
+    return read
+
+
+def _sources(item: Mapping[str, Any]) -> list[str]:
+    """Return a data set's files, or its name on the hub."""
+    path, files = str(item["path"]), item.get("data_files", [])
+    if files:
+        return [files] if isinstance(files, str) else [str(file) for file in files]
+    hub = not Path(path).exists() and not Path(path).suffix and path.count("/") == 1
+    return ["hf:" + ":".join(filter(None, [path, item.get("name")]))] if hub else [path]
+
+
+def _template(value: Any) -> Nested:
+    if not str(value).startswith("tokenizer_default"):
+        raise ValueError(f"{_TEMPLATE}; got {value!r}")
+    return {}
+
+
+_CONVERTERS: dict[str, Callable[[Any], Nested]] = {
+    "adapter": _adapter,
+    "datasets": _data_sets("data"),
+    "test_datasets": _data_sets("eval_data"),
+    "chat_template": _template,
+}
+"""Readers of settings whose values differ in kind."""

@@ -1,0 +1,202 @@
+"""Recipes: files that hold the fields of a configuration, in TOML or YAML.
+
+A table for each group holds its fields; `{recipe}` in a text stands for the recipe's folder.
+
+    [data]
+    seq_len = 4096
+
+A YAML file without such tables is taken for a recipe of another program (`jaxglue.dialects`).
+"""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
+from jaxglue.dialects import translate
+
+SHIPPED = Path(__file__).parent / "recipes"
+"""Recipes that come with the library."""
+_FOLDER = "{recipe}"
+_YAML = (".yaml", ".yml")
+
+
+def find_recipe(name: str | Path) -> Path:
+    """Return the recipe's file: an existing one, or a shipped one by its bare name.
+
+    Raises:
+        ValueError: neither; lists the shipped recipes.
+    """
+    path, shipped = Path(name), SHIPPED / f"{name}.toml"
+    if not path.is_file() and str(name) in shipped_recipes():
+        return shipped
+    if not path.exists() and path.suffix not in (".toml", *_YAML):
+        raise ValueError(f"no recipe named {name}: give a file, or one of {', '.join(shipped_recipes())}")
+    return path
+
+
+def shipped_recipes() -> list[str]:
+    """Return the names of the recipes that come with the library."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def load_config[C](cls: type[C], path: Path) -> C:
+    """Read a recipe; `ValueError` names the file, the key and its remedy."""
+    return construct(cls, read_recipe(cls, path), {})
+
+
+def read_recipe(cls: type, path: Path) -> dict[str, Any]:
+    """Return the recipe's values by field name, those of groups one level down.
+
+    Raises:
+        ValueError: an unreadable file, or a key or value that the configuration does not have.
+    """
+    tables = _with_folder(_parse(path), str(path.resolve().parent))
+    subgroups = groups(cls)
+    if path.suffix in _YAML and subgroups and not any(isinstance(tables.get(name), dict) for name in subgroups):
+        return translate(tables, cls, f"{path}: ")
+    plain = {key: value for key, value in tables.items() if key not in subgroups}
+    values = _read_table(plain, cls, f"{path}: ", cls, "")
+    for name in subgroups.keys() & tables.keys():
+        if not isinstance(tables[name], dict):
+            raise ValueError(f"{path}: {name} = {tables[name]!r}: expected the table [{name}]")
+        values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name)
+    return values
+
+
+def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, Any]) -> C:
+    """Build a configuration from a recipe's nested values and the flags' flat ones, which win.
+
+    Raises:
+        ValueError: a required field is missing, or the configuration refuses a value.
+    """
+    fields = plain_fields(cls)
+    values = {**values, **{name: flags[name] for name in fields.keys() & flags.keys()}}
+    for field, _ in fields.values():
+        if field.name not in values and is_required(field):
+            flag = field.name.replace("_", "-")
+            raise ValueError(f"--{flag} is missing: give the flag or its key in a recipe")
+    nested: dict[str, Any] = {
+        name: construct(group, values.get(name, {}), flags) for name, group in groups(cls).items()
+    }
+    return cls(**values | nested)
+
+
+def is_required(field: dataclasses.Field) -> bool:
+    """Tell whether a field has no default."""
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Return a configuration in TOML's and JSON's types: groups as nested dictionaries, None as "none"."""
+    return {field.name: to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def to_toml(config: Any) -> str:
+    """Write a recipe with every field; `load_config` reads it back as an equal configuration."""
+    values = as_dict(config)
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    blocks = [_assignments({key: value for key, value in values.items() if key not in tables})]
+    blocks += [f"[{name}]\n" + _assignments(table) for name, table in tables.items()]
+    return "\n".join(filter(None, blocks))
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value of a configuration in TOML's and JSON's types."""
+    if dataclasses.is_dataclass(value):
+        return as_dict(value)
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in value]
+    if value is None:
+        return NONE
+    return str(value) if isinstance(value, Path) else value
+
+
+def _assignments(values: dict[str, Any]) -> str:
+    # TOML's strings, numbers, booleans and lists are JSON's.
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _parse_yaml(text) if path.suffix in _YAML else tomllib.loads(text)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read this recipe: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid {'YAML' if path.suffix in _YAML else 'TOML'}: {error}") from error
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """Parse YAML, with keys that have no value left out."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(values, dict):
+        raise ValueError("expected keys and values")
+    return {key: _number(value) for key, value in values.items() if value is not None}
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a text stands for: YAML reads 2e-4 as text, for want of a dot."""
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items() if item is not None}
+    if not isinstance(value, str) or "e" not in value.lower():
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _with_folder(value: Any, folder: str) -> Any:
+    """Return parsed values with the recipe's folder put in."""
+    match value:
+        case str():
+            return value.replace(_FOLDER, folder)
+        case list():
+            return [_with_folder(item, folder) for item in value]
+        case dict():
+            return {key: _with_folder(item, folder) for key, item in value.items()}
+    return value
+
+
+def _read_table(table: dict[str, Any], cls: type, where: str, root: type, own: str) -> dict[str, Any]:
+    """Return the values of one table by field name; a key that belongs to another of `root`'s tables is told so."""
+    fields = plain_fields(cls)
+    names = {key: name for name, (_, kind) in fields.items() for key in (name, *kind.aliases)}
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in names:
+            raise ValueError(f"{where}{_unknown(key, value, names, root, own)}")
+        read = _read_value(fields[names[key]][1], key, value, where)
+        if names[key] in values and read is not KEEP:
+            raise ValueError(f"{where}{key}: {names[key]} is given twice, by this name and another: leave one out")
+        if read is not KEEP:
+            values[names[key]] = read
+    return values
+
+
+def _read_value(kind: Kind, key: str, value: Any, where: str) -> Any:
+    try:
+        value = kind.from_alias(key, value)
+        return value if value is KEEP else kind.read(value)
+    except ValueError as error:
+        raise ValueError(f"{where}{key}: {error}") from None
+
+
+def _unknown(key: str, value: Any, names: Collection[str], root: type, own: str) -> str:
+    """Describe an unknown key with the table it belongs to, or the key it may be a misspelling of."""
+    if isinstance(value, dict):
+        return f"unknown table [{key}]{nearest(key, groups(root))}"
+    for name, cls in {**groups(root), "": root}.items():
+        if name != own and any(key in (field, *kind.aliases) for field, (_, kind) in plain_fields(cls).items()):
+            place = f"in the table [{name}]" if name else "above the first table"
+            return f"{key!r} belongs {place}"
+    return f"unknown key {key!r}{nearest(key, names)}"

@@ -1,0 +1,129 @@
+"""Recipes: shipped ones, YAML, misplaced keys, and those of other programs."""
+
+import pytest
+
+from jaxglue.cli import parse_config
+from jaxglue.recipe import find_recipe, load_config, shipped_recipes
+from jaxglue.training.config import TrainConfig
+
+AXOLOTL = """
+base_model: Qwen/Qwen3-8B
+load_in_4bit: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+datasets:
+  - path: tatsu/chats
+    type: chat_template
+    split: train[:90%]
+  - path: data/mine.jsonl
+val_set_size: 0.05
+dataset_prepared_path:
+sequence_len: 2048
+sample_packing: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3.0
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+train_on_inputs: false
+bf16: auto
+tf32: false
+wandb_project:
+gradient_checkpointing: true
+warmup_steps: 10
+output_dir: ./outputs/qlora
+"""
+LLAMA_FACTORY = """
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+cutoff_len: 2048
+dataset: identity
+template: qwen3
+per_device_train_batch_size: 1
+num_train_epochs: 3.0
+lr_scheduler_type: linear
+learning_rate: 1.0e-4
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "recipe.yml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipe_is_valid(name):
+    config = parse_config(TrainConfig, ["--recipe", name, "--data", "x"])
+    assert str(config.run.output) == f"runs/{name}"
+
+
+def test_unknown_shipped_recipe_lists_them_all():
+    with pytest.raises(ValueError, match="no recipe named quick: give a file, or one of .*quickstart"):
+        find_recipe("quick")
+
+
+def test_text_of_a_recipe_may_name_its_folder(write):
+    path = write('[model]\nmodel = "{recipe}/model"\n[data]\ndata = ["x"]', "recipe.toml")
+    assert load_config(TrainConfig, path).model.model == str(path.parent / "model")
+
+
+def test_yaml_has_the_tables_of_toml(write):
+    path = write("model:\n  model: m\ndata:\n  data: [a, b]\n  seq_len: 64\noptimizer:\n  learning_rate: 3e-4\n")
+    config = load_config(TrainConfig, path)
+    assert (config.model.model, config.data.data, config.data.seq_len) == ("m", ("a", "b"), 64)
+    assert config.optimizer.learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[data]\nlearning_rate = 1e-4", r"\[data\] 'learning_rate' belongs in the table \[optimizer\]"),
+        ("lora_r = 4", r"'lora_r' belongs in the table \[lora\]"),
+        ("[run]\nlearning_rat = 1", r"\[run\] unknown key 'learning_rat'$"),
+    ],
+)
+def test_misplaced_key_is_told_its_table(write, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(TrainConfig, write(text, "recipe.toml"))
+
+
+def test_axolotl_recipe_is_translated(write, caplog):
+    config = load_config(TrainConfig, write(AXOLOTL))
+    model, data, lora, run = config.model, config.data, config.lora, config.run
+    assert (model.model, model.method, model.quantize) == ("Qwen/Qwen3-8B", "lora", "nf4")
+    assert data.data == ("hf:tatsu/chats", "data/mine.jsonl") and data.split == "train[:90%]"
+    assert (data.eval_fraction, data.seq_len, data.loss_on) == (0.05, 2048, "assistant")
+    assert (lora.rank, lora.alpha, lora.dropout, lora.targets) == (32, 16.0, 0.05, ("all-linear",))
+    assert (run.gradient_accumulation_steps, run.per_device_batch_size, run.epochs) == (4, 2, 3)
+    assert (config.optimizer.moments, config.optimizer.warmup_steps) == ("8bit", 10)
+    assert "sample_packing (documents are always packed" in caplog.text
+
+
+def test_llama_factory_recipe_is_translated(write):
+    config = parse_config(TrainConfig, ["--recipe", str(write(LLAMA_FACTORY)), "--data", "x"])
+    assert (config.model.method, config.lora.rank, config.data.seq_len, config.run.epochs) == ("lora", 8, 2048, 3)
+
+
+def test_recipe_without_adapter_trains_all_weights(write):
+    path = write("base_model: m\ndatasets:\n  - path: a.jsonl\n")
+    config = load_config(TrainConfig, path)
+    assert config.model.method == "full" and config.optimizer.learning_rate == 2e-5
+
+
+def test_unknown_settings_are_named_together(write):
+    with pytest.raises(ValueError, match=r"does not know: rl, roles_to_train\. Remove them"):
+        load_config(TrainConfig, write("base_model: m\nrl: dpo\nroles_to_train: [a]\n"))
+    with pytest.raises(ValueError, match="datasets: settings that jaxglue does not know: field_messages"):
+        load_config(TrainConfig, write("base_model: m\ndatasets:\n  - path: a.jsonl\n    field_messages: x\n"))
