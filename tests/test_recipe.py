@@ -70,7 +70,7 @@ def test_shipped_recipe_is_valid(name):
 
 
 def test_unknown_shipped_recipe_lists_them_all():
-    with pytest.raises(ValueError, match="no recipe named quick: give a file, or one of .*quickstart"):
+    with pytest.raises(ValueError, match=r"no recipe named quick: give a file, or one of .*quickstart"):
         find_recipe("quick")
 
 
