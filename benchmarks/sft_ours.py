@@ -63,6 +63,11 @@ def _batch(tokens: np.ndarray, lengths: np.ndarray, slots: int) -> Batch:
     return Batch(tokens=tokens[None].astype(np.int32), targets=targets, loss_weights=weights, segments=segments)
 
 
+def storage(args: argparse.Namespace) -> str:
+    """How the decoder layers' linear layers are stored."""
+    return "fp8" if args.matmul == "fp8" else args.quantize
+
+
 def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]) -> Plan | None:
     """Return the plan for the flags, including the weights' location; None without a GPU."""
     if jax.default_backend() == "cpu":
@@ -90,7 +95,7 @@ class Run:
         dtype = np.dtype("float32") if cpu else jax.numpy.bfloat16
         stream = plan is not None and plan.stream_weights
         place = layers_on_host if stream else None
-        model = load_model(args.model, dtype=dtype, quantize=args.quantize, place=place)
+        model = load_model(args.model, dtype=dtype, quantize=storage(args), place=place)
         add_adapter(model, args.adapter)
         self._graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
         del model
@@ -177,7 +182,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """
     timer = StartupTimer.since_process_start()
-    config = replace(config_from_hf(read_config(args.model)), quantize=args.quantize)
+    config = replace(config_from_hf(read_config(args.model)), quantize=storage(args))
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
@@ -210,6 +215,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--batches", type=Path, required=True)
     parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
+    parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--remat", default=AUTO)
     parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")

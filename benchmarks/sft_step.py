@@ -45,6 +45,8 @@ class Row:
     shape: str
     tokens: int = 16384
     quantize: str = "none"
+    matmul: str = "bf16"
+    """Of ours."""
     memory_limit: float | None = None
     """Memory limit of ours in GiB, equal to Unsloth's use."""
     checkpointing: str = "offload"
@@ -58,11 +60,16 @@ class Row:
 ROWS = {
     "qwen3-8b": Row(shape="qwen3-8b", memory_limit=18.8),
     "qwen3-8b, memory free": Row(shape="qwen3-8b", engines=("ours",)),  # Unsloth is no faster with more
+    "qwen3-8b FP8, memory free": Row(shape="qwen3-8b", matmul="fp8", engines=("ours",)),
+    "qwen3-8b FP8": Row(shape="qwen3-8b", matmul="fp8", memory_limit=18.8, engines=("ours",)),
     "qwen3-0.6b": Row(shape="qwen3-0.6b", tokens=8192, checkpointing="none", engines=ENGINES, steps=16),
     "qwen3-8b NF4": Row(shape="qwen3-8b", quantize="nf4", memory_limit=9.4),
     "qwen3-14b NF4": Row(shape="qwen3-14b", quantize="nf4", memory_limit=14.3),
+    "qwen3-14b FP8": Row(shape="qwen3-14b", matmul="fp8", memory_limit=21.5, engines=("ours",)),
     "llama-3.1-8b": Row(shape="llama-3.1-8b", memory_limit=18.5),
+    "llama-3.1-8b FP8": Row(shape="llama-3.1-8b", matmul="fp8", memory_limit=18.5, engines=("ours",)),
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
+    "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
 }
 
@@ -120,6 +127,7 @@ def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], arg
     flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
         command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
+        flags["matmul"] = row.matmul
         flags |= {"memory-limit": row.memory_limit, "embeddings": "host"} if row.memory_limit else {}
         flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}
         environment = {

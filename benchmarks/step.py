@@ -15,7 +15,6 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +33,8 @@ from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import merge_module
 from jaxglue.ops.cross_entropy import linear_cross_entropy
-from jaxglue.ops.quant.formats import Quantize, is_quantized
-from jaxglue.ops.quant.int8 import quantize_int8
+from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
+from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import mean_visible_keys
@@ -108,7 +107,7 @@ def _random(key, leaf):
         codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
         return NF4(codes=codes, **parts, scale_offset=jnp.float32(0.034), dtype=leaf.dtype)
     if is_quantized(leaf):
-        return quantize_int8(_matrix(key, leaf))
+        return quantize_matrix(_matrix(key, leaf), "fp8" if isinstance(leaf, FP8Weight) else "int8")
     return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _matrix(key, leaf)
 
 
@@ -238,7 +237,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
-    parser.add_argument("--quantize", choices=get_args(Quantize), default="none")
+    parser.add_argument("--quantize", choices=FORMATS, default="none")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--remat", default="full", help="as of scripts/train.py; auto chooses where weights are, too")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans with")

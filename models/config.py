@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxglue.ops.quant.formats import Quantize, check_format
+from jaxglue.ops.quant.formats import Quantize, Storage, check_format, format_flag
 from jaxglue.ops.rope import RopeConfig
 
 
@@ -53,7 +53,7 @@ class DecoderConfig:
     """Sliding window of each layer in tokens; None for full attention."""
     moe: MoeConfig | None = None
     """None for dense models."""
-    quantize: Quantize = "none"
+    quantize: Storage = "none"
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
 
     def __post_init__(self):
@@ -70,12 +70,12 @@ class DecoderConfig:
 
     def _check_quantize(self) -> None:
         if self.quantize != "none" and self.moe and not self.moe.mxfp4:
-            raise ValueError(f"--quantize {self.quantize} needs the experts in MXFP4: leave out --quantize")
+            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         check_format(self.quantize, sizes | heads)
 
-    def quantized(self, how: Quantize) -> "DecoderConfig":
+    def quantized(self, how: Storage) -> "DecoderConfig":
         """Return the config with linear layers in this format; `none` keeps the folder's format.
 
         Raises:
@@ -85,7 +85,7 @@ class DecoderConfig:
             return self
         if self.quantize != "none":
             raise ValueError(
-                f"--quantize {how}: the model folder is already quantized to {self.quantize}; "
+                f"{format_flag(how)}: the model folder is already quantized to {self.quantize}; "
                 "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how)

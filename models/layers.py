@@ -15,11 +15,13 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.ops import names
 from jaxglue.ops.collectives import copy_to, reduce_from
+from jaxglue.ops.fp8 import project_fp8
 from jaxglue.ops.lora import lora_expand, lora_shrink
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
-from jaxglue.ops.quant.formats import Quantize, Quantized, quantize_matrix
+from jaxglue.ops.quant.formats import Quantized, Storage, quantize_matrix
+from jaxglue.ops.quant.fp8 import FP8Weight
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -54,7 +56,7 @@ class Linear(nnx.Module):
         *,
         bias: bool,
         std: float,
-        quantize: Quantize = "none",
+        quantize: Storage = "none",
         dtype,
         rngs: nnx.Rngs,
     ):
@@ -82,8 +84,7 @@ class Linear(nnx.Module):
 
     def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """Compute x·Wᵀ, without bias and adapter."""
-        weight: Any = self.weight.get_value()
-        return project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight)
+        return _multiply(x, [self.weight.get_value()])[0]
 
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
@@ -121,9 +122,20 @@ def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array
 
 def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
     """Return (base outputs without adapters and biases, low-rank values of the adapters or None)."""
-    x, *copies = fan_out(x, 1 + len(linears))
-    outputs = [linear.base(copy) for linear, copy in zip(linears, copies, strict=True)]
+    weights: list[Any] = [linear.weight.get_value() for linear in linears]
+    in_fp8 = all(isinstance(weight, FP8Weight) for weight in weights)
+    groups = [weights] if in_fp8 else [[weight] for weight in weights]  # FP8 weights share a quantized x
+    x, *copies = fan_out(x, 1 + len(groups))
+    outputs = [y for group, copy in zip(groups, copies, strict=True) for y in _multiply(copy, group)]
     return outputs, _shrink_to_ranks(linears, x, context)
+
+
+def _multiply(x, weights: Sequence[Any]) -> list[Array]:
+    """Compute x·Wᵀ of weights in FP8, or of a single one in another format."""
+    first = weights[0]
+    if isinstance(first, FP8Weight):
+        return project_fp8(x, weights)
+    return [project_quantized(x, first) if isinstance(first, Quantized) else project(x, first)]
 
 
 def _shrink_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"] | None:

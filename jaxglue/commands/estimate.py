@@ -21,7 +21,8 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.adam import MOMENT_BYTES, MomentFormat
-from jaxglue.ops.quant.formats import Quantize
+from jaxglue.ops.fp8 import check_fp8
+from jaxglue.ops.quant.formats import Matmul, Quantize
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, Plan, Planner
@@ -49,6 +50,8 @@ class EstimateConfig(Config):
     """Train adapters on frozen weights, or all weights."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 or int8."""
+    matmul: Matmul = "bf16"
+    """Products of the decoder layers' frozen linear layers: bf16 or fp8."""
     moments: MomentFormat = "float32"
     """Format of AdamW's moments: float32, bfloat16 or 8bit."""
     embeddings: Literal["device", "host"] = "device"
@@ -64,7 +67,11 @@ class EstimateConfig(Config):
 
 def make_planner(config: EstimateConfig) -> Planner:
     """Return the planner of the configured workload; raise ValueError for an unknown model or GPU."""
-    model, mesh = config_from_hf(read_config(config.model)).quantized(config.quantize), MeshShape.parse(config.mesh)
+    stored = "fp8" if config.matmul == "fp8" else config.quantize
+    model, mesh = config_from_hf(read_config(config.model)).quantized(stored), MeshShape.parse(config.mesh)
+    gpu = find_gpu(config.gpu)
+    if stored == "fp8":
+        check_fp8(gpu.capability)
     mesh.check(model, batch_size=config.batch_size, devices=mesh.devices)
     workload = Workload(
         config=model,
@@ -77,7 +84,7 @@ def make_planner(config: EstimateConfig) -> Planner:
         moment_bytes=MOMENT_BYTES[config.moments],
         host_embeddings=config.embeddings == "host",
     )
-    return Planner(workload, find_gpu(config.gpu).limited(config.memory_limit))
+    return Planner(workload, gpu.limited(config.memory_limit))
 
 
 def print_plans(planner: Planner, host_memory: float) -> None:

@@ -17,7 +17,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
-from jaxglue.ops.quant.formats import Quantize, Quantized, is_quantized, quantize_matrix
+from jaxglue.ops.quant.formats import Quantized, Storage, is_quantized, quantize_matrix
 from jaxglue.sharding.mesh import put_on_mesh
 
 Placement = Callable[[str, Any], Any]
@@ -29,7 +29,7 @@ def load_model(
     *,
     dtype=jnp.bfloat16,
     expand_experts: bool = False,
-    quantize: Quantize = "none",
+    quantize: Storage = "none",
     place: Placement | None = None,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
@@ -38,8 +38,8 @@ def load_model(
         folder: config.json and safetensors.
         dtype: of all weights except MXFP4 experts.
         expand_experts: also expand MXFP4 experts to `dtype`.
-        quantize: `nf4` or `int8` quantizes the decoder layers' linear layers while loading; `none` keeps the folder's
-            format.
+        quantize: `nf4`, `int8` or `fp8` quantizes the decoder layers' linear layers while loading; `none` keeps the
+            folder's format.
         place: sharding of each parameter; read directly into place unless quantized while loading.
 
     Raises:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxglue.planner.gpus import Gpu
@@ -126,7 +127,7 @@ class _Trace:
             flops = _dot_flops(eqn)
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
-            return self._opaque(inputs, outputs, max(flops / self._gpu.matmul, self._copy(moved)))
+            return self._opaque(inputs, outputs, max(flops / self._dot_rate(eqn), self._copy(moved)))
         if name == "triton_kernel_call":
             return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
@@ -134,6 +135,13 @@ class _Trace:
         if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
             return self._reduce(inputs, outputs)
         return self._fuse(inputs, outputs)
+
+    def _dot_rate(self, eqn) -> float:
+        """Return the FLOP/s of a matmul by its operands' dtypes."""
+        in_fp8 = all(
+            jax.dtypes.issubdtype(var.aval.dtype, jnp.floating) and var.aval.dtype.itemsize == 1 for var in eqn.invars
+        )
+        return self._gpu.matmul * (self._gpu.fp8_gain if in_fp8 else 1)
 
     def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))

@@ -123,7 +123,8 @@ class Layout:
 
     def gathered_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """Return the dtype in which a parameter is gathered: the layout's for floats, its own for codes."""
-        return self.dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
+        is_code = jnp.dtype(dtype).itemsize == 1 or not jnp.issubdtype(dtype, jnp.floating)
+        return jnp.dtype(dtype) if is_code else self.dtype
 
     def local_shapes(self, tree: Any, specs: Any) -> Any:
         """Return shapes and dtypes of one device's shards."""

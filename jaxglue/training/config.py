@@ -14,7 +14,7 @@ from jaxglue.engine.policy import check_remat
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.attention import BACKENDS
-from jaxglue.ops.quant.formats import Quantize
+from jaxglue.ops.quant.formats import Matmul, Quantize, Storage
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.optimizer import LEARNING_RATES, OptimizerConfig
 
@@ -65,6 +65,9 @@ class ModelConfig(Config):
     ] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
+    matmul: Matmul = "bf16"
+    """Products of the decoder layers' frozen linear layers: in the activations' dtype, or in FP8 (1 byte a weight,
+    about twice the rate; Ada, Hopper and newer GPUs)."""
     router_balance_loss: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0
@@ -73,12 +76,24 @@ class ModelConfig(Config):
     def validate(self) -> None:
         """Refuse an unknown remat policy, and options for frozen weights where all weights train."""
         check_remat(self.remat)
-        for name, values in (("weights", ("host",)), ("embeddings", ("host",)), ("quantize", ("nf4", "int8"))):
+        for name, values in (
+            ("weights", ("host",)),
+            ("embeddings", ("host",)),
+            ("quantize", ("nf4", "int8")),
+            ("matmul", ("fp8",)),
+        ):
             if self.method == "full" and getattr(self, name) in values:
                 raise ValueError(
                     f"--{name} {getattr(self, name)} needs frozen weights, and --method full trains all: "
                     f"use --method lora, or leave out --{name}"
                 )
+        if self.matmul == "fp8" and self.quantize != "none":
+            raise ValueError(f"--matmul fp8 stores weights in FP8, not {self.quantize}: leave out --quantize")
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of the decoder layers' linear layers."""
+        return "fp8" if self.matmul == "fp8" else self.quantize
 
     @property
     def router_losses(self) -> RouterLosses | None:

@@ -16,7 +16,11 @@ from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer import LEARNING_RATES, warmup_steps
 from jaxglue.training.setup import Setup
 
-_STORED = {"none": "", **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]}}
+_STORED = {
+    "none": "",
+    **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]},
+    "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
+}
 
 
 def plan_rows(setup: Setup) -> dict[str, object]:

@@ -8,6 +8,8 @@ import psutil
 
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import HOST_LIMIT, Plan, Planner, pinned_memory
 from jaxglue.planner.rates import device_gpu
@@ -47,11 +49,13 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
 
     Raises:
         DoesNotFit: it needs more memory than there is; names the nearest setting that fits.
-        ValueError: the policy is not for this model.
+        ValueError: the policy is not for this model, or the GPU has no FP8 for `--matmul fp8`.
     """
     remat = config.model.remat
     if jax.default_backend() == "cpu":
         return _choose_on_cpu(config, model)
+    if model.quantize == "fp8":
+        check_fp8(compute_capability())
     workload = make_workload(config, model, visible_keys, mesh)
     host_memory = pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))

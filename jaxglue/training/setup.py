@@ -88,7 +88,7 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
     model = config_from_hf(read_config(config.model.model))
     if config.model.expand_experts:
         model = model.expanded
-    model = model.quantized(config.model.quantize)
+    model = model.quantized(config.model.storage)
     check_model(config, model)
     return model
 

@@ -30,7 +30,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
-        options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.quantize}
+        options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
         model = load_model(config.model.model, dtype=dtype, place=place, **options)
     if workload.lora is not None:
         add_lora(model, workload.lora, rngs=nnx.Rngs(seed))

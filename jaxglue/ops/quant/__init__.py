@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
@@ -14,8 +15,8 @@ __all__ = ["DEQUANTIZE", "dequantize", "project_quantized"]
 
 def _check(capability: Capability | None, weight: Quantized | MXFP4) -> None:
     check_triton(capability)
-    if isinstance(weight, Int8Weight):
-        raise NotImplementedError("int8 weights have no kernel")
+    if isinstance(weight, Int8Weight | FP8Weight):
+        raise NotImplementedError("weights of one byte have no kernel")
 
 
 def _load(capability: Capability, weight: Quantized | MXFP4) -> DequantizeBackend:
@@ -35,7 +36,7 @@ def dequantize(weight: Quantized | MXFP4, dtype=jnp.bfloat16, *, backend: str = 
     """Return the values of a quantized weight in `dtype`, the same bits from every backend.
 
     Args:
-        weight: in NF4, int8 or MXFP4.
+        weight: in NF4, int8, FP8 or MXFP4.
         dtype: of the result.
         backend: one of `DEQUANTIZE.names`.
 

@@ -4,13 +4,18 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Float
 
+from jaxglue.ops.quant.fp8 import FP8Weight, quantize_fp8
 from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
 from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
 Quantize = Literal["none", "nf4", "int8"]
-"""Storage of the decoder layers' linear layers: the model's dtype, NF4, or int8."""
-Quantized = NF4 | Int8Weight
-FORMATS = ("none", "nf4", "int8")
+"""Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""
+Matmul = Literal["bf16", "fp8"]
+"""Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
+Storage = Literal["none", "nf4", "int8", "fp8"]
+"""Every storage of the decoder layers' linear layers; fp8 is multiplied as it is."""
+Quantized = NF4 | Int8Weight | FP8Weight
+FORMATS = ("none", "nf4", "int8", "fp8")
 
 
 def is_quantized(leaf: object) -> bool:
@@ -25,8 +30,15 @@ def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
             return quantize_nf4(matrix)
         case "int8":
             return quantize_int8(matrix)
+        case "fp8":
+            return quantize_fp8(matrix)
         case _:
             return matrix
+
+
+def format_flag(how: str) -> str:
+    """Return the flag that asks for a format."""
+    return f"--matmul {how}" if how == "fp8" else f"--quantize {how}"
 
 
 def check_format(how: str, widths: dict[str, int]) -> None:

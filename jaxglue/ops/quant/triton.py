@@ -12,6 +12,7 @@ from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.kernels import mxfp4_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -30,7 +31,7 @@ class TritonDequantize(Launcher):
 
     def dequantize(self, weight: Quantized | MXFP4, dtype) -> Float[Array, "*B out in"]:
         """See `DequantizeBackend`."""
-        assert not isinstance(weight, Int8Weight)
+        assert not isinstance(weight, Int8Weight | FP8Weight)
         return self._mxfp4(weight, dtype) if isinstance(weight, MXFP4) else self._nf4(weight, dtype)
 
     def _mxfp4(self, weight: MXFP4, dtype):

@@ -94,5 +94,5 @@ def test_only_the_dequantized_weight_is_a_temporary(h200, capability):
 def test_int8_has_no_kernel():
     weight = quantize_int8(jnp.ones((2, 64)))
     assert DEQUANTIZE.choose(HOPPER, weight).name == "reference"
-    with pytest.raises(ValueError, match="cannot serve this dequantization: int8 weights have no kernel"):
+    with pytest.raises(ValueError, match="cannot serve this dequantization: weights of one byte have no kernel"):
         DEQUANTIZE.choose(HOPPER, weight, backend="triton")

@@ -1,0 +1,60 @@
+"""FP8 weights: e4m3 values (arXiv 2209.05433) with a scale for each output channel."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0
+"""Largest e4m3 value."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class FP8Weight:
+    """A quantized matrix [out, in]. A pytree."""
+
+    codes: Float[Array, "out in"]
+    """float8_e4m3fn; a row's largest magnitude is 448."""
+    scales: Float[Array, " out"]
+    """Factor of each row, float32."""
+    dtype: jnp.dtype = field(metadata={"static": True})
+    """Dtype of the original matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the dequantized matrix."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+
+@jax.jit
+def quantize_fp8(matrix: Float[Array, "out in"]) -> FP8Weight:
+    """Quantize a matrix row by row to the nearest e4m3 values."""
+    codes, scales = quantize_rows(matrix)
+    return FP8Weight(codes=codes, scales=scales[:, 0], dtype=matrix.dtype)
+
+
+def quantize_rows(x: Float[Array, "*B n"]) -> tuple[Float[Array, "*B n"], Float[Array, "*B 1"]]:
+    """Return (e4m3 values, float32 scales) of x, whose last axis shares a scale; values times scale approximate x."""
+    return encode_rows(x, row_scales(jnp.abs(x).max(axis=-1, keepdims=True)))
+
+
+def row_scales(absmax: Float[Array, "*B 1"]) -> Float[Array, "*B 1"]:
+    """Return float32 scales for rows of these largest magnitudes; 1 for rows of zeros."""
+    return jnp.where(absmax > 0, absmax.astype(jnp.float32) * (1 / LARGEST), 1.0)
+
+
+def encode_rows(x: Float[Array, "*B n"], scales: Float[Array, "*B 1"]) -> tuple[Array, Array]:
+    """Return (e4m3 values of x / scales, scales)."""
+    # Beyond 448 e4m3 has only NaN, and the quotient of a row's largest value may be rounded up.
+    scaled = jnp.clip(x.astype(jnp.float32) / scales, -LARGEST, LARGEST)
+    return scaled.astype(E4M3), scales
+
+
+@partial(jax.jit, static_argnames="dtype")
+def dequantize_fp8(quantized: FP8Weight, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
+    """Compute the values in `dtype`: e4m3 value times scale in float32, rounded once."""
+    return (quantized.codes.astype(jnp.float32) * quantized.scales[:, None]).astype(dtype)

@@ -1,0 +1,46 @@
+"""A model in FP8 beside the same one in float32."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.quant.fp8 import FP8Weight
+
+LENGTHS = [[5, 1, 7], [12]]
+
+
+@pytest.fixture(scope="module")
+def results(tiny_config, random_batch):
+    """Loss, gradients and frozen parameters by storage."""
+    config = config_from_hf({**tiny_config, "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2})
+    batch, results = random_batch(LENGTHS, 14), {}
+    for storage in ("none", "fp8"):
+        model = random_model(replace(config, quantize=storage), dtype=jnp.float32)
+        add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
+        graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+        trainable = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) * 0.02, trainable)
+        executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32)
+        results[storage] = *executor.loss_and_gradients(trainable, frozen, [batch], 1.0), frozen
+    return results
+
+
+def test_gradients_of_adapters_point_as_in_float32(results):
+    expected, got = (ravel_pytree(results[storage][1]["layers"])[0] for storage in ("none", "fp8"))
+    assert expected @ got > 0.9 * np.linalg.norm(expected) * np.linalg.norm(got)
+    assert abs(results["fp8"][0] / results["none"][0] - 1) < 0.01
+
+
+def test_every_projection_is_stored_in_fp8(results):
+    leaves = jax.tree.leaves(results["fp8"][2]["layers"], is_leaf=lambda leaf: isinstance(leaf, FP8Weight))
+    assert sum(isinstance(leaf, FP8Weight) for leaf in leaves) == 2 * 7
