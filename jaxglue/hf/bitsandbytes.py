@@ -48,7 +48,7 @@ def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
     }
 
 
-def stored_tensors(name: str, weight: Quantized) -> dict[str, np.ndarray]:
+def stored_tensors(name: str, weight: NF4 | Int8Weight) -> dict[str, np.ndarray]:
     """Return the stored tensors of a quantized matrix, as `stored_specs` describes them."""
     if isinstance(weight, Int8Weight):
         parts = [weight.codes, weight.absmax, np.uint8(0)]
