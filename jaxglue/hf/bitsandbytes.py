@@ -156,7 +156,9 @@ class QuantizedReader:
     Holds the unread parts, at most one shard's worth.
     """
 
-    def __init__(self, quantize: Callable[[str], NF4 | Int8Weight], parts: Mapping[str, str], read: Callable[[str], Any]):
+    def __init__(
+        self, quantize: Callable[[str], NF4 | Int8Weight], parts: Mapping[str, str], read: Callable[[str], Any]
+    ):
         """Take `parts`, from stored tensor to matrix name, and `read` for all other tensors."""
         self._quantize, self._parts, self._read = quantize, parts, read
         self._ready: dict[str, np.ndarray] = {}
