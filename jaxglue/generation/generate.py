@@ -99,7 +99,7 @@ def attend_cache(
     return out.reshape(1, 1, N, H).astype(q.dtype)
 
 
-class LayerFunctions:
+class CachedLayer:
     """The compiled prefill and decode step of one layer type."""
 
     def __init__(self, graphdef: nnx.GraphDef):
@@ -135,7 +135,7 @@ class Generator:
         self, graphdefs: ModelGraphDefs, config: DecoderConfig, *, dtype=jnp.bfloat16, attention: str = "auto"
     ):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
-        layer_types = {graphdef: LayerFunctions(graphdef) for graphdef in graphdefs.layers}
+        layer_types = {graphdef: CachedLayer(graphdef) for graphdef in graphdefs.layers}
         self._layers = [layer_types[graphdef] for graphdef in graphdefs.layers]
         self._output_name = "embed_tokens" if graphdefs.lm_head is None else "lm_head"
         self._embed = jax.jit(self._embed_and_rope)

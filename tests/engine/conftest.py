@@ -1,4 +1,4 @@
-"""Models split for the executor, built once."""
+"""Split models for the executor, built once per session."""
 
 from functools import cache
 from typing import Any, NamedTuple

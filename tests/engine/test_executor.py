@@ -1,4 +1,4 @@
-"""The layer-by-layer executor gives the loss and gradients of the whole model, for every policy."""
+"""The layer-by-layer executor computes the loss and gradients of the whole model."""
 
 import dataclasses
 from functools import partial
@@ -53,7 +53,7 @@ def test_loss_and_gradients_match_the_whole_model(split_parts, random_batch, kin
     assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradients["layers"])) > 1e-4
 
 
-def test_accumulation_is_the_large_batch(split_parts, random_batch):
+def test_accumulation_equals_the_large_batch(split_parts, random_batch):
     parts = split_parts("lora")
     executor = parts.executor("dots")
     halves = [random_batch([row], 14, seed=seed) for seed, row in enumerate(LENGTHS)]
@@ -70,7 +70,7 @@ def _same_slots(batch, slots=5):
     return dataclasses.replace(batch, segments=dataclasses.replace(batch.segments, cu_seqlens=cu_seqlens))
 
 
-def test_one_compilation_per_layer_type_whatever_the_depth(split_parts, random_batch):
+def test_compilations_do_not_depend_on_depth(split_parts, random_batch):
     counts = []
     for depth in (2, 4):
         parts = split_parts("lora", num_hidden_layers=depth)
@@ -83,7 +83,7 @@ def test_one_compilation_per_layer_type_whatever_the_depth(split_parts, random_b
     assert counts[0] == counts[1]
 
 
-def test_update_in_the_backward_pass_gets_every_gradient_last_layer_first(split_parts, random_batch):
+def test_update_gets_every_gradient_last_layer_first(split_parts, random_batch):
     parts = split_parts("full", tie_word_embeddings=True)
     executor, batch = parts.executor("full"), random_batch(LENGTHS, 14)
     arguments = (parts.trainable, parts.frozen, [batch], total_weight([batch]))

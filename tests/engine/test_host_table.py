@@ -1,4 +1,4 @@
-"""The embedding table on the host."""
+"""The embedding table in host memory."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from jaxglue.planner.workload import Workload
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_table_on_the_host_gives_the_same_step(split_parts, random_batch, dtype):
+def test_host_table_gives_the_same_step(split_parts, random_batch, dtype):
     parts = split_parts("lora")
     table = parts.frozen["embed_tokens"]["weight"].astype(dtype)
     frozen = {**parts.frozen, "embed_tokens": {"weight": table}}
@@ -30,13 +30,13 @@ def test_a_table_on_the_host_gives_the_same_step(split_parts, random_batch, dtyp
     assert executor.loss(parts.trainable, host, batches[0]) == executor.loss(parts.trainable, frozen, batches[0])
 
 
-def test_a_table_that_the_device_needs_stays_there(split_parts):
+def test_trained_or_tied_table_is_refused(split_parts):
     for parts in (split_parts("full"), split_parts("lora", tie_word_embeddings=True)):
         with pytest.raises(ValueError, match="need a frozen table to which the output projection is not tied"):
             embeddings_to_host(parts.frozen)
 
 
-def test_the_planner_counts_no_table_on_the_host(split_parts):
+def test_planner_leaves_out_a_host_table(split_parts):
     parts = split_parts("lora")
     work = Workload(config=parts.config, batch_size=1, seq_len=64, lora=LoraConfig(rank=4), visible_keys=9)
     on_device, on_host = (
@@ -49,7 +49,7 @@ def test_the_planner_counts_no_table_on_the_host(split_parts):
 
 
 @pytest.mark.parametrize("width", [4096, 5120])
-def test_the_kernel_compiles_for_an_h200(h200, width):
+def test_kernel_compiles_for_an_h200(h200, width):
     address, tokens = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
         for shape, dtype in (((2,), jnp.uint32), ((2, 300), jnp.int32))
@@ -62,7 +62,7 @@ def test_the_kernel_compiles_for_an_h200(h200, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [4096, 96])
-def test_a_gpu_reads_the_rows_where_they_are(width):
+def test_gpu_reads_rows_from_pinned_memory(width):
     table = jax.random.normal(jax.random.key(0), (5000, width), jnp.bfloat16)
     host = embeddings_to_host({"embed_tokens": {"weight": table}, "lm_head": {"weight": table}})["embed_tokens"]
     tokens = np.random.default_rng(0).integers(0, 5000, (2, 300), np.int32)

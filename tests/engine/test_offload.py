@@ -1,4 +1,4 @@
-"""Activations and weights on the host change neither loss nor gradients, only where things are and when they move."""
+"""Offloading changes neither loss nor gradients, only where arrays are and when they are copied."""
 
 from functools import cache, partial
 
@@ -53,9 +53,7 @@ def expected(split_parts, batches):
         ("lora", "offload", {"stream_weights": True}, 0),
     ],
 )
-def test_gradients_do_not_depend_on_where_things_are(
-    split_parts, batches, expected, monkeypatch, kind, policy, options, host_bytes
-):
+def test_offload_changes_no_gradient(split_parts, batches, expected, monkeypatch, kind, policy, options, host_bytes):
     parts, sent = split_parts(kind), []
     frozen = layers_on_host(parts.frozen) if options.get("stream_weights") else parts.frozen
     monkeypatch.setattr(transfer, "to_host", _recorded(transfer.to_host, sent.append))
@@ -64,7 +62,7 @@ def test_gradients_do_not_depend_on_where_things_are(
     chex.assert_trees_all_close(result, expected(kind), rtol=1e-5, atol=1e-6)
     arrays = jax.tree.leaves(sent)
     assert all(array.sharding.memory_kind == PINNED for array in arrays)
-    # Of three layers as many stay on the device as there are buffers for what comes back.
+    # The last layers, one per prefetch buffer and one more, stay on the device.
     assert sum(array.nbytes for array in arrays) == len(batches) * host_bytes
 
 
@@ -85,7 +83,7 @@ def four_layers(split_parts):
 
 @pytest.fixture
 def events(four_layers, batches, monkeypatch):
-    """What an executor dispatches, in order: F and B for a layer's passes, out and in for copies."""
+    """Return the order of dispatch: F and B for a layer's passes, out and in for copies."""
 
     def make(prefetch_depth=1, stream_weights=False):
         (parts, executor), log = four_layers, []
@@ -105,28 +103,28 @@ def events(four_layers, batches, monkeypatch):
 
 
 def _move(log, name, moves, tree):
-    """Logs a copy where there is something to copy."""
+    """Log a copy if any array moves."""
     result = moves(tree)
     if any(a is not b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True)):
         log.append({"to_host": "out", "to_device": "in"}[name])
     return result
 
 
-def test_copies_are_asked_for_before_the_work_that_hides_them(events):
+def test_copies_are_requested_before_the_layers_that_hide_them(events):
     assert events() == "F out F out F F B in B in B B"
     assert events(prefetch_depth=2) == "F out F F F B in B B B"
     assert events(prefetch_depth=0) == "F out F out F out F B in B in B in B"
 
 
-def test_weights_are_asked_for_further_ahead(events):
+def test_weights_are_requested_further_ahead(events):
     assert events(stream_weights=True) == "in in in in F out F out F F B in B in B B"
 
 
-def test_prefetch_hands_out_results_in_order():
+def test_prefetch_keeps_order():
     assert list(prefetch([lambda i=i: i for i in range(5)], 2)) == [0, 1, 2, 3, 4]
 
 
-def test_a_policy_for_each_layer(split_parts, batches, expected):
+def test_policy_per_layer(split_parts, batches, expected):
     parts = split_parts("lora")
     policies = [parse_policy(text) for text in ("offload", "none", "none")]
     executor = Executor(parts.graphdefs, parts.config, policy=policies, dtype="float32")
@@ -136,7 +134,7 @@ def test_a_policy_for_each_layer(split_parts, batches, expected):
         Executor(parts.graphdefs, parts.config, policy=policies[:2])
 
 
-def test_a_device_without_pinned_memory_is_refused():
+def test_device_without_pinned_memory_is_refused():
     class Memory:
         kind = "device"
 

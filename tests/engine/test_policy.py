@@ -1,4 +1,4 @@
-"""Remat policies are read from text, refuse what they do not know, and name what a layer keeps."""
+"""Remat policies are parsed, formatted and checked, and decide a layer's residuals."""
 
 import jax
 import pytest
@@ -18,14 +18,14 @@ from jaxglue.ops import names
         ("offload; save:layer_input", set(), set()),
     ],
 )
-def test_policy_texts(text, saved, offloaded):
+def test_policy_is_parsed_and_formatted(text, saved, offloaded):
     policy = parse_policy(text)
     assert policy == RematPolicy(saved=frozenset(saved), offloaded=frozenset(offloaded))
     assert parse_policy(str(policy)) == policy
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_written_as_its_name(name):
+def test_preset_is_formatted_by_name(name):
     assert str(parse_policy(name)) == name
 
 
@@ -39,12 +39,12 @@ def test_a_preset_is_written_as_its_name(name):
         ("none; offload:gate", "gate cannot be offloaded: start from dots"),
     ],
 )
-def test_bad_policies_are_refused(text, message):
+def test_invalid_policy_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_policy(text)
 
 
-def test_policies_for_each_layer_are_read_and_written():
+def test_policies_per_layer_are_parsed_and_formatted():
     assert parse_policies("offload", 3) == (parse_policy("offload"),) * 3
     text = "2 x offload:layer_input,gate + 1 x dots; offload:layer_input"
     policies = parse_policies(text, 3)
@@ -56,7 +56,7 @@ def test_policies_for_each_layer_are_read_and_written():
         parse_policies("2 x dots + full", 3)
 
 
-def test_policies_are_spread_among_each_other():
+def test_policies_are_interleaved():
     text = "5 x offload & 3 x dots"
     policies = parse_policies(text, 8)
     offload, dots = parse_policy("offload"), parse_policy("dots")
@@ -69,7 +69,7 @@ def test_policies_are_spread_among_each_other():
         parse_policies("1 x full & 1 x dots & 1 x offload", 3)
 
 
-def test_texts_are_checked_before_the_model_is_known():
+def test_remat_text_is_checked_without_a_model():
     for text in ("auto", "dots", "3 x dots + 2 x full"):
         check_remat(text)
     with pytest.raises(ValueError, match="'ful' is unknown"):
@@ -90,7 +90,7 @@ def residuals_of(split_parts, random_batch):
     return make
 
 
-def test_residuals_hold_what_the_policy_names_and_no_weights(residuals_of, split_parts):
+def test_residuals_are_the_named_values_without_weights(residuals_of, split_parts):
     sizes = {name: residuals_of(name).saved for name in ("none", "dots", "full")}
     weights = {leaf.shape for leaf in jax.tree.leaves(split_parts("lora").frozen["layers"][0]) if leaf.ndim == 2}
     assert not weights & {value.shape for values in sizes.values() for value in values}
@@ -102,7 +102,7 @@ def test_residuals_hold_what_the_policy_names_and_no_weights(residuals_of, split
     assert sum(value.size for value in sizes["none"]) > sum(value.size for value in sizes["dots"])
 
 
-def test_offloaded_residuals_are_told_apart(residuals_of):
+def test_offloaded_residuals_are_separate(residuals_of):
     residuals = residuals_of("offload:layer_input,attention_out,up; save:query,gate")
     assert sorted(value.shape for value in residuals.offloaded) == [(2, 14, 4, 16), (2, 14, 48)]
     assert sorted(value.shape for value in residuals.saved) == [(2, 14, 48), (2, 14, 64)]

@@ -1,4 +1,4 @@
-"""What a layer's forward pass leaves for its backward pass."""
+"""Residuals of a layer's forward pass."""
 
 from itertools import combinations
 
@@ -10,11 +10,11 @@ from jaxglue.engine.policy import parse_policy
 from jaxglue.models.decoder import packed_context
 
 
-def test_nothing_is_kept_twice_nor_what_the_backward_pass_is_given_anyway(split_parts, random_batch):
+def test_residuals_hold_no_inputs_and_no_duplicates(split_parts, random_batch):
     parts = split_parts("lora")
     x = jax.random.normal(jax.random.key(0), (1, 14, parts.config.hidden_size))
     context = packed_context(parts.config, random_batch([[5, 1, 7]], 14).segments)
-    # Norms' weights are ones, which would make a value equal to the one before.
+    # Norm weights of one would make a norm's output equal its input.
     frozen = jax.tree.map(lambda weight: weight * 1.5, parts.frozen["layers"][0])
     arguments = parts.trainable["layers"][0], frozen, x, context
     _, residuals, _ = LayerFunctions(parts.graphdefs.layers[0], parse_policy("none")).forward(*arguments)

@@ -1,4 +1,4 @@
-"""A mesh of eight simulated devices; where there are fewer, tests that need it are run by `test_devices.py`."""
+"""A mesh of eight simulated devices; with fewer devices `test_devices.py` runs the tests that need it."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from jaxglue.sharding.mesh import MeshShape, make_mesh
 
 @pytest.fixture
 def mesh_of():
-    """The mesh of a text such as data=2,fsdp=4."""
+    """mesh_of("data=2,fsdp=4") → the mesh."""
     if jax.device_count() != 8:
         pytest.skip("run by test_devices.py in a process of eight devices")
     return lambda text: make_mesh(MeshShape.parse(text))

@@ -1,4 +1,4 @@
-"""Weights go from a folder straight to their places on a mesh, and each is read once."""
+"""Weights load from a folder straight into their shards; every row is read once."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a mesh's text means, and what does not fit it."""
+"""Mesh shapes are parsed from text and checked against devices, batch and model."""
 
 import pytest
 
@@ -10,14 +10,14 @@ from jaxglue.sharding.mesh import MeshShape, make_mesh
     ("text", "sizes"),
     [("data=8", (8, 1, 1, 1)), ("fsdp=4, data=2", (2, 4, 1, 1)), ("expert=2,tensor=1", (1, 1, 2, 1))],
 )
-def test_a_mesh_is_read_from_its_text(text, sizes):
+def test_mesh_is_parsed(text, sizes):
     shape = MeshShape.parse(text)
     assert tuple(shape.sizes.values()) == sizes
     assert MeshShape.parse(str(shape)) == shape
 
 
 @pytest.mark.parametrize("text", ["", "data", "data=2,data=4", "rows=8", "data=two", "data=2;fsdp=2"])
-def test_what_is_no_mesh_is_refused(text):
+def test_invalid_mesh_is_refused(text):
     with pytest.raises(ValueError, match=r"--mesh .* is not understood; expected auto, or sizes of data, fsdp"):
         MeshShape.parse(text)
 
@@ -33,11 +33,11 @@ def test_what_is_no_mesh_is_refused(text):
         ("data=0", 1, "an axis has at least 1 device"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_with_the_remedy(tiny_config, mesh, batch_size, message):
+def test_unfitting_mesh_is_refused_with_the_remedy(tiny_config, mesh, batch_size, message):
     config = config_from_hf({**tiny_config, "model_type": "qwen3"})
     with pytest.raises(ValueError, match=message):
         MeshShape.parse(mesh).check(config, batch_size=batch_size, devices=8)
 
 
-def test_one_device_is_a_mesh():
+def test_default_mesh_is_one_device():
     assert make_mesh(MeshShape()).size == 1

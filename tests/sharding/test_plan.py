@@ -1,4 +1,4 @@
-"""What the plan says that a GPU receives is what the traced programs of a layer exchange. No device is needed."""
+"""The bytes that the sharding plan predicts equal those exchanged by the traced programs of a layer."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def planned(work, mesh: str):
 
 
 def programs(work, mesh: str):
-    """The forward and backward programs of a layer, which gathers for another one like it."""
+    """Return a layer's forward and backward programs, which gather for another layer of its type."""
     layout = Layout(MeshShape.parse(mesh).abstract, jnp.bfloat16)
     graphdefs, *trees = abstract_parts(work)
     weights = [tree["layers"][1] for tree in trees]
@@ -57,17 +57,17 @@ def programs(work, mesh: str):
 @pytest.mark.parametrize(
     ("mesh", "changes"), [("fsdp=4", {}), ("data=2,expert=4", EXPERTS), ("fsdp=2,expert=2", EXPERTS)]
 )
-def test_a_layer_receives_what_the_plan_says(work_of, mesh, changes):
+def test_layer_receives_the_planned_bytes(work_of, mesh, changes):
     if changes:
         pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
     more, less = (planned(work_of(layers, "lora", **changes), mesh) for layers in (4, 3))
     expected = more.gathered + more.exchanged - less.gathered - less.exchanged
     received = sum(map(received_bytes, programs(work_of(3, "lora", **changes), mesh)))
-    # Beside the tokens their experts' numbers and weights travel.
+    # Routing indices and weights travel with the tokens.
     assert received == pytest.approx(expected, rel=0.05 if changes else 0)
 
 
-def test_what_is_the_same_on_all_devices_is_added_up_outside_of_the_layers(work_of):
+def test_replicated_gradients_are_not_summed_in_layers(work_of):
     for method in ("lora", "full"):
         for program in programs(work_of(3, method), "data=4"):
             assert received_bytes(program) == 0

@@ -1,5 +1,6 @@
 """Whole runs on a mesh of eight devices; see tests/sharding/test_devices.py."""
 
+import json
 import signal
 
 import jax
@@ -60,6 +61,9 @@ def test_adapters_train_alike_on_data_and_fsdp(make_config, tmp_path, capsys):
 
 
 def test_expert_parallel_training_equals_data_parallel(make_config, moe_folder, tmp_path):
+    config = json.loads((moe_folder / "config.json").read_text())
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]  # one type compiles once
+    (moe_folder / "config.json").write_text(json.dumps(config))
     options = {"batch_size": 8, "steps": 2, "seq_len": 48, "rank": 2, "router_balance_loss": 0.1, "eval_fraction": 0.2}
     for name, mesh in (("whole", "data=8"), ("run", "data=2,expert=4")):
         train(make_config(**options, output=tmp_path / name, mesh=mesh))
