@@ -19,7 +19,7 @@ def test_on_eight_simulated_devices(file):
     )
     # A device that waits for another holds a thread; XLA starts NPROC of them, by default one per core.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", TESTS / file]
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "not gpu", "-p", "no:cacheprovider", TESTS / file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=TESTS.parent)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout

@@ -29,7 +29,7 @@ CONFIG = {
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
-ONE_TYPE = {"layer_types": ["full_attention"] * 2}
+ONE_TYPE = {"layer_types": ("full_attention",) * 2}
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 """Sizes that the blocks of quantized weights divide."""
 
