@@ -1,0 +1,216 @@
+"""Check the machine: `jaxglue doctor` prints a verdict and a remedy for each thing that training needs.
+
+Exits with status 1 if one of them is missing.
+"""
+
+import argparse
+import csv
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+GIB = 2**30
+LEAST_DRIVER = (580,)
+"""The first driver that runs CUDA 13."""
+LEAST_CAPABILITY = (8, 0)
+"""Of our kernels: Ampere."""
+_INSTALL = "pip install 'jaxglue[cuda13]'"
+_LEAST_FREE = 0.8
+"""Share of a GPU's memory below which another program is likely to hold some."""
+_LEAST_HOST = 8 * GIB
+_FIELDS = ("driver_version", "name", "compute_cap", "memory.total", "memory.free")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The verdict on one thing, and what to do about it."""
+
+    name: str
+    verdict: Literal["ok", "warn", "fail"]
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU as nvidia-smi describes it; memory in bytes, 0 where it is the host's."""
+
+    driver: str
+    name: str
+    capability: tuple[int, ...]
+    total: int
+    free: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print all verdicts."""
+    parser = argparse.ArgumentParser("jaxglue doctor", description="Check driver, CUDA, GPU, JAX, Triton and memory.")
+    parser.parse_args(argv)
+    # JAX would reserve most of the GPU, which another run may be using. Read at JAX's first device query.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    gpus, failed = read_gpus(), False
+    for check in checks(gpus):
+        print(show(check), flush=True)
+        failed |= check.verdict == "fail"
+    print("\nsomething is missing: see FAIL above" if failed else "\neverything that training needs is here")
+    sys.exit(failed)
+
+
+def checks(gpus: list[Gpu]) -> Iterator[Check]:
+    """Yield all verdicts, each as soon as it is known."""
+    yield check_python()
+    yield check_driver(gpus)
+    yield check_cuda()
+    yield from map(check_gpu, gpus)
+    yield _guarded("JAX", check_jax, bool(gpus))
+    yield _guarded("Triton", check_triton, bool(gpus))
+    yield from (check_gpu_memory(gpu) for gpu in gpus if gpu.total)
+    yield check_host_memory(psutil.virtual_memory().available, psutil.virtual_memory().total)
+
+
+def read_gpus() -> list[Gpu]:
+    """Return the GPUs that nvidia-smi lists, none without a driver that answers."""
+    if not (program := shutil.which("nvidia-smi")):
+        return []
+    query = [program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return [] if done.returncode else [parse_gpu(row) for row in csv.reader(done.stdout.splitlines())]
+
+
+def parse_gpu(row: Sequence[str]) -> Gpu:
+    """Return the GPU of a line of nvidia-smi: `_FIELDS`, memory in MiB."""
+    driver, name, capability, *memory = (cell.strip() for cell in row)
+    total, free = (int(cell) * 2**20 if cell.isdecimal() else 0 for cell in memory)
+    return Gpu(driver=driver, name=name, capability=_version(capability), total=total, free=free)
+
+
+def check_python() -> Check:
+    """Check the platform."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if platform.system() == "Linux":
+        return Check(name="Python", verdict="ok", found=found)
+    return Check(name="Python", verdict="fail", found=found, remedy="use Linux, or WSL 2 on Windows")
+
+
+def check_driver(gpus: Sequence[Gpu]) -> Check:
+    """Check that a driver answers and is new enough for CUDA 13."""
+    needed = f"install NVIDIA driver {LEAST_DRIVER[0]} or newer; nvidia-smi must list the GPU"
+    if not gpus:
+        return Check(name="driver", verdict="fail", found="nvidia-smi lists no GPU", remedy=needed)
+    if _version(gpus[0].driver) < LEAST_DRIVER:
+        return Check(name="driver", verdict="fail", found=f"{gpus[0].driver}, too old for CUDA 13", remedy=needed)
+    return Check(name="driver", verdict="ok", found=gpus[0].driver)
+
+
+def check_cuda() -> Check:
+    """Check that JAX's plugin for CUDA 13 is installed, in JAX's version."""
+    plugin, jax = _installed("jax-cuda13-plugin"), _installed("jax")
+    if plugin is None:
+        other = " (but one for CUDA 12)" if _installed("jax-cuda12-plugin") else ""
+        return Check(name="CUDA", verdict="fail", found=f"no jax-cuda13-plugin{other}", remedy=_INSTALL)
+    if plugin != jax:
+        found = f"jax-cuda13-plugin {plugin} with JAX {jax}: the versions must be equal"
+        return Check(name="CUDA", verdict="fail", found=found, remedy=f"{_INSTALL} --upgrade")
+    return Check(name="CUDA", verdict="ok", found=f"13, in jax-cuda13-plugin {plugin}")
+
+
+def check_gpu(gpu: Gpu) -> Check:
+    """Check that our kernels run on a GPU."""
+    found = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
+    if gpu.capability >= LEAST_CAPABILITY:
+        return Check(name="GPU", verdict="ok", found=found)
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    remedy = f"take a GPU of compute capability {least} or newer (Ampere); on this one the slower references run"
+    return Check(name="GPU", verdict="warn", found=found, remedy=remedy)
+
+
+def check_jax(expect_gpu: bool) -> Check:
+    """Check that JAX finds the GPUs and multiplies on one."""
+    import jax
+    import jax.numpy as jnp
+
+    devices = jax.devices()
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    found = f"{jax.__version__} with {len(devices)} × {kinds}"
+    if devices[0].platform == "cpu":
+        chosen = os.environ.get("JAX_PLATFORMS")
+        remedy = f"unset JAX_PLATFORMS, which is {chosen}" if expect_gpu and chosen else "mend what is above first"
+        return Check(name="JAX", verdict="fail", found=f"{found}: it finds no GPU", remedy=remedy)
+    ones = jnp.ones((256, 256), jnp.bfloat16)
+    assert float((ones @ ones)[0, 0]) == 256
+    return Check(name="JAX", verdict="ok", found=found)
+
+
+def check_triton(expect_gpu: bool) -> Check:
+    """Check that a Triton kernel of ours runs and is right."""
+    versions = [f"{name} {version}" for name in ("triton", "jax-triton") if (version := _installed(name))]
+    if len(versions) < 2:
+        found = f"{' and '.join(versions) or 'neither triton nor jax-triton'} installed"
+        return Check(name="Triton", verdict="fail", found=found, remedy=_INSTALL)
+    if not expect_gpu:
+        found = f"{', '.join(versions)}; no kernel can run without a GPU"
+        return Check(name="Triton", verdict="warn", found=found, remedy="mend what is above first")
+    import jax
+    import jax.numpy as jnp
+
+    from jaxglue.ops.norm_rope import branch_norm, rms_norm
+
+    x, weight = jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16), jnp.ones(256)
+    difference = abs(branch_norm(x, weight, 1e-6, backend="triton")[1] - rms_norm(x, weight, 1e-6)).max()
+    assert float(difference) < 0.1, f"a kernel's result differs by {float(difference)}"
+    return Check(name="Triton", verdict="ok", found=f"{', '.join(versions)}; a kernel runs")
+
+
+def check_gpu_memory(gpu: Gpu) -> Check:
+    """Check that no other program holds much of a GPU's memory."""
+    found = f"{gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free on {gpu.name}"
+    if gpu.free >= _LEAST_FREE * gpu.total:
+        return Check(name="GPU memory", verdict="ok", found=found)
+    remedy = "other programs hold the rest: nvidia-smi lists them; end them, or give --memory-limit"
+    return Check(name="GPU memory", verdict="warn", found=found, remedy=remedy)
+
+
+def check_host_memory(free: int, total: int) -> Check:
+    """Check that the host can hold what a GPU offloads."""
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free >= _LEAST_HOST:
+        return Check(name="host memory", verdict="ok", found=found)
+    remedy = "offload has little room: prefer --remat full, or end other programs"
+    return Check(name="host memory", verdict="warn", found=found, remedy=remedy)
+
+
+def show(check: Check) -> str:
+    """Return a verdict's lines, at most 80 columns wide."""
+    mark = {"ok": "ok", "warn": "warn", "fail": "FAIL"}[check.verdict]
+    lines = textwrap.wrap(f"{mark:<4}  {check.name:<11}  {check.found}", 80, subsequent_indent=" " * 19)
+    remedy = f"→ {check.remedy}" if check.remedy and check.verdict != "ok" else ""
+    return "\n".join([*lines, *textwrap.wrap(remedy, 80, initial_indent=" " * 19, subsequent_indent=" " * 21)])
+
+
+def _guarded(name: str, check: Callable[[bool], Check], expect_gpu: bool) -> Check:
+    """Return the verdict of a check that runs the GPU; what goes wrong there is its result."""
+    try:
+        return check(expect_gpu)
+    except Exception as error:
+        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return Check(name=name, verdict="fail", found=found, remedy=f"mend what is above, then {_INSTALL}")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdecimal())
