@@ -3,11 +3,13 @@
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxglue.config import Config, NonNegativeInt, PositiveInt
+from jaxglue.distributed.token import TOKEN, find_token
 
+_NUMBERS = ("coordinator", "num_processes", "process_id")
 _FIRST_PORT, _PORTS = 61_000, 4_000
 """Above the ports that Linux assigns by itself."""
 
@@ -22,10 +24,13 @@ class DistributedConfig(Config):
     """Number of processes, on all hosts together."""
     process_id: NonNegativeInt | None = None
     """Number of this process, from 0."""
+    token: str | None = field(default=None, repr=False)
+    """Secret by which the processes know each other; better given as JAXGLUE_TOKEN, since other users of a host see
+    command lines. By default from the launcher's job."""
 
     def validate(self) -> None:
-        """Refuse an address that is not HOST:PORT and a process that is not in the run."""
-        if self.coordinator is not None and not re.fullmatch(r"[^:]+:\d+|\[.+\]:\d+", self.coordinator):
+        """Refuse an address that is not HOST:PORT, a process that is not in the run, and a short token."""
+        if self.coordinator is not None and not _is_address(self.coordinator):
             raise ValueError(f"--coordinator: expected HOST:PORT, such as node1:12355, got {self.coordinator}")
         if self.num_processes and self.process_id and self.process_id >= self.num_processes:
             raise ValueError(
@@ -41,12 +46,12 @@ class ProcessInfo:
     coordinator: str
     num_processes: int
     process_id: int
+    token: bytes = field(repr=False)
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the coordinator."""
-        host, _, port = self.coordinator.rpartition(":")
-        return host.strip("[]"), int(port)
+        return _split(self.coordinator)
 
 
 def find_process_info(config: DistributedConfig, environ: Mapping[str, str]) -> ProcessInfo | None:
@@ -57,40 +62,52 @@ def find_process_info(config: DistributedConfig, environ: Mapping[str, str]) -> 
         environ: the environment variables.
 
     Raises:
-        ValueError: some but not all values are given.
+        ValueError: some but not all values are given, or no token.
     """
-    launcher, told = _launcher(environ)
-    flags = {name: value for name, value in asdict(config).items() if value is not None}
+    launcher, job, told = _launcher(environ)
+    flags = {name: value for name, value in asdict(config).items() if value is not None and name != "token"}
     values = {**told, **flags}
     if values.get("num_processes", 0 if flags else 1) == 1:
         return None
-    if missing := [f"--{name.replace('_', '-')}" for name in asdict(config) if name not in values]:
+    if missing := [f"--{name.replace('_', '-')}" for name in _NUMBERS if name not in values]:
         source = f" by flags or {launcher}" if launcher else ", and neither srun nor mpirun started this process"
         raise ValueError(
             f"{' and '.join(missing)}: not given{source}; give --coordinator, --num-processes and "
             "--process-id together, only the last differing between processes (see docs/multi_node.md)"
         )
-    return ProcessInfo(**values)
+    host, _ = _split(values["coordinator"])
+    return ProcessInfo(
+        **values, token=find_token(config.token or environ.get(TOKEN), f"{launcher} {job}" if job else None, host)
+    )
 
 
-def _launcher(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the launcher's name and its values; None and nothing for a single process."""
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _is_address(text: str) -> bool:
+    return bool(re.fullmatch(r"([^:\s]+|\[[^\s\]]+\]):[0-9]{1,5}", text)) and 1 <= _split(text)[1] < 2**16
+
+
+def _launcher(environ: Mapping[str, str]) -> tuple[str | None, str, dict[str, Any]]:
+    """Return the launcher's name, its job, and its values; None and nothing for a single process."""
     # Before SLURM: under SLURM, Open MPI's daemons are themselves a job step.
     if int(environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         size = environ["OMPI_COMM_WORLD_SIZE"]
         told: dict[str, Any] = {"num_processes": int(size), "process_id": int(environ["OMPI_COMM_WORLD_RANK"])}
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
         # On several hosts it does not tell which of them has process 0.
         if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size:
-            job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "")
             told |= {"coordinator": f"127.0.0.1:{_port(job)}"}
-        return "Open MPI", told
+        return "Open MPI", job + environ.get("OMPI_MCA_orte_precondition_transports", ""), told
     # Variables of the job step: the job's own script is one process, whatever the job's size.
     if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        port = _port(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
-        coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
+        job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        coordinator = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{_port(job)}"
         count, index = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_PROCID"]
-        return "SLURM", {"coordinator": coordinator, "num_processes": int(count), "process_id": int(index)}
-    return None, {}
+        return "SLURM", job, {"coordinator": coordinator, "num_processes": int(count), "process_id": int(index)}
+    return None, "", {}
 
 
 def _first_host(nodes: str) -> str:

@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxglue.distributed.channel import DIED, ControlChannel
+from jaxglue.distributed.channel import ControlChannel
+from jaxglue.distributed.frames import DIED
+from jaxglue.distributed.meeting import address_text, listen
 from jaxglue.distributed.process_info import ProcessInfo
 
 _MEETING_SECONDS = 300.0
@@ -86,12 +88,12 @@ def join_processes(process_info: ProcessInfo | None) -> Iterator[Processes]:
         yield SINGLE_PROCESS
         return
     index, count = process_info.process_id, process_info.num_processes
-    channel = ControlChannel(
-        index, count, process_info.address, timeout=_MEETING_SECONDS, lost=partial(_stop, is_main=index == 0)
-    )
+    lost = partial(_stop, is_main=index == 0)
+    token, address = process_info.token, process_info.address
+    channel = ControlChannel(index, count, address, token=token, timeout=_MEETING_SECONDS, lost=lost)
     processes = Processes(index, count, channel)
     try:
-        _start_jax(process_info.address[0], processes)
+        _start_jax(address[0], processes)
         yield processes
         processes.all_gather_object("done")
         channel.close()
@@ -101,14 +103,16 @@ def join_processes(process_info: ProcessInfo | None) -> Iterator[Processes]:
 
 
 def _start_jax(host: str, processes: Processes) -> None:
-    port = processes.all_gather_object(_free_port() if processes.is_main else None)[0]
+    service = _free_address(host) if processes.is_main else None
+    port = processes.all_gather_object(service and service[1])[0]
     # JAX's handler would take SIGTERM, a scheduler's request for a checkpoint, from the trainer.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"{host}:{port}",
+        address_text((host, port)),
         processes.count,
         processes.index,
+        coordinator_bind_address=service and address_text(service),
         local_device_ids=[],
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
@@ -159,9 +163,10 @@ def visible_gpus() -> list[str]:
     return [found[int(name)] if name.isdecimal() and int(name) < len(found) else name for name in names]
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+def _free_address(host: str) -> tuple[str, int]:
+    """Return address and port on the host's interface, where JAX's service can listen."""
+    with listen((host, 0)) as server:
+        return server.getsockname()[:2]
 
 
 def _stop(reason: str, *, is_main: bool) -> None:

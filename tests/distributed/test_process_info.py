@@ -26,9 +26,10 @@ def test_single_process_without_flags_and_launcher():
 
 
 def test_flags_give_the_process():
-    info = find_process_info(DistributedConfig(coordinator="node1:1234", num_processes=4, process_id=2), {})
+    flags = {"num_processes": 4, "process_id": 2, "token": "0123456789"}
+    info = find_process_info(DistributedConfig(coordinator="node1:1234", **flags), {})
     assert (info.address, info.num_processes, info.process_id) == (("node1", 1234), 4, 2)
-    six = find_process_info(DistributedConfig(coordinator="[fe80::1]:1234", num_processes=4, process_id=2), {})
+    six = find_process_info(DistributedConfig(coordinator="[fe80::1]:1234", **flags), {})
     assert six.address == ("fe80::1", 1234)
 
 
@@ -58,6 +59,9 @@ def test_open_mpi_needs_a_coordinator_on_several_hosts():
         ({"coordinator": "node1:1"}, "--num-processes and --process-id: not given, and neither srun nor mpirun"),
         ({"num_processes": 2}, "--coordinator and --process-id: not given"),
         ({"coordinator": "node1:1", "process_id": 0}, "--num-processes: not given"),
+        ({"coordinator": "node1:1", "num_processes": 2, "process_id": 0}, "--token: not given, .*set JAXGLUE_TOKEN"),
+        ({"coordinator": "::1:1", "num_processes": 2, "process_id": 0}, "--coordinator: expected HOST:PORT"),
+        ({"coordinator": "node1:65536"}, "--coordinator: expected HOST:PORT"),
         ({"coordinator": "node1"}, "--coordinator: expected HOST:PORT, such as node1:12355, got node1"),
         ({"num_processes": 2, "process_id": 2}, "--process-id: expected 0 to 1 of --num-processes 2, got 2"),
         ({"num_processes": 0}, r"num_processes: expected int >= 1 \| none, got 0"),
@@ -66,6 +70,27 @@ def test_open_mpi_needs_a_coordinator_on_several_hosts():
 def test_incomplete_or_wrong_flags_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         find_process_info(DistributedConfig(**given), {})
+
+
+def test_token_is_given_or_the_jobs_or_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def token(coordinator="node1:1234", environ=(), **flags):
+        flags = {"num_processes": 4, "process_id": 2, **flags}
+        return find_process_info(DistributedConfig(coordinator=coordinator, **flags), dict(environ)).token
+
+    given = token(token="0123456789")
+    assert token(environ={**SLURM, "JAXGLUE_TOKEN": "0123456789"}) == given
+    assert token(environ=SLURM) == token(environ=SLURM) != token(environ={**SLURM, "SLURM_STEP_ID": "1"})
+    own = token("127.0.0.1:1234")
+    assert len(own) == 32 and own == token("localhost:1234")
+    assert (tmp_path / ".cache/jaxglue/token").stat().st_mode & 0o777 == 0o600
+    assert "0123456789" not in repr(DistributedConfig(token="0123456789"))
+    with pytest.raises(ValueError, match="--token, JAXGLUE_TOKEN: expected 8 or more characters, got 3"):
+        token(environ={"JAXGLUE_TOKEN": "abc"})
+    (tmp_path / ".cache/jaxglue/token").chmod(0o644)
+    with pytest.raises(ValueError, match="other users can read this secret"):
+        token("127.0.0.1:1234")
 
 
 def test_processes_share_the_gpus_they_both_see():
