@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: lines, above a bar on a terminal."""
 
 import time
 from collections.abc import Callable
@@ -18,6 +18,8 @@ class StepReport:
 
     loss: float
     """Nats per target token."""
+    epoch: float
+    """Passes over the data so far."""
     learning_rate: float
     grad_norm: float | None
     """None when parameters are updated in the backward pass."""
@@ -71,8 +73,7 @@ class TrainingProgress:
         """Show the values of a step, perhaps an earlier one than the bar's."""
         line = format_report(report, self._seconds_left(step))
         self._bar.update(self._task, description=line)
-        if not self.console.is_terminal:
-            self.say(f"step {step}/{self._total}  {line}")
+        self.say(f"step {step}/{self._total}  {line}")
 
     def say(self, line: str) -> None:
         """Print a line, above the bar on a terminal."""
@@ -94,6 +95,8 @@ def format_report(report: StepReport, seconds_left: float | None) -> str:
         f"loss {report.loss:.4f}",
         f"{format_duration(seconds_left)} left" if seconds_left is not None else "",
         f"{report.tokens_per_second:,.0f} tokens/s",
+        f"epoch {report.epoch:.2f}",
+        f"grad norm {report.grad_norm:.3g}" if report.grad_norm is not None else "",
         f"MFU {report.mfu:.1%}" if report.mfu is not None else "",
         f"{report.memory_gb:.1f} GB",
         f"waiting for data {report.data_wait:.0%}" if report.data_wait > _NOTABLE_WAIT else "",

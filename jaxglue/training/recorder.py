@@ -24,6 +24,7 @@ class Recorder:
 
     def __init__(self, setup: Setup, timer: StartupTimer):
         self._timer, self._log_every, self._total_steps = timer, setup.config.run.log_every, setup.total_steps
+        self._steps_per_epoch = setup.batches.steps_per_epoch
         self.meter = Meter(model_flops_per_token=setup.flops_per_token, devices=jax.devices())
         self.has_compiled = False
         """Whether the first step of this process is done; its time is compilation, and does not count as training."""
@@ -50,7 +51,7 @@ class Recorder:
         else:
             self.meter.add(result.tokens, done)
             if self.is_log_due(result.step):
-                report = self._report(values)
+                report = self._report(result.step, values)
                 progress.report(result.step, report)
                 values = dataclasses.asdict(report)
         loggers.log(result.step, values)
@@ -66,6 +67,8 @@ class Recorder:
         self._timer.stage("first step")
         progress.say(f"step {step}: loss {self.last_loss:.4f}; start-up took {self._timer}")
 
-    def _report(self, values: dict[str, Any]) -> StepReport:
-        memory_gb = memory_use(jax.local_devices()).used / 1e9
-        return StepReport(**{"grad_norm": None, **values}, **self.meter.read()._asdict(), memory_gb=memory_gb)
+    def _report(self, step: int, values: dict[str, Any]) -> StepReport:
+        memory_gb, epoch = memory_use(jax.local_devices()).used / 1e9, step / self._steps_per_epoch
+        return StepReport(
+            **{"grad_norm": None, **values}, **self.meter.read()._asdict(), memory_gb=memory_gb, epoch=epoch
+        )

@@ -8,6 +8,7 @@ from jaxglue.training.progress import StepReport, TrainingProgress, format_durat
 
 REPORT = StepReport(
     loss=1.23456,
+    epoch=0.25,
     learning_rate=2e-4,
     grad_norm=0.5,
     tokens_per_second=12345.6,
@@ -18,7 +19,7 @@ REPORT = StepReport(
 
 
 def test_report_is_one_line():
-    line = "loss 1.2346  1:01 left  12,346 tokens/s  MFU 41.2%  18.8 GB  lr 2.00e-04"
+    line = "loss 1.2346  1:01 left  12,346 tokens/s  epoch 0.25  grad norm 0.5  MFU 41.2%  18.8 GB  lr 2.00e-04"
     assert format_report(REPORT, 61) == line
 
 
@@ -43,6 +44,10 @@ def test_pipe_gets_only_lines_of_reports():
     assert second.startswith("step 30/40  loss 1.2346  0:20 left")
 
 
+def test_unknown_gradient_norm_is_left_out():
+    assert "grad norm" not in format_report(replace(REPORT, grad_norm=None), None)
+
+
 def test_terminal_gets_a_bar_and_lines_above_it():
     out = io.StringIO()
     with TrainingProgress(40, console=Console(file=out, force_terminal=True, width=140)) as progress:
@@ -50,7 +55,7 @@ def test_terminal_gets_a_bar_and_lines_above_it():
         progress.report(6, REPORT)
         progress.say("[1] kept as it is")
     assert "7/40" in out.getvalue()
-    assert "loss 1.2346" in out.getvalue()
+    assert "step 6/40  loss 1.2346" in out.getvalue()
     assert "[1] kept as it is" in out.getvalue()
 
 
