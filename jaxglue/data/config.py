@@ -57,6 +57,10 @@ class DataConfig(Config):
         """Refuse missing data, two kinds of held-out data, and a missing template."""
         if not self.data:
             raise ValueError("data is empty: name at least one file, folder or hf:owner/name")
+        for name in ("data", "eval_data", "cache_dir"):
+            value = getattr(self, name)
+            if not all(item.strip() for item in ([value] if isinstance(value, str) else value)):
+                raise ValueError(f"{name}: an empty name would stand for the current folder: name a file or folder")
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction are both given: leave one out")
         if self.chat_template is not None and not Path(self.chat_template).is_file():

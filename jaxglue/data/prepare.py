@@ -1,5 +1,6 @@
 """Preparation of data sets and their report from a `DataConfig`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.packing import plan_epoch
 from jaxglue.data.selection import Selection, hold_out, select_documents
 from jaxglue.data.store import TokenStore
-from jaxglue.data.tokenize import Progress, tokenize
+from jaxglue.data.tokenize import Progress, Tokenized, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,14 @@ class DataReport:
     """Documents omitted as overlong or without target tokens."""
     train: SplitReport
     eval: SplitReport | None
+    notes: tuple[str, ...] = ()
+    """Probable mistakes, such as a file given twice."""
 
     def __str__(self) -> str:
         read = f"{self.rows:,} rows of format {self.format}" + " (tokens from the cache)" * self.cached
         lines = [f"{read}, {self.truncated:,} truncated, {self.dropped:,} dropped", f"train: {self.train}"]
-        return "\n".join([*lines, f"eval: {self.eval}"] if self.eval else lines)
+        lines += [f"eval: {self.eval}"] * bool(self.eval)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +107,24 @@ def prepare_data(
         dropped=sum(part.dropped for part in parts),
         train=sizes[0],
         eval=sizes[1] if len(sizes) > 1 else None,
+        notes=tuple(_notes(tokenized)),
     )
     return PreparedData(train=splits[0].dataset, eval=splits[1].dataset if len(splits) > 1 else None, report=report)
+
+
+def _notes(tokenized: list[Tokenized]) -> Iterator[str]:
+    """Yield one line for each file read twice, and for damage found in the cache."""
+    seen: dict[str, tuple[str, Tokenized]] = {}
+    for one in tokenized:
+        for path, digest in one.digests:
+            earlier, among = seen.get(digest, ("", None))
+            if among is one:
+                yield f"{path} is read twice: its bytes are those of {earlier}, so its rows count twice"
+            elif among:
+                yield f"{path} is held out and trained on: its bytes are those of {earlier}"
+            seen.setdefault(digest, (path, one))
+        if one.damage:
+            yield one.damage
 
 
 def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:

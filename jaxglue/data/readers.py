@@ -119,14 +119,26 @@ def _saved_rows(path: Path, split: str) -> Iterator[Row]:
     yield from _arrow_rows(loaded, str(path))
 
 
+def hub_fingerprint(source: str, split: str) -> str:
+    """Return the fingerprint of a hub data set's content.
+
+    Raises:
+        ValueError: the data set cannot be loaded.
+    """
+    return _load_from_hub(source, split)._fingerprint
+
+
 def _hub_rows(source: str, split: str) -> Iterator[Row]:
+    yield from _arrow_rows(_load_from_hub(source, split), source)
+
+
+def _load_from_hub(source: str, split: str) -> Any:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(source.removeprefix(HUB_PREFIX), split=split)
+        return datasets.load_dataset(source.removeprefix(HUB_PREFIX), split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"data: cannot load {source}, split {split!r}, from the hub: {error}") from error
-    yield from _arrow_rows(loaded, source)
 
 
 def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:

@@ -1,19 +1,26 @@
-"""Memory-mapped store of tokenized documents."""
+"""Memory-mapped, checksummed store of tokenized documents."""
 
 import hashlib
 import json
 import os
 import shutil
-import tempfile
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from jaxtyping import Int32, Int64, UInt8
 
 from jaxglue.data.encode import Encoded
+
+_FILES = {"tokens": ("tokens.int32", np.int32), "mask": ("mask.uint8", np.uint8), "offsets": ("offsets.int64", np.int64)}
+
+
+class DamagedStoreError(ValueError):
+    """The files of a store differ from those written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,49 +52,125 @@ class TokenStore:
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Memory-map a store of `write_store`."""
-    info = json.loads((folder / "info.json").read_text())
-    tokens = np.memmap(folder / "tokens.int32", np.int32, mode="r")
-    mask = np.memmap(folder / "mask.uint8", np.uint8, mode="r")
-    return TokenStore(tokens=tokens, mask=mask, offsets=np.load(folder / "offsets.npy"), info=info)
+    """Memory-map a store of `write_store`, after comparing every file with its digest.
+
+    Raises:
+        DamagedStoreError: a missing or changed file, or values out of bounds.
+        OSError: a file that may not be read.
+    """
+    info = _read_info(folder)
+    for name, (file, _) in _FILES.items():
+        if _digest(folder / file) != info["files"][name]:
+            raise DamagedStoreError(f"{folder / file} has changed since it was written")
+    arrays = {name: np.memmap(folder / file, dtype, mode="r") for name, (file, dtype) in _FILES.items()}
+    store = TokenStore(**{**arrays, "offsets": np.array(arrays["offsets"])}, info=info)
+    _check_bounds(store, folder)
+    return store
 
 
 def write_store(folder: Path, chunks: Iterable[Encoded], **info: Any) -> None:
-    """Write the documents under a temporary name, then rename.
+    """Write the documents under a temporary name, sync them to disk, then rename.
 
     Raises:
         ValueError: no token at all.
         OSError: a failed write; nothing is left behind.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    _remove_abandoned(folder)
+    temporary = _temporary(folder)
+    temporary.mkdir()
     try:
-        content = _write_documents(temporary, chunks)
-        (temporary / "info.json").write_text(json.dumps({**content, **info}))
+        content = {**_write_documents(temporary, chunks), **info}
+        (temporary / "info.json").write_text(json.dumps({**content, "check": _info_digest(content)}))
+        _sync(temporary / "info.json")
+        _sync(temporary)
         _publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_store(folder: Path) -> None:
+    """Remove a store; open ones stay readable."""
+    temporary = _temporary(folder)
+    os.rename(folder, temporary)
+    shutil.rmtree(temporary)
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    try:
+        info = json.loads((folder / "info.json").read_text())
+        check = info.pop("check")
+    except (ValueError, KeyError, AttributeError, RecursionError, FileNotFoundError) as error:
+        raise DamagedStoreError(f"{folder / 'info.json'} is damaged or missing") from error
+    if check != _info_digest(info):
+        raise DamagedStoreError(f"{folder / 'info.json'} has changed since it was written")
+    return info
+
+
+def _info_digest(info: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise DamagedStoreError(f"{path} is missing") from error
+
+
+def _check_bounds(store: TokenStore, folder: Path) -> None:
+    """Check the values: a digest shows what changed, not what was wrong when written."""
+    offsets, count = store.offsets, len(store.tokens)
+    ordered = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count and bool((np.diff(offsets) >= 0).all())
+    if not ordered or len(store.mask) != count or store.mask.max(initial=0) > 1:
+        raise DamagedStoreError(f"{folder} holds offsets or masks out of bounds")
+    if store.tokens.min(initial=0) < 0 or store.tokens.max(initial=-1) != store.info["max_token"]:
+        raise DamagedStoreError(f"{folder} holds token ids out of bounds")
+
+
 def _write_documents(folder: Path, chunks: Iterable[Encoded]) -> dict[str, Any]:
-    lengths, digest, largest = [np.zeros(1, np.int64)], hashlib.blake2b(digest_size=16), -1
+    lengths, largest = [np.zeros(1, np.int64)], -1
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:
-            for array, file in ((chunk.tokens, tokens), (chunk.mask, mask)):
-                file.write(array.data)
-                digest.update(array.data)
-            digest.update(chunk.lengths.data)
+            tokens.write(chunk.tokens.data)
+            mask.write(chunk.mask.data)
             lengths.append(chunk.lengths)
             largest = max(largest, int(chunk.tokens.max(initial=-1)))
     if largest < 0:
         raise ValueError("the data set is empty: no row has any text")
-    np.save(folder / "offsets.npy", np.cumsum(np.concatenate(lengths)))
-    return {"digest": digest.hexdigest(), "max_token": largest}
+    np.cumsum(np.concatenate(lengths), dtype=np.int64).tofile(folder / "offsets.int64")
+    for file, _ in _FILES.values():
+        _sync(folder / file)
+    files = {name: _digest(folder / file) for name, (file, _) in _FILES.items()}
+    return {"files": files, "digest": _info_digest(files), "max_token": largest}
 
 
 def _publish(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
+        _sync(folder.parent)
     except OSError:
         if not (folder / "info.json").is_file():  # else another process published the same content
             raise
+
+
+def _sync(path: Path) -> None:
+    """Force a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _temporary(folder: Path) -> Path:
+    """Return a hidden name beside `folder` that tells its writer: mkdtemp would exclude other users."""
+    return folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what killed writers of this machine left."""
+    for path in folder.parent.glob(f".{folder.name}.{socket.gethostname()}.*.tmp"):
+        if not psutil.pid_exists(int(path.name.split(".")[-3])):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,29 +1,29 @@
 """Cached, parallel tokenization of all rows."""
 
-import hashlib
-import json
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import batched, chain, islice
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.cache import content_key, file_digest, open_or_write
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.formats import detect_format
-from jaxglue.data.readers import HUB_PREFIX, Row, data_files, read_rows
-from jaxglue.data.store import TokenStore, open_store, write_store
+from jaxglue.data.readers import HUB_PREFIX, Row, data_files, hub_fingerprint, read_rows
+from jaxglue.data.store import TokenStore, write_store
 
 Progress = Callable[[int], None]
 """Callback with the number of rows tokenized so far."""
 
-_VERSION = 1
+_VERSION = 2
 """Increment when the same rows yield different tokens or masks, to invalidate caches."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
@@ -37,6 +37,10 @@ class Tokenized:
     store: TokenStore
     format: str
     cached: bool
+    digests: list[tuple[str, str]]
+    """Path and SHA-256 of every file, in order."""
+    damage: str
+    """Damage found in the cache, empty if none."""
 
 
 def tokenize(
@@ -45,20 +49,34 @@ def tokenize(
     """Tokenize the sources, or open the cached result.
 
     Raises:
-        ValueError: no rows, or an unusable row, naming file and line.
+        ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
-    folder = Path(config.cache_dir) / _cache_key(sources, config, tokenizer)
-    cached = (folder / "info.json").is_file()
-    if not cached:
-        rows = read_rows(sources, split=config.split)
-        head = list(islice(rows, _WORTH_PROCESSES + 1))
-        format = _find_format(head, config.format, sources)
-        encoder = Encoder(tokenizer, format=format, loss_on=config.loss_on)
-        workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
-        encoded = _encode(encoder, chain(head, rows), workers)
-        write_store(folder, _counted(encoded, progress), format=format)
-    store = open_store(folder)
-    return Tokenized(store=store, format=store.info["format"], cached=cached)
+    digests = [pair for source in sources for pair in _source_digests(source, config.split)]
+    folder = Path(config.cache_dir) / _cache_key(digests, config, tokenizer)
+    fresh = []
+
+    def write() -> None:
+        fresh.append(True)
+        _write(folder, sources, config, tokenizer, progress)
+
+    store, damage = open_or_write(folder, write)
+    return Tokenized(store=store, format=store.info["format"], cached=not fresh, digests=digests, damage=damage)
+
+
+def _write(
+    folder: Path,
+    sources: tuple[str, ...],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress | None,
+) -> None:
+    rows = read_rows(sources, split=config.split)
+    head = list(islice(rows, _WORTH_PROCESSES + 1))
+    format = _find_format(head, config.format, sources)
+    encoder = Encoder(tokenizer, format=format, loss_on=config.loss_on)
+    workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
+    encoded = _encode(encoder, chain(head, rows), workers)
+    write_store(folder, _counted(encoded, progress), format=format)
 
 
 def _find_format(head: list[Row], format: str, sources: tuple[str, ...]) -> str:
@@ -93,6 +111,15 @@ _encoder: Encoder
 def _install(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent, even when that is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _encode_chunk(rows: tuple[Row, ...]) -> Encoded:
@@ -108,16 +135,13 @@ def _counted(chunks: Iterable[Encoded], progress: Progress | None) -> Iterator[E
         yield chunk
 
 
-def _cache_key(sources: tuple[str, ...], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
-    parts: list[Any] = [_VERSION, [_signature(source) for source in sources], config.split, config.format]
-    parts += [config.loss_on, backend, tokenizer.chat_template, tokenizer.special_tokens_map]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+def _cache_key(digests: list[tuple[str, str]], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    files = [[Path(name).suffix, digest] for name, digest in digests]
+    model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
+    return content_key(_VERSION, files, config.split, config.format, config.loss_on, *model)
 
 
-def _signature(source: str) -> list[Any]:
-    """Return the files' names, sizes and modification times; for a hub data set, its name."""
+def _source_digests(source: str, split: str) -> list[tuple[str, str]]:
     if source.startswith(HUB_PREFIX):
-        return [source]
-    stats = [(str(path.resolve()), path.stat()) for path in data_files(source)]
-    return [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+        return [(source, hub_fingerprint(source, split))]
+    return [(str(path), file_digest(path)) for path in data_files(source)]

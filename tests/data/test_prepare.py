@@ -144,6 +144,8 @@ def test_unusable_data_are_refused(prepare, write_jsonl, rows, options, message)
     ("options", "message"),
     [
         ({"data": ()}, "data is empty: name at least one"),
+        ({"data": ""}, "data: an empty name would stand for the current folder"),
+        ({"eval_data": ("a", " ")}, "eval_data: an empty name would stand for the current folder"),
         ({"format": "csv"}, r"format: expected auto \| messages .*, got 'csv'"),
         ({"overlong": "wrap"}, r"overlong: expected truncate \| drop \| error, got 'wrap'"),
         ({"loss_on": "user"}, r"loss_on: expected assistant \| all, got 'user'"),

@@ -1,0 +1,45 @@
+"""Content-addressed cache of tokenized data."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxglue.data.store import DamagedStoreError, TokenStore, open_store, remove_store
+
+
+def content_key(*parts: Any) -> str:
+    """Return a name for the result of these inputs, given in JSON's types."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_or_write(folder: Path, write: Callable[[], None]) -> tuple[TokenStore, str]:
+    """Open the store in `folder`, written first if it is absent or damaged.
+
+    Returns:
+        the store, and the damage found, empty if there was none.
+
+    Raises:
+        ValueError: a cache that may not be read or written.
+    """
+    try:
+        if not folder.is_dir():
+            write()
+        try:
+            return open_store(folder), ""
+        except DamagedStoreError as error:
+            damage = f"{error}: tokenized again"
+        remove_store(folder)
+        write()
+        return open_store(folder), damage
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        reason = f"{error.strerror}: {error.filename}"
+        hint = "name a folder of your own with --cache-dir, or have its owner open it to your group"
+        raise ValueError(f"cache_dir {folder.parent}: {reason}: {hint}") from error
