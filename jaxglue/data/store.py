@@ -16,7 +16,11 @@ from jaxtyping import Int32, Int64, UInt8
 
 from jaxglue.data.encode import Encoded
 
-_FILES = {"tokens": ("tokens.int32", np.int32), "mask": ("mask.uint8", np.uint8), "offsets": ("offsets.int64", np.int64)}
+_FILES = {
+    "tokens": ("tokens.int32", np.int32),
+    "mask": ("mask.uint8", np.uint8),
+    "offsets": ("offsets.int64", np.int64),
+}
 
 
 class DamagedStoreError(ValueError):
