@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxglue.models import gpt_oss, llama, qwen3, qwen3_moe
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, check_fields
 from jaxglue.models.decoder import CausalLM
 
 FAMILIES = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
@@ -18,8 +18,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read the decoder's shape from a parsed config.json.
 
     Raises:
-        ValueError: the model type, rope type or activation is not supported, or a field is missing.
+        ValueError: the model type, rope type or activation is not supported, or a field is missing, of another type or
+            out of range.
     """
+    check_fields(raw)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(FAMILIES)}")

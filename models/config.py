@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.ops.quant.formats import Quantize, Storage, check_format, format_flag
 from jaxglue.ops.rope import RopeConfig
 
@@ -62,8 +63,8 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of dimensions")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions")
         assert len(self.layer_windows) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         self._check_quantize()
@@ -96,6 +97,65 @@ class DecoderConfig:
         return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self
 
 
+_Size = Annotated[int, Range(ge=1, le=2**31 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfFields:
+    """Types and ranges of the fields read from config.json, in transformers' names; each may be absent or null."""
+
+    model_type: str
+    hidden_act: str
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    moe_intermediate_size: _Size
+    num_hidden_layers: Annotated[int, Range(ge=1, le=10_000)]
+    num_attention_heads: _Size
+    num_key_value_heads: _Size
+    head_dim: _Size
+    num_experts: Annotated[int, Range(ge=1, le=100_000)]
+    num_local_experts: Annotated[int, Range(ge=1, le=100_000)]
+    num_experts_per_tok: _Size
+    decoder_sparse_step: _Size
+    max_position_embeddings: _Size
+    original_max_position_embeddings: _Size
+    sliding_window: _Size
+    max_window_layers: NonNegativeInt
+    rms_norm_eps: PositiveFloat
+    initializer_range: NonNegativeFloat
+    attention_dropout: Annotated[float, Range(ge=0, lt=1)]
+    rope_theta: PositiveFloat
+    swiglu_limit: PositiveFloat
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    norm_topk_prob: bool
+    use_sliding_window: bool
+    layer_types: tuple[str, ...]
+    mlp_only_layers: tuple[int, ...]
+
+
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
+
+
+def check_fields(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field of config.json with a value of another type or outside its range."""
+    for name, (_, kind) in plain_fields(HfFields).items():
+        value = raw.get(name)
+        if value is None:
+            continue
+        if kind.many and not isinstance(value, list):
+            raise ValueError(f"{name} in config.json: expected {kind}, got {value!r:.100}")
+        try:
+            kind.read(value)
+        except ValueError as error:
+            raise ValueError(f"{name} in config.json: {str(error)[:200]}") from None
+    for name in _OBJECTS:
+        if not isinstance(raw.get(name), Mapping | None):
+            raise ValueError(f"{name} in config.json: expected an object, got {raw[name]!r:.100}")
+
+
 def require_fields(raw: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise ValueError for fields that config.json lacks."""
     if missing := [name for name in names if raw.get(name) is None]:
@@ -117,8 +177,15 @@ def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | No
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def decoder_fields(
+    raw: Mapping[str, Any], *, theta: float = 10_000.0, max_position_embeddings: int = 2048
+) -> dict[str, Any]:
     """Read the config.json fields shared by all families.
+
+    Args:
+        raw: config.json.
+        theta: the family's `rope_theta` where config.json has none.
+        max_position_embeddings: the family's likewise.
 
     Raises:
         ValueError: a required field is missing, or the activation or rope type is not supported.
@@ -127,19 +194,19 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     require_fields(raw, needed)
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported for {raw['model_type']}: only 'silu' is")
-    heads = raw["num_attention_heads"]
+    heads, given = raw["num_attention_heads"], {name: value for name, value in raw.items() if value is not None}
     return {
         **{name: raw[name] for name in needed},
         "model_type": raw["model_type"],
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-        "max_position_embeddings": raw.get("max_position_embeddings", 2048),
-        "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-        "attention_bias": raw.get("attention_bias", False),
-        "mlp_bias": raw.get("mlp_bias", False),
-        "initializer_range": raw.get("initializer_range", 0.02),
-        "rope": RopeConfig.from_hf(raw),
+        "max_position_embeddings": raw.get("max_position_embeddings") or max_position_embeddings,
+        "rms_norm_eps": given.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": given.get("tie_word_embeddings", False),
+        "attention_bias": given.get("attention_bias", False),
+        "mlp_bias": given.get("mlp_bias", False),
+        "initializer_range": given.get("initializer_range", 0.02),
+        "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
         "quantize": _stored_format(raw),
     }
 
@@ -157,6 +224,8 @@ def _stored_format(raw: Mapping[str, Any]) -> Quantize:
     if stored.get("quant_method") != "bitsandbytes":
         raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
     skipped = stored.get("llm_int8_skip_modules") or []
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise ValueError(f"llm_int8_skip_modules in config.json: expected a list of names, got {skipped!r:.100}")
     if within := [name for name in skipped if name not in ("lm_head", "embed_tokens", "model.embed_tokens")]:
         raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {remedy}")
     if stored.get("load_in_8bit"):

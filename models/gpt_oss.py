@@ -13,7 +13,16 @@ from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.moe_layers import ExpertConfig, Experts, Router, mix_experts
 from jaxglue.ops.moe import GPT_OSS_LIMIT
 
-_DEFAULTS = {"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+_DEFAULTS = {"attention_bias": True, "rms_norm_eps": 1e-5}
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""transformers' where config.json has none."""
 
 _EXPERTS = ExpertConfig(activation="gpt_oss", transposed=False, bias=True)
 
@@ -24,8 +33,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         ValueError: a missing field, or a value that is not supported.
     """
-    raw = {**_DEFAULTS, "num_local_experts": raw.get("num_experts"), **raw}
-    fields = decoder_fields(raw)
+    given = {name: value for name, value in raw.items() if value is not None or name not in _DEFAULTS}
+    raw = {**_DEFAULTS, "head_dim": 64, "num_local_experts": raw.get("num_experts"), **given}
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+        raw["rope_parameters"] = _ROPE
+    fields = decoder_fields(raw, theta=150_000.0, max_position_embeddings=131_072)
     require_fields(raw, ("num_local_experts", "num_experts_per_tok"))
     layers = raw["num_hidden_layers"]
     types = raw.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]

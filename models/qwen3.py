@@ -12,13 +12,13 @@ from jaxglue.models.layers import DecoderLayer
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen3ForCausalLM` config.json."""
-    return DecoderConfig(**decoder_fields({"head_dim": 128, **raw}), layer_windows=_windows(raw))
+    return DecoderConfig(**decoder_fields({"head_dim": 128, **raw}, max_position_embeddings=32768), layer_windows=_windows(raw))
 
 
 def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the layers' windows; with `use_sliding_window`, layers from `max_window_layers` on slide."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    first = raw.get("max_window_layers", 28)
+    first = 28 if (given := raw.get("max_window_layers")) is None else given
     types = raw.get("layer_types") or [
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(raw["num_hidden_layers"])

@@ -22,7 +22,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         ValueError: a missing field, or a value that is not supported.
     """
     raw = {"num_experts": raw.get("num_local_experts"), **raw}
-    fields = decoder_fields(raw)
+    fields = decoder_fields(raw, max_position_embeddings=32768)
     require_fields(raw, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
     layers, window = raw["num_hidden_layers"], raw.get("sliding_window") if raw.get("use_sliding_window") else None
     moe = MoeConfig(
@@ -36,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
-    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
+    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step") or 1
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
 
 

@@ -18,7 +18,7 @@ FLOORS = (
     {"cli", "distributed", "ops"},
     {"recipe"},
     {"dialects"},
-    {"config"},
+    {"config", "json_file"},
 )
 """From the top; packages of one floor do not import each other."""
 

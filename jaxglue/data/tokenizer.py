@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from jaxglue.json_file import read_json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_JSON = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -18,7 +20,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"tokenizer: no such folder: {folder}")
     if not any((folder / name).is_file() for name in _FILES):
         raise ValueError(f"no tokenizer in {folder}: expected one of {', '.join(_FILES)}; copy it from the base model")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    for path in filter(Path.is_file, (folder / name for name in _JSON)):
+        read_json(path)  # names what transformers would raise a traceback for
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise errors of many types for a damaged file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason[:300]}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer in {folder} has no tokenizer.json: save it once as a fast tokenizer")
     return tokenizer

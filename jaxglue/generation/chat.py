@@ -17,8 +17,8 @@ from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.sampling import SamplingConfig
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.files import read_json
 from jaxglue.hf.loading import add_adapter, load_model, random_model
+from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -76,6 +76,7 @@ def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
     Raises:
         ValueError: bad folders, tensors, tokenizer or prompts.
     """
+    config_from_hf(read_config(config.model))  # before transformers reads the folder
     tokenizer = load_tokenizer(_tokenizer_folder(config))
     prompts = {
         prompt: encode_prompt(tokenizer, prompt, system=config.system, raw=config.raw) for prompt in config.prompts
@@ -149,15 +150,23 @@ def _generation_stops(folder: Path) -> frozenset[int]:
     """Return the end tokens in generation_config.json."""
     path = folder / "generation_config.json"
     stops = read_json(path).get("eos_token_id") if path.is_file() else None
-    return frozenset([stops] if isinstance(stops, int) else stops or ())
+    tokens = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if wrong := [token for token in tokens if type(token) is not int]:
+        raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r}")
+    return frozenset(tokens)
 
 
 def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield decoded text token by token, buffering incomplete characters.
+    """Yield decoded text token by token; a character still incomplete at the end is shown as U+FFFD.
 
     Special tokens are skipped, except with channels (GPT-OSS), where they separate reasoning from the answer.
     """
-    stream = DecodeStream(skip_special_tokens=_CHANNEL not in tokenizer.get_added_vocab())
+    skips = _CHANNEL not in tokenizer.get_added_vocab()
+    stream, seen, shown = DecodeStream(skip_special_tokens=skips), list[int](), 0
     for token in tokens:
+        seen.append(token)
         if piece := stream.step(tokenizer.backend_tokenizer, token):
+            shown += len(piece)
             yield piece
+    if rest := tokenizer.backend_tokenizer.decode(seen, skip_special_tokens=skips)[shown:]:
+        yield rest

@@ -20,7 +20,8 @@ class SamplingConfig(Config):
     temperature: NonNegativeFloat = 0.7
     """Divides the logits; 0 selects the most likely token."""
     top_p: Annotated[float, Range(gt=0, le=1)] = 0.95
-    """Sample from the fewest most likely tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751)."""
+    """Sample from the fewest most likely tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751); 1
+    samples from all."""
     seed: int = 0
     """Seed of the sampling."""
 
@@ -35,6 +36,8 @@ def sample_token(logits: Float[Array, " V"], key: PRNGKeyArray, temperature: flo
     if temperature == 0:
         return jnp.argmax(logits)
     logits = logits / temperature
+    if top_p == 1:  # rounding in the cumulative sum would drop the least likely tokens
+        return jax.random.categorical(key, logits)
     return jax.random.categorical(key, jnp.where(_in_nucleus(logits, top_p), logits, -jnp.inf))
 
 

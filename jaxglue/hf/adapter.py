@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxglue.hf.expert_adapter import from_peft, target_parameters, to_peft
-from jaxglue.hf.files import atomic_file, read_json, write_json
+from jaxglue.hf.files import atomic_file, write_json
 from jaxglue.hf.tensor_files import TensorFiles, write_file
+from jaxglue.json_file import read_json
 from jaxglue.models.lora import LoraConfig
 
 CONFIG = "adapter_config.json"

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jaxglue.hf.experts import find_source
-from jaxglue.hf.files import atomic_folder, read_json
+from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
+from jaxglue.json_file import read_json
 from jaxglue.ops.quant.formats import Quantized
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -58,6 +59,8 @@ def open_checkpoint(folder: str | Path) -> TensorFiles:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} has no weight_map")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX}: weight_map should map tensor names to file names")
     files = TensorFiles([_shard(folder, file) for file in sorted(set(weight_map.values()))])
     if absent := [name for name in weight_map if name not in files.tensors]:
         raise ValueError(f"{folder / INDEX} lists tensors absent from all shards: {_some(absent)}")

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and JSON."""
+"""Atomic writes of files and folders."""
 
 import json
 import os
@@ -65,21 +65,6 @@ def require_empty(path: Path) -> None:
         raise ValueError(f"{path} is a file: name a new folder")
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty: name another folder, or empty this one first")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`.
-
-    Raises:
-        ValueError: not UTF-8, not JSON (with line and column), or not an object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} should hold a JSON object, but holds a {type(content).__name__}")
-    return content
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Rotary position embeddings: tables once per batch from packed positions, applied in every layer."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +17,24 @@ _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+_LONG_CONTEXT = ("llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
+_TOP_LEVEL = ("rope_theta", "partial_rotary_factor")
+_ABOVE: dict[str, float] = {
+    "rope_theta": 1,
+    "factor": 0,
+    "low_freq_factor": 0,
+    "high_freq_factor": 0,
+    _ORIGINAL: 0,
+    "attention_factor": 0,
+    "beta_fast": 0,
+    "beta_slow": 0,
+    "mscale": 0,
+    "mscale_all_dim": 0,
+}
+"""Bounds of the numbers; each must be larger, but mscale may be 0, which means none."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +55,7 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self):
+        self._check_values()
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope type {self.rope_type!r} is not supported: known are {', '.join(ROPE_TYPES)}")
         missing = [name for name in _REQUIRED[self.rope_type] if getattr(self, name) is None]
@@ -45,19 +65,58 @@ class RopeConfig:
             )
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> "RopeConfig":
-        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier) of a config.json.
+    def from_hf(
+        cls, raw: Mapping[str, Any], *, theta: float = 10_000.0, max_position_embeddings: int = 2048
+    ) -> "RopeConfig":
+        """Read `rope_scaling` (transformers 4), which wins as in transformers 5, or `rope_parameters` of a config.json.
+
+        Args:
+            raw: config.json.
+            theta: the family's `rope_theta` where config.json has none.
+            max_position_embeddings: the family's likewise, which stands for `original_max_position_embeddings`.
 
         Raises:
-            ValueError: an unsupported rope type, missing parameters, or partial rotation.
+            ValueError: an unsupported rope type, missing or wrong parameters, or partial rotation.
         """
-        given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        given = {name: value for name, value in _scaling(raw).items() if value is not None}
         given.setdefault("rope_type", given.pop("type", "default"))
-        given.setdefault("rope_theta", raw.get("rope_theta", cls.rope_theta))
-        if given.get("partial_rotary_factor", 1.0) != 1.0:
+        top = {name: raw[name] for name in _TOP_LEVEL if raw.get(name) is not None}
+        given = {"rope_theta": theta, "partial_rotary_factor": 1.0} | top | given
+        if given["rope_type"] in _LONG_CONTEXT:
+            limit = raw.get("max_position_embeddings") or max_position_embeddings
+            original = raw.get(_ORIGINAL) or given.get(_ORIGINAL) or limit  # the top level wins, in transformers too
+            given[_ORIGINAL] = original
+        if given["partial_rotary_factor"] != 1.0:
             raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported: only 1.0 is")
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in known and value is not None})
+        return cls(**{name: value for name, value in given.items() if name in known})
+
+
+    def _check_values(self) -> None:
+        """Raise ValueError for values of another type or outside their range."""
+        for name, above in _ABOVE.items():
+            value = getattr(self, name)
+            absent = value is None or (value == 0 and name.startswith("mscale"))
+            if not absent and not (type(value) in (int, float) and above < value < float("inf")):
+                raise ValueError(f"{name} in config.json's rope parameters: expected a number > {above}, got {value!r}")
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"truncate in config.json's rope parameters: expected true or false, got {self.truncate!r}")
+        if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError("low_freq_factor and high_freq_factor in config.json's rope parameters must differ")
+
+
+def _scaling(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `rope_scaling`, else `rope_parameters`; warn where the first hides another `rope_theta` of the second."""
+    both = [raw.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if wrong := [value for value in both if not isinstance(value, Mapping)]:
+        raise ValueError(f"rope_scaling and rope_parameters in config.json: expected an object, got {wrong[0]!r}")
+    scaling, parameters = both
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError(f"rope_parameters by layer type ({', '.join(parameters)}) are not supported: only one for all is")
+    hidden = parameters.get("rope_theta")
+    if scaling and hidden is not None and hidden != scaling.get("rope_theta", raw.get("rope_theta")):
+        _log.warning("config.json has rope_scaling, so the rope_theta %s of rope_parameters is unused", hidden)
+    return scaling or parameters
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -1,5 +1,8 @@
 """Checks of a run's settings against its model."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jaxglue.models.config import DecoderConfig
 from jaxglue.training.config import TrainConfig
 
@@ -18,6 +21,15 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
             f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"
+        )
+
+
+def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for dropout in attention, which transformers would apply in training."""
+    if raw.get("attention_dropout"):
+        raise ValueError(
+            f"attention_dropout={raw['attention_dropout']} in {folder}/config.json is not supported: set it to 0 to "
+            "train without"
         )
 
 

@@ -12,7 +12,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_model
+from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.remat import RematChoice
@@ -85,7 +85,9 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
 
 def _read_model(config: TrainConfig) -> DecoderConfig:
     """Return the model's shape, as its experts and linear layers are stored in this run."""
-    model = config_from_hf(read_config(config.model.model))
+    raw = read_config(config.model.model)
+    model = config_from_hf(raw)
+    check_dropout(config.model.model, raw)
     if config.model.expand_experts:
         model = model.expanded
     model = model.quantized(config.model.storage)

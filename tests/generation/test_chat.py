@@ -147,3 +147,17 @@ def test_an_adapter_of_another_model_is_refused(folders, base):
     shapes = r"down_proj\.lora_A is \(4, 64\), expected \(4, 48\)"
     with pytest.raises(ValueError, match=rf"does not fit the model: model\.layers\.0\.mlp\.{shapes}"):
         add_adapter(other, folders[1])
+
+
+def test_an_unfinished_character_is_shown_at_the_end(tokenizer):
+    tokens = tokenizer.encode("a €", add_special_tokens=False)
+    texts = ["".join(stream_text(tokenizer, tokens[:count])) for count in range(1, len(tokens) + 1)]
+    assert texts == [tokenizer.decode(tokens[:count]) for count in range(1, len(tokens) + 1)]
+    assert len(tokens) > 2 and texts[-2].endswith("\ufffd")
+
+
+def test_top_p_of_one_keeps_every_token():
+    from jaxglue.generation.sampling import sample_token
+
+    key, logits = jax.random.key(3), jax.random.normal(jax.random.key(0), (4096,))
+    assert sample_token(logits, key, 1.0, 1.0) == jax.random.categorical(key, logits)

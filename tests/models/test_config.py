@@ -85,3 +85,46 @@ def test_null_means_the_default():
 )
 def test_qwen3_windows_follow_the_config(fields, windows):
     assert config_from_hf({**RAW, "model_type": "qwen3", **fields}).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", "16"),
+        ("hidden_size", -16),
+        ("num_attention_heads", 0),
+        ("vocab_size", True),
+        ("head_dim", 1.5),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", 0),
+        ("rope_theta", [1]),
+        ("tie_word_embeddings", "yes"),
+        ("layer_types", "full_attention"),
+        ("layer_types", [1, 2, 3]),
+        ("rope_scaling", 2.0),
+        ("rope_parameters", []),
+        ("quantization_config", "nf4"),
+        ("model_type", ["llama"]),
+        ("attention_dropout", 1.0),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+def test_fields_of_wrong_type_or_range_are_named(model_type, field, value):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ValueError, match=f"{field} in config.json: expected"):
+        config_from_hf({**RAW, **experts, "model_type": model_type, field: value})
+
+
+@pytest.mark.parametrize("value", ["4", float("nan"), float("inf"), -1.0, 0, True, [4.0]])
+def test_rope_numbers_are_checked(value):
+    with pytest.raises(ValueError, match="factor in config.json's rope parameters: expected a number > 0"):
+        config_from_hf({**RAW, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": value}})
+
+
+def test_gpt_oss_without_rope_fields_has_the_defaults_of_transformers():
+    raw = {**RAW, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = config_from_hf(raw).rope
+    assert (rope.rope_type, rope.factor, rope.truncate, rope.rope_theta) == ("yarn", 32.0, False, 150_000.0)
+    assert config_from_hf({**raw, "rope_parameters": {}}).rope.rope_type == "default"

@@ -63,3 +63,35 @@ def test_missing_parameter_is_named():
 def test_partial_rotation_is_refused():
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.5 is not supported"):
         RopeConfig.from_hf({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
+
+
+YARN = {"type": "yarn", "factor": 4.0}
+PRECEDENCE = [
+    {"rope_scaling": {**YARN, "original_max_position_embeddings": 64}, "rope_parameters": {"rope_type": "default"}},
+    {"rope_scaling": {**YARN, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 77},
+    {"rope_scaling": YARN, "max_position_embeddings": 512, "rope_theta": 50.0},
+    {"rope_scaling": YARN, "rope_theta": 50.0, "rope_parameters": {"rope_type": "default", "rope_theta": 60.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 60.0}, "rope_theta": 50.0},
+    {"rope_scaling": None, "rope_parameters": {**YARN, "original_max_position_embeddings": 64}},
+]
+
+
+@pytest.mark.parametrize("raw", PRECEDENCE)
+def test_precedence_is_that_of_transformers(raw):
+    from transformers import LlamaConfig
+
+    theirs = LlamaConfig(**json.loads(json.dumps(raw)))
+    theirs.standardize_rope_params()  # again, as its rotary embedding does
+    ours = RopeConfig.from_hf(raw)
+    for name, value in theirs.rope_parameters.items():
+        assert name == "type" or getattr(ours, name) == value, name
+
+
+def test_a_hidden_theta_is_reported(caplog):
+    RopeConfig.from_hf({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    assert "rope_theta 1000000.0 of rope_parameters is unused" in caplog.text
+
+
+def test_parameters_by_layer_type_are_refused():
+    with pytest.raises(ValueError, match=r"rope_parameters by layer type \(full_attention\)"):
+        RopeConfig.from_hf({"rope_parameters": {"full_attention": {"rope_type": "default"}}})

@@ -212,3 +212,33 @@ def test_wrong_settings_are_refused():
         OptimizerConfig(beta2=1.5)
     with pytest.raises(ValueError, match="--update-in-backward needs --clip-norm 0"):
         OptimizerConfig(update_in_backward=True)
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.99999, 0.9999999])
+def test_bias_correction_is_exact_near_one(beta2):
+    adam = AdamW(beta1=0.9, beta2=beta2, epsilon=0.0, weight_decay=0.0, moments="float32")
+    for step in (0, 1, 99, 10_000):
+        correction = jax.jit(adam.scalars)(jnp.float32(1), jnp.float32(1), jnp.int32(step)).nu_correction
+        assert float(correction) == pytest.approx(-np.expm1((step + 1) * np.log(beta2)), rel=1e-6)
+
+
+def test_update_near_one_equals_the_formula():
+    beta1, beta2, rate, epsilon = 0.9, 0.99999, 0.01, 1e-8
+    adam = AdamW(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=0.0, moments="float32")
+    rng = np.random.default_rng(0)
+    parameter = expected = rng.standard_normal(64)
+    mu, nu = adam.init(jnp.asarray(parameter, jnp.float32))
+    ours, m, v = jnp.asarray(parameter, jnp.float32), np.zeros(64), np.zeros(64)
+    for step in range(20):
+        gradient = rng.standard_normal(64)
+        m, v = beta1 * m + (1 - beta1) * gradient, beta2 * v + (1 - beta2) * gradient**2
+        corrected = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + epsilon)
+        expected = expected - rate * corrected
+        scalars = adam.scalars(jnp.float32(1), jnp.float32(rate), jnp.int32(step))
+        ours, mu, nu = adam.update(ours, mu, nu, jnp.asarray(gradient, jnp.float32), scalars, decays=False)
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+
+
+def test_a_decay_of_one_is_refused():
+    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.0"):
+        OptimizerConfig(beta2=1.0)

@@ -1,5 +1,6 @@
 """AdamW (arXiv 1711.05101) of one tensor by XLA, its moments in float32, bfloat16 or 8 bits."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -75,8 +76,8 @@ class AdamW:
     def scalars(self, scale, learning_rate, step) -> StepScalars:
         """Return the scalars of step number `step`, counted from 0."""
 
-        def correction(beta: float) -> Array:  # 1 − beta^t without cancellation
-            return -jnp.expm1((step + 1) * jnp.log(jnp.float32(beta))) if beta else jnp.float32(1)
+        def correction(beta: float) -> Array:  # 1 − beta^t without cancellation; log in float64, as beta is near 1
+            return -jnp.expm1((step + 1) * jnp.float32(math.log(beta))) if beta else jnp.float32(1)
 
         return StepScalars(scale, learning_rate, correction(self.beta1), correction(self.beta2))
 
