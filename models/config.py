@@ -64,7 +64,9 @@ class DecoderConfig:
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions"
+            )
         assert len(self.layer_windows) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         self._check_quantize()

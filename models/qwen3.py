@@ -12,7 +12,9 @@ from jaxglue.models.layers import DecoderLayer
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Read a `Qwen3ForCausalLM` config.json."""
-    return DecoderConfig(**decoder_fields({"head_dim": 128, **raw}, max_position_embeddings=32768), layer_windows=_windows(raw))
+    return DecoderConfig(
+        **decoder_fields({"head_dim": 128, **raw}, max_position_embeddings=32768), layer_windows=_windows(raw)
+    )
 
 
 def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -91,7 +91,6 @@ class RopeConfig:
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in known})
 
-
     def _check_values(self) -> None:
         """Raise ValueError for values of another type or outside their range."""
         for name, above in _ABOVE.items():
@@ -100,7 +99,9 @@ class RopeConfig:
             if not absent and not (type(value) in (int, float) and above < value < float("inf")):
                 raise ValueError(f"{name} in config.json's rope parameters: expected a number > {above}, got {value!r}")
         if not isinstance(self.truncate, bool):
-            raise ValueError(f"truncate in config.json's rope parameters: expected true or false, got {self.truncate!r}")
+            raise ValueError(
+                f"truncate in config.json's rope parameters: expected true or false, got {self.truncate!r}"
+            )
         if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
             raise ValueError("low_freq_factor and high_freq_factor in config.json's rope parameters must differ")
 
@@ -112,7 +113,9 @@ def _scaling(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"rope_scaling and rope_parameters in config.json: expected an object, got {wrong[0]!r}")
     scaling, parameters = both
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ValueError(f"rope_parameters by layer type ({', '.join(parameters)}) are not supported: only one for all is")
+        raise ValueError(
+            f"rope_parameters by layer type ({', '.join(parameters)}) are not supported: only one for all is"
+        )
     hidden = parameters.get("rope_theta")
     if scaling and hidden is not None and hidden != scaling.get("rope_theta", raw.get("rope_theta")):
         _log.warning("config.json has rope_scaling, so the rope_theta %s of rope_parameters is unused", hidden)
