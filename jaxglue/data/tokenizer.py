@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from jaxglue.json_file import read_json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from jaxglue.json_file import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _JSON = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

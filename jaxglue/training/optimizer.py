@@ -45,7 +45,7 @@ class OptimizerConfig(Config):
     ] = "cosine"
     """Learning rate after the warm-up: decay to min_lr_ratio along a cosine or a line, or constant."""
     warmup_ratio: _Share = 0.03
-    """Share of all steps over which the learning rate rises linearly to its peak; of W steps, the first has peak / W."""
+    """Share of all steps over which the learning rate rises linearly to its peak; the first of W has peak / W."""
     warmup_steps: NonNegativeInt | None = None
     """Steps over which it rises, in place of the share."""
     min_lr_ratio: _Share = 0.0
