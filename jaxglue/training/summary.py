@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -68,3 +69,9 @@ def summary_json(summary: RunSummary) -> dict[str, object]:
     """Return the results for `summary.json`, paths as text."""
     values = dataclasses.asdict(summary)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def read_summary(values: Mapping[str, Any]) -> RunSummary:
+    """Return the results that `summary_json` wrote."""
+    paths = ("adapter", "checkpoints", "metrics", "curve")
+    return RunSummary(**{**values, **{name: values[name] and Path(values[name]) for name in paths}})

@@ -18,6 +18,7 @@ from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.fingerprint import fingerprint
+from jaxglue.training.finished import finished_run
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.loggers import Loggers, open_loggers
@@ -63,12 +64,16 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
-    if config.run.dry_run:
-        print_panel(console, "plan (dry run: nothing is trained)", plan_rows(prepare(config, processes)))
-        return None
     run = config.run
+    setup = prepare(config, processes) if run.dry_run or run.resume else None
+    if setup and run.dry_run:
+        print_panel(console, "plan (dry run: nothing is trained)", plan_rows(setup))
+        return None
+    if setup and (summary := finished_run(setup, processes)):
+        print_panel(console, "done before: no step is left to train", summary_rows(summary))
+        return summary
     with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
-        setup = prepare(config, processes)
+        setup = setup or prepare(config, processes)
         processes.agree("model and data", fingerprint(setup))
         timer.stage("data")
         print_panel(console, "plan", plan_rows(setup))
@@ -205,7 +210,7 @@ class Trainer:
         summary = self._summarize(result, time.monotonic() - begun)
         if is_main:
             save_loss_curve(summary.metrics, summary.curve)
-            write_json(self._folder / "summary.json", summary_json(summary))
+            write_json(self._folder / "summary.json", summary_json(summary) | {"fingerprint": fingerprint(self._setup)})
         print_panel(self._console, "done", summary_rows(summary))
         return summary
 

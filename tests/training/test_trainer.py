@@ -20,6 +20,10 @@ from jaxglue.training.train_step import TrainStep
 from jaxglue.training.trainer import train
 
 
+def modification_times(folder):
+    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
 def losses(folder):
     return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
@@ -75,8 +79,10 @@ def test_resumed_run_is_bit_identical(
     assert (resumed.first_loss, resumed.last_loss) == (whole.first_loss, whole.last_loss)
     expected, got = (load_adapter(tmp_path / name / "adapter")[1] for name in ("whole", "run"))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    again = train(make_config(**options, resume=True))  # nothing is left to do
+    before = modification_times(tmp_path / "run")
+    again = train(make_config(**options, resume=True))
     assert (again.steps, again.last_loss) == (whole.steps, whole.last_loss)
+    assert modification_times(tmp_path / "run") == before
 
 
 def test_full_fine_tuning_writes_a_model_folder(make_config, tmp_path, model_folder, tiny_model):

@@ -1,0 +1,25 @@
+"""Runs that have reached their end, which --resume leaves as they are."""
+
+import json
+from typing import Any
+
+from jaxglue.distributed import Processes
+from jaxglue.hf.files import read_json
+from jaxglue.training.fingerprint import fingerprint
+from jaxglue.training.setup import Setup
+from jaxglue.training.summary import RunSummary, read_summary
+
+
+def finished_run(setup: Setup, processes: Processes) -> RunSummary | None:
+    """Return, on every process, the results of the run in the output folder if it is this one and has no steps left."""
+    values = processes.all_gather_object(_finished_summary(setup) if processes.is_main else None)[0]
+    return read_summary(values) if values else None
+
+
+def _finished_summary(setup: Setup) -> dict[str, Any] | None:
+    path = setup.config.run.output / "summary.json"
+    if not path.is_file():
+        return None
+    values = read_json(path)
+    same = values.pop("fingerprint", None) == json.loads(json.dumps(fingerprint(setup)))
+    return values if same and values["steps"] >= setup.total_steps else None
