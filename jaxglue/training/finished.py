@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from jaxglue.distributed import Processes
-from jaxglue.hf.files import read_json
+from jaxglue.json_file import read_json
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.setup import Setup
 from jaxglue.training.summary import RunSummary, read_summary
