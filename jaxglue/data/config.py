@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from jaxglue.config import Alias, Config, NonNegativeInt, PositiveInt, Range
 
-Format = Literal["auto", "messages", "conversations", "prompt_completion", "text"]
+Format = Literal[
+    "auto", "messages", "conversations", "prompt_completion", "alpaca", "alpaca_chat", "question_answer", "text"
+]
 LossOn = Literal["assistant", "all"]
 Overlong = Literal["truncate", "drop", "error"]
 

@@ -1,28 +1,27 @@
-"""Row formats: detection, and normalization of chats."""
+"""Row formats: detection, and the texts or the chat of a row."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from jaxglue.data.messages import Chat, listed, read_chat
 
 KEYS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "alpaca_chat": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
     "text": ("text",),
 }
 """Required keys by format, in order of detection."""
-
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""Roles by ShareGPT's names."""
+CHATS = ("messages", "conversations", "question_answer", "alpaca_chat")
+"""Formats that are rendered with the chat template."""
+ALPACA = (
+    "Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+"""The prompt of Stanford Alpaca."""
 
 
 def detect_format(row: Mapping[str, Any]) -> str:
@@ -35,74 +34,63 @@ def detect_format(row: Mapping[str, Any]) -> str:
         if all(key in row for key in keys):
             return name
     known = "; ".join(f"{name}: {' and '.join(keys)}" for name, keys in KEYS.items())
-    raise ValueError(f"unknown row format: the keys are {_listed(row)}; known formats and their keys are {known}")
+    hint = "rename keys with --columns, such as prompt=question,completion=answer"
+    raise ValueError(f"unknown row format: the keys are {listed(row)}; known formats and their keys are {known}; {hint}")
 
 
-def text_fields(row: Mapping[str, Any], format: str) -> list[str]:
-    """Return the strings of a `text` or `prompt_completion` row.
+def read_row(row: Mapping[str, Any], format: str) -> Chat | list[str]:
+    """Return the chat of a row, or its strings: a prompt, if any, and a text to train on.
 
     Raises:
-        ValueError: a missing key or a non-string value.
+        ValueError: a missing key, or a value of the wrong type.
     """
-    _require_keys(row, format)
-    for key in KEYS[format]:
+    if missing := [key for key in KEYS[format] if key not in row]:
+        raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
+    match format:
+        case "messages" | "conversations":
+            return read_chat(row[format], row.get("tools"), format)
+        case "prompt_completion" if isinstance(row["prompt"], list):
+            return _completed_chat(row)
+        case "question_answer":
+            return _exchange(*_strings(row, "question", "answer"))
+        case "alpaca":
+            instruction, given, output = _alpaca(row)
+            return [alpaca_prompt(instruction, given), output]
+        case "alpaca_chat":
+            instruction, given, output = _alpaca(row)
+            return _exchange(f"{instruction}\n\n{given}" if given else instruction, output)
+    return _strings(row, *KEYS[format])
+
+
+def alpaca_prompt(instruction: str, given: str) -> str:
+    """Return the prompt of Stanford Alpaca for an instruction and its input, which may be empty."""
+    context = ", paired with an input that provides further context" if given else ""
+    section = f"### Input:\n{given}\n\n" if given else ""
+    return ALPACA.format(instruction=instruction, context=context, input=section)
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[str]:
+    """Return instruction, input and output."""
+    if unread := [key for key in ("history", "system") if row.get(key)]:
+        raise ValueError(f"the Alpaca format has no {listed(unread)}: use 'messages' for such rows")
+    return _strings({**row, "input": row.get("input") or ""}, "instruction", "input", "output")
+
+
+def _completed_chat(row: Mapping[str, Any]) -> Chat:
+    """Join TRL's lists of prompt and completion messages; only the completion's are trained on."""
+    prompt = read_chat(row["prompt"], row.get("tools"), "prompt")
+    completion = read_chat(row["completion"], None, "completion")
+    trained = [False if message["role"] == "assistant" else None for message in prompt.messages]
+    return Chat(prompt.messages + completion.messages, prompt.tools, [*trained, *completion.trained])
+
+
+def _exchange(question: str, answer: str) -> Chat:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Chat(messages, None, [None, None])
+
+
+def _strings(row: Mapping[str, Any], *keys: str) -> list[str]:
+    for key in keys:
         if not isinstance(row[key], str):
             raise ValueError(f"{key!r} must be a string, got {type(row[key]).__name__}; chats go under 'messages'")
-    return [row[key] for key in KEYS[format]]
-
-
-def chat_messages(row: Mapping[str, Any], format: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return (messages with `role` and `content`, tools) of a `messages` or `conversations` row.
-
-    Raises:
-        ValueError: a missing key, or messages other than a non-empty list of objects with roles.
-    """
-    _require_keys(row, format)
-    messages = row[KEYS[format][0]]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{KEYS[format][0]!r} must be a non-empty list of messages")
-    tools = row.get("tools")
-    return [_message(message) for message in messages], _from_json(tools, "tools") or None
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """Normalize `role`/`content` or ShareGPT's `from`/`value` to `role`/`content`."""
-    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-    if not isinstance(role, str):
-        raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {_listed(message)}")
-    content = message.get("content", message.get("value"))
-    if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": [_tool_call(_from_json(content, "function_call"))]}
-    if content is None and not message.get("tool_calls"):
-        raise ValueError(f"a {role!r} message has no content")
-    kept = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
-    kept = {key: value for key, value in kept.items() if value is not None}
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
-    return {"role": _ROLES.get(role, role), "content": "" if content is None else content, **kept}
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Parse a tool call's arguments: templates would quote the JSON string of OpenAI's API again."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "name" not in function:
-        raise ValueError(f"a tool call needs a function with 'name' and 'arguments', got {_listed(call)}")
-    function = {**function, "arguments": _from_json(function.get("arguments"), "arguments of a tool call")}
-    return {"type": "function", **{k: v for k, v in call.items() if k in ("id", "type")}, "function": function}
-
-
-def _from_json(value: Any, name: str) -> Any:
-    """Parse a JSON string; return other values unchanged."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}: malformed JSON: {error}") from error
-
-
-def _require_keys(row: Mapping[str, Any], format: str) -> None:
-    if missing := [key for key in KEYS[format] if key not in row]:
-        raise ValueError(f"a row of format {format!r} needs {_listed(missing)}; its keys are {_listed(row)}")
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in names) if isinstance(names, (dict, list)) else type(names).__name__
+    return [row[key] for key in keys]

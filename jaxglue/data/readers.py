@@ -1,9 +1,10 @@
 """Readers of rows, with their origins, from files, folders and `datasets`."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from jaxglue.data.json_text import parse_json
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 HUB_PREFIX = "hf:"
@@ -85,12 +86,11 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 def _parse(data: bytes, origin: str) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig"))
+        return parse_json(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{origin}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise ValueError(f"{origin}: malformed JSON at {place}: {error.msg}") from error
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -131,8 +131,7 @@ def encode_prompt(
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
     messages = [{"role": "system", "content": system}] if system is not None else []
-    text = ChatTemplate(tokenizer).render_prompt([*messages, {"role": "user", "content": prompt}])
-    return tokenizer.encode(text, add_special_tokens=False)
+    return ChatTemplate(tokenizer).encode_prompt([*messages, {"role": "user", "content": prompt}])
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

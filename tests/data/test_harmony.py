@@ -83,8 +83,7 @@ def test_reasoning_before_an_answered_tool_call_is_dropped(tokenizer):
     call = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
     assert parts == [call, f"{ANALYSIS}{FINAL}<|return|>"] and text.count("question") == 1
     quoting = [*messages[:2], {"role": "tool", "content": "<|call|>"}, ANSWER]
-    with pytest.raises(ValueError, match=r"data\.jsonl:7: the chat template is not prefix-stable"):
-        trained(tokenizer, quoting)
+    assert trained(tokenizer, quoting)[1] == parts
 
 
 def test_generation_shows_channels_and_stops_at_return(tokenizer):

@@ -1,0 +1,137 @@
+"""Messages of chats in one form: role, text content, tool calls, and whether they are trained on."""
+
+from typing import Any, NamedTuple
+
+from jaxglue.data.json_text import parse_json
+
+Messages = list[dict[str, Any]]
+Tools = list[Any] | None
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by ShareGPT's names."""
+_WEIGHTS = ("weight", "train", "training")
+"""Keys of OpenAI and axolotl that say whether a message or a row is trained on."""
+_FLAGS = {"0": False, "1": True, "true": True, "false": False}
+
+
+class Chat(NamedTuple):
+    """A conversation."""
+
+    messages: Messages
+    """Each with `role` and `content`, a string."""
+    tools: Tools
+    trained: list[bool | None]
+    """For each message, whether the row says to train on it; None if it says nothing."""
+
+
+def read_chat(messages: Any, tools: Any, name: str) -> Chat:
+    """Read the messages and tools of a row.
+
+    Args:
+        messages: with `role` and `content`, or ShareGPT's `from` and `value`.
+        tools: a list or its JSON; may be None.
+        name: the messages' key, for errors.
+
+    Raises:
+        ValueError: messages other than a non-empty list of objects with roles and text, or malformed tools.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{name!r} must be a non-empty list of messages")
+    tools = from_json(tools, "tools") or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"'tools' must be a list, got {type(tools).__name__}")
+    return Chat([_message(message) for message in messages], tools, [read_weight(message) for message in messages])
+
+
+def read_weight(item: dict[str, Any]) -> bool | None:
+    """Return whether a message or row is trained on: its `weight` (0 or 1), `train` or `training`; None without them.
+
+    Raises:
+        ValueError: another value, or axolotl's `train_detail`.
+    """
+    if item.get("train_detail"):
+        raise ValueError("'train_detail' is not supported: split the message, and give each part 'train'")
+    for key in _WEIGHTS:
+        if (value := item.get(key)) is not None:
+            flag = _FLAGS.get(str(value).lower().removesuffix(".0"))
+            if flag is None:
+                raise ValueError(f"{key!r} must be 0, 1, true or false, got {str(value)[:40]!r}")
+            return flag
+    return None
+
+
+def from_json(value: Any, name: str) -> Any:
+    """Parse a JSON string; return other values unchanged."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def listed(names: Any) -> str:
+    """Format the keys of a row for an error; of other values, their type."""
+    if not isinstance(names, (dict, list)):
+        return type(names).__name__
+    return ", ".join(repr(name)[:60] for name in list(names)[:20])
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Normalize `role`/`content` or ShareGPT's `from`/`value` to `role`/`content`."""
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    if not isinstance(role, str):
+        raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {listed(message)}")
+    content = message.get("content", message.get("value"))
+    if role == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": [_tool_call(from_json(content, "function_call"))]}
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"a {role!r} message has no content")
+    dropped = ("role", "from", "content", "value", *_WEIGHTS)
+    kept = {key: value for key, value in message.items() if key not in dropped and value is not None}
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _tool_calls(kept["tool_calls"])
+    return {"role": _ROLES.get(role, role), "content": _text(content, role), **kept}
+
+
+def _text(content: Any, role: str) -> str:
+    """Join the text parts of a content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError(
+            f"the content of a {role!r} message must be a string or a list of text parts, got "
+            f"{type(content).__name__}; write objects as JSON strings"
+        )
+    return "".join(_part(part, role) for part in content)
+
+
+def _part(part: Any, role: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f"a {role!r} message has a part of type {kind!r}: only text parts can be trained on")
+    return part["text"]
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ValueError(f"'tool_calls' must be a list, got {type(calls).__name__}")
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """Parse a tool call's arguments: templates would quote the JSON string of OpenAI's API again."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise ValueError(f"a tool call needs a function with 'name' and 'arguments', got {listed(call)}")
+    function = {**function, "arguments": from_json(function.get("arguments"), "arguments of a tool call")}
+    return {"type": "function", **{k: v for k, v in call.items() if k in ("id", "type")}, "function": function}

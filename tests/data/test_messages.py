@@ -1,0 +1,167 @@
+"""Contents, roles, weights and hostile rows of chats."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxglue.data import limits
+from jaxglue.data.encode import Encoder
+from jaxglue.data.readers import Row
+
+USER, ANSWER = {"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}
+QWEN = """
+{%- for message in messages %}
+{%- if message.role in ['user', 'system', 'assistant'] %}
+{{- '<|im_start|>' + message.role + '\n' + (message.content if message.content is string else '') + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.fixture
+def trained(make_tokenizer):
+    """Return the decoded trained parts of a row."""
+
+    def parts(value, template="plain", format="messages", loss_on="assistant", source=None):
+        tokenizer = make_tokenizer(template)
+        tokenizer.chat_template = source or tokenizer.chat_template
+        encoded = Encoder(tokenizer, format=format, loss_on=loss_on).encode([Row("data.jsonl:7", value)])
+        edges = np.flatnonzero(np.diff(encoded.mask, prepend=0, append=0))
+        return [tokenizer.decode(encoded.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+    return parts
+
+
+def chat(*messages):
+    return {"messages": list(messages)}
+
+
+def test_text_parts_are_joined(trained):
+    parts = [{"type": "text", "text": "It is "}, "2", {"text": "."}]
+    assert trained(chat(USER, {"role": "assistant", "content": parts})) == ["It is 2.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image_url", "image_url": "a"}], "a 'user' message has a part of type 'image_url': only text"),
+        ([3], "part of type 'int'"),
+        ([{"type": "text", "text": 3}], "part of type 'text'"),
+        (3, "the content of a 'user' message must be a string or a list of text parts, got int"),
+        ({"a": 1}, "a list of text parts, got dict; write objects as JSON strings"),
+        (True, "got bool"),
+    ],
+)
+def test_contents_without_text_are_refused(trained, content, message):
+    with pytest.raises(ValueError, match=f"data.jsonl:7: .*{message}"):
+        trained(chat({"role": "user", "content": content}, ANSWER))
+
+
+def test_roles_that_a_template_leaves_out_are_refused(trained):
+    message = "leaves out message 1, of role 'developer'; it renders the roles system, user, assistant"
+    with pytest.raises(ValueError, match=f"data.jsonl:7: the chat template {message}"):
+        trained(chat({"role": "developer", "content": "Good"}, USER, ANSWER), source=QWEN)
+    with pytest.raises(ValueError, match="unknown role 'asistant': the chat template renders the roles system, dev"):
+        trained(chat(USER, {"role": "asistant", "content": "Good"}, ANSWER))
+
+
+def test_a_content_that_is_elsewhere_by_chance_does_not_hide_a_dropped_one(trained):
+    with pytest.raises(ValueError, match="leaves out message 1, of role 'tool'"):
+        trained(chat({"role": "tool", "content": "is"}, USER, ANSWER), source=QWEN)
+
+
+def test_contents_dropped_by_their_value_are_refused_in_any_row(trained):
+    source = QWEN.replace("message.content is string", "'2' not in message.content")
+    with pytest.raises(ValueError, match="leaves out message 2, of role 'assistant'"):
+        trained(chat(USER, ANSWER), source=source)
+
+
+def test_thinking_and_white_space_may_be_dropped(trained):
+    source = QWEN.replace("message.content if", "message.content.split('</think>')[-1].strip() if")
+    thinking = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nIt is 2. "}
+    assert trained(chat(USER, thinking), source=source) == ["It is 2.<|im_end|>"]
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": "false"}])
+@pytest.mark.parametrize("template", ["plain", "marked", "thinking", "closing"])
+def test_messages_with_weight_0_are_not_trained_on(trained, template, flag):
+    other = {"role": "assistant", "content": "Good."}
+    ends = {"thinking": "<think></think>Good.<|im_end|>", "closing": "Good.<|endoftext|>"}
+    first_off = chat(USER, {**ANSWER, **flag}, USER, {**other, "weight": 1})
+    assert trained(first_off, template) == [ends.get(template, "Good.<|im_end|>")]
+    assert trained(chat(USER, ANSWER, USER, {**other, **flag}), template) == ["It is 2.<|im_end|>"]
+    assert trained(chat(USER, {**ANSWER, **flag}), template) == []
+
+
+def test_weights_hold_with_loss_on_all(trained):
+    row = chat(USER, {**ANSWER, "weight": 0}, USER, ANSWER)
+    before, after = trained(row, loss_on="all")
+    assert before.endswith("assistant\n") and after.startswith("\n<|im_start|>user")
+
+
+def test_rows_with_weight_0_are_not_trained_on(trained):
+    assert trained({**chat(USER, ANSWER), "train": False}) == []
+    assert trained({"prompt": "a", "completion": "b", "weight": "0"}, format="prompt_completion") == []
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ({**ANSWER, "weight": 0.5}, "'weight' must be 0, 1, true or false, got '0.5'"),
+        ({**ANSWER, "train": "yes"}, "'train' must be 0, 1, true or false, got 'yes'"),
+        ({**ANSWER, "train_detail": [{"begin_offset": 0}]}, "'train_detail' is not supported"),
+        ({**USER, "train": True}, "only an assistant's message can have a weight"),
+    ],
+)
+def test_other_weights_are_refused(trained, message, error):
+    with pytest.raises(ValueError, match=f"data.jsonl:7: {error}"):
+        trained(chat(USER, ANSWER, message, ANSWER))
+
+
+@pytest.mark.parametrize("format", ["question_answer", "alpaca_chat"])
+def test_exchanges_are_chats(trained, format):
+    row = {"question": "What is 1?", "answer": "It is 2.", "instruction": "What", "input": "is 1?", "output": "It is 2."}
+    assert trained(row, format=format) == ["It is 2.<|im_end|>"]
+
+
+def test_alpaca_rows_follow_the_alpaca_prompt(trained):
+    row = {"instruction": "Add.", "input": "1", "output": "2"}
+    (whole,) = trained(row, format="alpaca", loss_on="all")
+    assert whole == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1\n\n"
+        "### Response:\n2<|im_end|>"
+    )
+    assert "Input" not in trained({**row, "input": ""}, format="alpaca", loss_on="all")[0]
+    assert trained(row, format="alpaca") == ["2<|im_end|>"]
+    with pytest.raises(ValueError, match="the Alpaca format has no 'history'"):
+        trained({**row, "history": [["a", "b"]]}, format="alpaca")
+
+
+def test_only_the_completion_of_message_lists_is_trained_on(trained):
+    row = {"prompt": [USER, ANSWER, USER], "completion": [{"role": "assistant", "content": "Good."}]}
+    assert trained(row, format="prompt_completion") == ["Good.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the conversation: RecursionError"),
+        ("{{ 1 // 0 }}", "refuses the conversation: ZeroDivisionError"),
+        ("{{ 'a' * 100000000000000 }}", "refuses the conversation: MemoryError"),
+        ("{{ messages[0].content[0:1] * 100000000 }}", "renders 100,000,000 characters"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s of CPU"),
+    ],
+)
+def test_templates_that_run_away_are_refused(trained, monkeypatch, source, error):
+    monkeypatch.setattr(limits, "SECONDS", 0.1)
+    with pytest.raises(ValueError, match=f"data.jsonl:7: the chat template .*{error}"):
+        trained(chat(USER, ANSWER), source=source, loss_on="all")
+
+
+def test_half_surrogates_are_refused(trained):
+    call = {"function": {"name": "f", "arguments": json.dumps({"a": "\ud800"})}}
+    for message in ({**ANSWER, "content": "\ud800"}, {"role": "assistant", "tool_calls": [call]}):
+        with pytest.raises(ValueError, match=r"data.jsonl:7: a text holds half of a surrogate pair: '\\ud800'"):
+            trained(chat(USER, message))
