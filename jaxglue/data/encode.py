@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.formats import CHATS, read_row
 from jaxglue.data import limits
-from jaxglue.data.messages import Chat, Messages, Tools, read_weight
+from jaxglue.data.chat_pieces import ChatSplitter
+from jaxglue.data.formats import CHATS, read_row
+from jaxglue.data.messages import Chat, read_weight
 from jaxglue.data.readers import Row
-from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, plain_pieces, split_at
-from jaxglue.data.template_check import TemplateCheck
+from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
 
 Pieces = list[tuple[str | list[int], bool]]
 """Consecutive (text or tokens, trained) parts of a document."""
@@ -45,8 +45,8 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         is_chat = format in CHATS
-        self._template = ChatTemplate(tokenizer) if is_chat or tokenizer.chat_template else None
-        self._check = TemplateCheck(self._template) if self._template else None
+        template = ChatTemplate(tokenizer) if is_chat or tokenizer.chat_template else None
+        self._split_chat = ChatSplitter(template, loss_on) if template else None
         self._bos, self._eos = ([], []) if is_chat else _text_ends(tokenizer)
         if format != "text" and not self._all and self._ids(["b"])[0] != [tokenizer.convert_tokens_to_ids("b")]:
             hint = "use --loss-on all, or convert the tokenizer to byte-level BPE"
@@ -79,9 +79,13 @@ class Encoder:
                     text.encode()
             return pieces
         except TimeoutError:
-            raise ValueError(f"{row.origin}: the chat template takes more than {limits.SECONDS} s of CPU time") from None
+            raise ValueError(
+                f"{row.origin}: the chat template takes more than {limits.SECONDS} s of CPU time"
+            ) from None
         except UnicodeEncodeError as error:
-            raise ValueError(f"{row.origin}: a text holds half of a surrogate pair: {error.object[error.start]!r}") from None
+            raise ValueError(
+                f"{row.origin}: a text holds half of a surrogate pair: {error.object[error.start]!r}"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 
@@ -90,42 +94,14 @@ class Encoder:
         pieces = self._chat_pieces(content) if isinstance(content, Chat) else self._text_pieces(content)
         return [(piece, trained and row_trained) for piece, trained in pieces]
 
+    def _chat_pieces(self, chat: Chat) -> Pieces:
+        if self._split_chat is None:
+            raise ValueError(NO_TEMPLATE)
+        return list(self._split_chat(chat))
+
     def _text_pieces(self, texts: list[str]) -> Pieces:
         *prompt, text = texts
         return [(self._bos, False), *((part, self._all) for part in prompt), (text, True), (self._eos, True)]
-
-    def _chat_pieces(self, chat: Chat) -> Pieces:
-        if self._template is None or self._check is None:
-            raise ValueError(NO_TEMPLATE)
-        messages, tools = self._template.protect(chat.messages, chat.tools)
-        if self._all:
-            pieces = self._whole_chat(messages, tools, chat.trained)
-        else:
-            pieces = split_at(*self._trained_spans(messages, tools, chat.trained))
-        self._check(messages, tools, "".join(piece for piece, _ in pieces))
-        return [(part, trained) for piece, trained in pieces for part in plain_pieces(piece)]
-
-    def _trained_spans(self, messages: Messages, tools: Tools, trained: list[bool | None]) -> tuple[str, list[Span]]:
-        """Render a chat; return its text and the spans of the assistant's turns that are trained on."""
-        turns = [flag for message, flag in zip(messages, trained, strict=True) if message["role"] == "assistant"]
-        if any(flag for message, flag in zip(messages, trained, strict=True) if message["role"] != "assistant"):
-            raise ValueError("only an assistant's message can have a weight ('weight' or 'train') of its own")
-        text, spans = self._template.render_with_spans(messages, tools)
-        if False not in turns:
-            return text, spans
-        if len(spans) != len(turns):
-            raise ValueError(
-                f"the chat template marks {len(spans)} spans for {len(turns)} assistant messages, so their weights "
-                "cannot be assigned"
-            )
-        return text, [span for span, flag in zip(spans, turns, strict=True) if flag is not False]
-
-    def _whole_chat(self, messages: Messages, tools: Tools, trained: list[bool | None]) -> list[tuple[str, bool]]:
-        """Split a chat of which every token is trained on but those of assistant messages with weight 0."""
-        if False not in trained:
-            return [(self._template.render(messages, tools), True)]
-        text, spans = self._trained_spans(messages, tools, [flag is False for flag in trained])
-        return [(piece, not inside) for piece, inside in split_at(text, spans)]
 
 
 def _lengths(parts) -> list[int]:

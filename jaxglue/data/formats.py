@@ -35,7 +35,9 @@ def detect_format(row: Mapping[str, Any]) -> str:
             return name
     known = "; ".join(f"{name}: {' and '.join(keys)}" for name, keys in KEYS.items())
     hint = "rename keys with --columns, such as prompt=question,completion=answer"
-    raise ValueError(f"unknown row format: the keys are {listed(row)}; known formats and their keys are {known}; {hint}")
+    raise ValueError(
+        f"unknown row format: the keys are {listed(row)}; known formats and their keys are {known}; {hint}"
+    )
 
 
 def read_row(row: Mapping[str, Any], format: str) -> Chat | list[str]:

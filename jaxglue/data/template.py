@@ -14,8 +14,8 @@ from jaxglue.data.messages import Messages, Tools
 Span = tuple[int, int]
 
 NO_TEMPLATE = (
-    "the tokenizer has no chat template, and the data are chats: name one with --chat-template, or use a tokenizer of a "
-    "chat model"
+    "the tokenizer has no chat template, and the data are chats: name one with --chat-template, or use a tokenizer of "
+    "a chat model"
 )
 PLAIN = "\U000f0000"
 """Splits special tokens in the text of messages, so that they are tokenized as text; removed by `plain_pieces`."""
@@ -119,7 +119,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the conversation: {_describe(error)}") from error
         (text,), spans = rendered
         if len(text) > _MAX_CHARACTERS:
-            raise ValueError(f"the chat template renders {len(text):,} characters: at most {_MAX_CHARACTERS:,} are read")
+            raise ValueError(
+                f"the chat template renders {len(text):,} characters: at most {_MAX_CHARACTERS:,} are read"
+            )
         return text, spans[0] if spans else []
 
     def _derive_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span]:

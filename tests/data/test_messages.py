@@ -121,7 +121,13 @@ def test_other_weights_are_refused(trained, message, error):
 
 @pytest.mark.parametrize("format", ["question_answer", "alpaca_chat"])
 def test_exchanges_are_chats(trained, format):
-    row = {"question": "What is 1?", "answer": "It is 2.", "instruction": "What", "input": "is 1?", "output": "It is 2."}
+    row = {
+        "question": "What is 1?",
+        "answer": "It is 2.",
+        "instruction": "What",
+        "input": "is 1?",
+        "output": "It is 2.",
+    }
     assert trained(row, format=format) == ["It is 2.<|im_end|>"]
 
 
