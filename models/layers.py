@@ -15,7 +15,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.ops import names
 from jaxglue.ops.collectives import copy_to, reduce_from
-from jaxglue.ops.fp8 import project_fp8
+from jaxglue.ops.fp8 import project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_expand, lora_shrink
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
@@ -251,7 +251,15 @@ class GatedMLP(nnx.Module):
 
     def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the feed-forward with the adapters' products computed inside `lora_swiglu`."""
-        (gate, up), hidden = _project_base((self.gate_proj, self.up_proj), x, context)
+        linears = self.gate_proj, self.up_proj, self.down_proj
+        weights: Any = tuple(linear.weight.get_value() for linear in linears)
+        if all(isinstance(weight, FP8Weight) for weight in weights):
+            x, copy = fan_out(x, 2)
+            hidden = _shrink_to_ranks(linears[:2], x, context)
+            assert hidden is not None
+            out, hidden = swiglu_fp8(copy, hidden, weights, matrices)
+            return _add_adapters((self.down_proj,), [out], checkpoint_name(hidden, names.LORA_HIDDEN))[0]
+        (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
         hidden = checkpoint_name(hidden, names.LORA_HIDDEN)

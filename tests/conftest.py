@@ -271,11 +271,24 @@ device_description_str: "NVIDIA H200"
 
 
 @pytest.fixture
-def h200(monkeypatch):
+def h200(gpu_target):
     """Sharding over one H200, as a compile target."""
+    return gpu_target((9, 0))
+
+
+@pytest.fixture
+def gpu_target(monkeypatch):
+    """Return the sharding over a GPU of a compute capability, as a compile target with an H200's sizes."""
     for package in ("jax_cuda13_plugin", "jax_triton"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"compiling for a GPU needs {package}")
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+
+    def target(capability):
+        major, minor = capability
+        feature = "feature_extension: ACCELERATED_FEATURES" if capability == (9, 0) else f"minor: {minor}"
+        config = H200.replace("major: 9 feature_extension: ACCELERATED_FEATURES", f"major: {major} {feature}")
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+        return NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+
+    return target

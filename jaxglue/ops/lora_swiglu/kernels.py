@@ -40,17 +40,25 @@ def _inner(matrix, columns, lanes, F: tl.constexpr, R: tl.constexpr, dtype: tl.c
 
 
 @triton.jit
-def forward_kernel(
-    gate, up, hidden, gate_b, up_b, down_a, out, ranks,
+def _vector(x, at, length: tl.constexpr):
+    return tl.load(x + at, mask=at < length, other=0.0)
+
+
+@triton.jit
+def _forward(
+    gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Compute out [M, F] and partial sums ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns)."""
     rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     dtype = out.dtype.element_ty
     gate_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, 0)
     up_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, R)
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    largest = tl.full((BLOCK_M,), 0.0, tl.float32)
+    if SCALED:
+        row_scale = _vector(row_scales, rows, M)[:, None]
     origin = tl.program_id(0).to(tl.int64) * BLOCK_M * F
     offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
     first = tl.program_id(1) * COLUMNS
@@ -59,14 +67,96 @@ def forward_kernel(
         at, mask = origin + start, (rows < M)[:, None] & (columns < F)[None, :]
         g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            g = g * row_scale * _vector(gate_scales, columns, F)[None, :]
+            u = u * row_scale * _vector(up_scales, columns, F)[None, :]
         g = tl.dot(gate_hidden, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
         u = tl.dot(up_hidden, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
         y = (g * _sigmoid(g) * u).to(dtype)
         tl.store(out + at + offsets, y, mask=mask)
+        if SCALED:
+            largest = tl.maximum(largest, tl.max(tl.abs(y.to(tl.float32)), 1))
         a = _inner(down_a, columns, lanes, F, R, dtype)
         product = tl.dot(y, tl.trans(a), product, input_precision=PRECISION)
     to = ranks + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + lanes[None, :]
     tl.store(to, product, mask=(rows < M)[:, None] & (lanes < R)[None, :])
+    if SCALED:
+        tl.store(absmax + tl.program_id(1).to(tl.int64) * M + rows, largest, mask=rows < M)
+
+
+@triton.jit
+def forward_kernel(
+    gate, up, hidden, gate_b, up_b, down_a, out, ranks,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out [M, F] and partial sums ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns)."""
+    _forward(
+        gate, up, hidden, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_forward_kernel(
+    gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do as `forward_kernel` for gate and up without their scales, of rows [M] and columns [F].
+
+    Also compute partial maxima absmax [F / COLUMNS, M] of |out| in each row.
+    """
+    _forward(
+        gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _backward(
+    gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
+    dgate, dup, ddown_a, absmax,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
+    columns = left + tl.arange(0, BLOCK_N)
+    dtype = dgate.dtype.element_ty
+    b_gate, b_up = _outer(gate_b, columns, lanes, F, R, dtype), _outer(up_b, columns, lanes, F, R, dtype)
+    a = _inner(down_a, columns, lanes, F, R, dtype)
+    total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
+    if SCALED:
+        gate_scale, up_scale = _vector(gate_scales, columns, F)[None, :], _vector(up_scales, columns, F)[None, :]
+    offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    first = tl.program_id(1) * ROWS
+    origin = first.to(tl.int64) * F + left
+    for start in tl.range(first, min(first + ROWS, M), BLOCK_M, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        at, mask = origin + (start - first) * F, (rows < M)[:, None] & (columns < F)[None, :]
+        g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dout + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            row_scale = _vector(row_scales, rows, M)[:, None]
+            g, u = g * row_scale * gate_scale, u * row_scale * up_scale
+            d = d * _vector(dout_scales, rows, M)[:, None]
+        down_ranks = _ranks(dranks, rows, lanes, M, R, R, 0)
+        g = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, 0), tl.trans(b_gate), g, input_precision=PRECISION)
+        u = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, R), tl.trans(b_up), u, input_precision=PRECISION)
+        d = tl.dot(down_ranks, a, d, input_precision=PRECISION)
+        sigmoid = _sigmoid(g)
+        silu = g * sigmoid
+        du, dg = (d * silu).to(dtype), (d * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
+        tl.store(dup + at + offsets, du, mask=mask)
+        tl.store(dgate + at + offsets, dg, mask=mask)
+        if SCALED:
+            folded = tl.maximum(tl.abs(dg.to(tl.float32) * gate_scale), tl.abs(du.to(tl.float32) * up_scale))
+            tl.store(absmax + tl.program_id(0).to(tl.int64) * M + rows, tl.max(folded, 1), mask=rows < M)
+        total = tl.dot(tl.trans((silu * u).to(dtype)), down_ranks, total, input_precision=PRECISION)
+    to = ddown_a + tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
+    tl.store(to, total, mask=(columns < F)[:, None] & (lanes < R)[None, :])
 
 
 @triton.jit
@@ -79,29 +169,26 @@ def backward_kernel(
 
     Sum ddown_a [M / ROWS, F, R] over rows afterwards.
     """
-    lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
-    columns = left + tl.arange(0, BLOCK_N)
-    dtype = dgate.dtype.element_ty
-    b_gate, b_up = _outer(gate_b, columns, lanes, F, R, dtype), _outer(up_b, columns, lanes, F, R, dtype)
-    a = _inner(down_a, columns, lanes, F, R, dtype)
-    total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
-    offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
-    first = tl.program_id(1) * ROWS
-    origin = first.to(tl.int64) * F + left
-    for start in tl.range(first, min(first + ROWS, M), BLOCK_M, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_M)
-        at, mask = origin + (start - first) * F, (rows < M)[:, None] & (columns < F)[None, :]
-        g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dout + at + offsets, mask=mask, other=0.0).to(tl.float32)
-        down_ranks = _ranks(dranks, rows, lanes, M, R, R, 0)
-        g = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, 0), tl.trans(b_gate), g, input_precision=PRECISION)
-        u = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, R), tl.trans(b_up), u, input_precision=PRECISION)
-        d = tl.dot(down_ranks, a, d, input_precision=PRECISION)
-        sigmoid = _sigmoid(g)
-        silu = g * sigmoid
-        tl.store(dup + at + offsets, (d * silu).to(dtype), mask=mask)
-        tl.store(dgate + at + offsets, (d * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype), mask=mask)
-        total = tl.dot(tl.trans((silu * u).to(dtype)), down_ranks, total, input_precision=PRECISION)
-    to = ddown_a + tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
-    tl.store(to, total, mask=(columns < F)[:, None] & (lanes < R)[None, :])
+    _backward(
+        gate, up, hidden, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
+        dgate, dup, ddown_a, ddown_a,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_backward_kernel(
+    gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
+    dgate, dup, ddown_a, absmax,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do as `backward_kernel` for gate, up and dout without their scales: dout has one for each row.
+
+    Also compute partial maxima absmax [F / BLOCK_N, M] of |dgate·gate_scales| and |dup·up_scales| in each row.
+    """
+    _backward(
+        gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
+        dgate, dup, ddown_a, absmax,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True,
+    )  # fmt: skip

@@ -29,6 +29,29 @@ class TritonLoraSwiglu(Launcher):
         out, ranks = self._call(kernels.forward_kernel, arrays, out_type, grid, tiles, length, 6 * M * F * R)
         return out, ranks.sum(axis=0).astype(gate.dtype)
 
+    def scaled_forward(self, products, hidden, matrices):
+        """See `ScaledSwigluBackend`."""
+        (M, F), R, tiles = products.gate.shape, matrices[0].shape[1], self.forward_tiles
+        parts = triton.cdiv(F, tiles.length)
+        partials = jax.ShapeDtypeStruct((parts, M, R), jnp.float32), jax.ShapeDtypeStruct((parts, M), jnp.float32)
+        out_type = shape_dtype_of(products.gate), *partials
+        grid, length = (triton.cdiv(M, tiles.block_m), parts), {"COLUMNS": tiles.length}
+        arrays = products.gate, products.up, hidden, *matrices, *products.scales
+        kernel, flops = kernels.scaled_forward_kernel, 6 * M * F * R
+        out, ranks, absmax = self._call(kernel, arrays, out_type, grid, tiles, length, flops)
+        return out, ranks.sum(axis=0).astype(out.dtype), absmax.max(axis=0)[:, None]
+
+    def scaled_backward(self, products, hidden, matrices, dout, dout_scales, dranks):
+        """See `ScaledSwigluBackend`."""
+        (M, F), R, tiles = products.gate.shape, matrices[0].shape[1], self.backward_tiles
+        parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
+        partials = jax.ShapeDtypeStruct((parts, F, R), jnp.float32), jax.ShapeDtypeStruct((blocks, M), jnp.float32)
+        out_type = shape_dtype_of(products.gate), shape_dtype_of(products.up), *partials
+        arrays = products.gate, products.up, hidden, *matrices, dout, dranks, *products.scales, dout_scales
+        kernel, length, flops = kernels.scaled_backward_kernel, {"ROWS": tiles.length}, 8 * M * F * R
+        dgate, dup, ddown, absmax = self._call(kernel, arrays, out_type, (blocks, parts), tiles, length, flops)
+        return dgate, dup, ddown.sum(axis=0).T, absmax.max(axis=0)[:, None]
+
     def backward(self, gate, up, hidden, matrices, dout, dranks):
         """See `LoraSwigluBackend`."""
         (M, F), R, tiles = gate.shape, matrices[0].shape[1], self.backward_tiles

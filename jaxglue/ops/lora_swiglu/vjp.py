@@ -1,5 +1,6 @@
 """Differentiation rule of the fused backend."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -10,6 +11,23 @@ from jaxglue.ops.lora import lora_expand_gradients
 
 Matrices = tuple[Float[Array, "F R"], Float[Array, "F R"], Float[Array, "R F"]]
 """float32: the second matrices of gate's and up's adapters, times their scale, and the first one of down's."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ScaledProducts:
+    """gate and up without their scales, which are float32. A pytree."""
+
+    gate: Float[Array, "M F"]
+    up: Float[Array, "M F"]
+    row_scales: Float[Array, "M 1"]
+    gate_scales: Float[Array, " F"]
+    up_scales: Float[Array, " F"]
+
+    @property
+    def scales(self) -> tuple[Array, Array, Array]:
+        """Return the scales of rows, of gate's columns and of up's."""
+        return self.row_scales, self.gate_scales, self.up_scales
 
 
 class LoraSwigluBackend(Protocol):

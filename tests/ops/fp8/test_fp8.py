@@ -97,9 +97,12 @@ def test_gpus_without_fp8_are_refused():
         check_fp8((8, 0))
 
 
-def test_products_compile_to_fp8_matmuls(h200):
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_products_compile_to_fp8_matmuls(gpu_target, capability):
+    sharding = gpu_target(capability)
+
     def shaped(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     weight = FP8Weight(
         codes=shaped(512, 256, dtype=jnp.float8_e4m3fn), scales=shaped(512, dtype=jnp.float32), dtype=jnp.bfloat16

@@ -1,0 +1,121 @@
+"""A SwiGLU feed-forward on frozen FP8 weights between adapters; scales are applied where products are read.
+
+gate and up stay without their scales: the kernels multiply them on reading, and return each row's largest magnitude, by
+which their outputs are quantized for the next matmul without another pass.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.ops import names
+from jaxglue.ops.fp8.products import dot, fold_scales, input_gradient, rescale
+from jaxglue.ops.lora import lora_expand_gradients
+from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
+from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
+from jaxglue.ops.lora_swiglu.vjp import ScaledProducts
+from jaxglue.ops.quant.fp8 import FP8Weight, encode_rows, quantize_rows, row_scales
+
+Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
+"""gate, up and down."""
+
+
+class ScaledSwigluBackend(Protocol):
+    """Kernels of a forward and backward pass over rows of unscaled products; hashable."""
+
+    def scaled_forward(self, products: ScaledProducts, hidden, matrices: Matrices) -> tuple[Array, Array, Array]:
+        """Return y and y·downᵀ of `lora_swiglu`, and each row's largest |y|, float32 [M, 1]."""
+
+    def scaled_backward(
+        self, products: ScaledProducts, hidden, matrices: Matrices, dout, dout_scales: Float[Array, "M 1"], dranks
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return the gradients to scaled gate and up and to down, from dout without its scales.
+
+        The last result is each row's largest |gradient · column scale|, float32 [M, 1].
+        """
+
+
+class ReferenceScaledSwiglu:
+    """`ScaledSwigluBackend` by XLA."""
+
+    def scaled_forward(self, products, hidden, matrices):
+        """See `ScaledSwigluBackend`."""
+        y, low = reference_lora_swiglu(*_scaled(products), hidden, matrices)
+        return y, low, _absmax(y)
+
+    def scaled_backward(self, products, hidden, matrices, dout, dout_scales, dranks):
+        """See `ScaledSwigluBackend`."""
+        _, vjp = jax.vjp(reference_lora_swiglu, *_scaled(products), hidden, matrices)
+        dgate, dup, _, (_, _, ddown) = vjp((rescale(dout, dout_scales), dranks))
+        absmax = jnp.maximum(_absmax(dgate * products.gate_scales), _absmax(dup * products.up_scales))
+        return dgate, dup, ddown, absmax
+
+
+def _scaled(products: ScaledProducts) -> tuple[Array, Array]:
+    return (
+        rescale(products.gate, products.row_scales, products.gate_scales),
+        rescale(products.up, products.row_scales, products.up_scales),
+    )
+
+
+def _absmax(x) -> Float[Array, "M 1"]:
+    return jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True)
+
+
+def swiglu_fp8(
+    x: Float[Array, "*B D"], hidden: Float[Array, "*B ranks"], weights: Weights, matrices: Matrices
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B R"]]:
+    """Compute (y·Wᵀ, y·downᵀ) of y = `lora_swiglu` of x's FP8 products with gate and up.
+
+    Args:
+        x: the feed-forward's input.
+        hidden: x projected to the ranks of gate's and up's adapters, side by side.
+        weights: gate and up [F, D], and down W [D, F]; frozen.
+        matrices: see `lora_swiglu`.
+    """
+    backend: Any = LORA_SWIGLU.load(x.dtype, matrices[0].shape[1]) or _REFERENCE
+    rows = (array.reshape(-1, array.shape[-1]) for array in (x, hidden))
+    out, low = _feed_forward(backend, *rows, weights, matrices)
+    return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)
+
+
+_REFERENCE = ReferenceScaledSwiglu()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _feed_forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices: Matrices) -> tuple[Array, Array]:
+    return _forward(backend, x, hidden, weights, matrices)[0]
+
+
+def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices: Matrices):
+    gate, up, down = weights
+    codes, scales = quantize_rows(x)
+    products = ScaledProducts(
+        gate=checkpoint_name(dot(codes, gate.codes, 1, x.dtype), names.GATE),
+        up=checkpoint_name(dot(codes, up.codes, 1, x.dtype), names.UP),
+        row_scales=checkpoint_name(scales, names.GATE),
+        gate_scales=gate.scales,
+        up_scales=up.scales,
+    )
+    y, low, absmax = backend.scaled_forward(products, hidden, matrices)
+    codes, scales = encode_rows(y, row_scales(absmax))
+    out = rescale(dot(codes, down.codes, 1, x.dtype), scales, down.scales)
+    return (out, low), (products, hidden, weights, matrices)
+
+
+def _backward(backend: ScaledSwigluBackend, residuals, cotangents):
+    products, hidden, (gate, up, down), matrices = residuals
+    dout, dlow = cotangents
+    codes, scales = quantize_rows(fold_scales(dout, down))
+    dy = dot(codes, down.codes, 0, dout.dtype)
+    dgate, dup, ddown, absmax = backend.scaled_backward(products, hidden, matrices, dy, scales, dlow)
+    dx = input_gradient((dgate, dup), (gate, up), row_scales(absmax))
+    dhidden, dsecond = lora_expand_gradients(hidden, matrices[:2], (dgate, dup))
+    return dx, dhidden, None, (*dsecond, ddown)
+
+
+_feed_forward.defvjp(_forward, _backward)
