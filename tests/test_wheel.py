@@ -1,4 +1,4 @@
-"""The wheel carries everything: installed into an empty environment, it trains the quickstart."""
+"""The wheel carries everything: installed into an empty environment, it trains the quickstart, without torch."""
 
 import json
 import os
@@ -32,6 +32,14 @@ def wheel(tmp_path_factory):
     return next(folder.glob("*.whl"))
 
 
+def forbid_torch(site):
+    """Put in a torch that looks installed, and fails on import."""
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')")
+    (site / "torch-2.9.0.dist-info").mkdir()
+    (site / "torch-2.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\n")
+
+
 @pytest.fixture(scope="module")
 def jaxglue(wheel, tmp_path_factory):
     """Run the command of an environment that has the wheel, and this one's packages: jaxglue(*arguments) → output."""
@@ -40,6 +48,7 @@ def jaxglue(wheel, tmp_path_factory):
     python = folder / "bin" / "python"
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    forbid_torch(site)
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True)
     away = {"PYTHONPATH", "JAXGLUE_CHECKOUT"}
