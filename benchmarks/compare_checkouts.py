@@ -52,15 +52,15 @@ def cases(models: Path) -> Iterator[Case]:
             yield Case(f"{family}-{method}", {"model": folder, **SHARED, **flags})
 
 
-def make_model_folders(folder: Path) -> None:
-    """Write a config and the quickstart's tokenizer for each family."""
+def make_model_folders(folder: Path, tiny: dict[str, int] = TINY) -> None:
+    """Write a config with the sizes of `tiny` and the quickstart's tokenizer for each family."""
     for family, golden in FAMILIES.items():
         target = folder / family
         shutil.copytree(ROOT / "scripts/quickstart/model", target, dirs_exist_ok=True)
         config = json.loads((ROOT / "tests/goldens" / golden / "config.json").read_text())
         tokenizer = json.loads((target / "tokenizer.json").read_text())
         vocabulary = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
-        sizes = TINY | {"vocab_size": -(-vocabulary // 64) * 64, "moe_intermediate_size": 64, "dtype": "float32"}
+        sizes = {"moe_intermediate_size": 64, **tiny} | {"vocab_size": -(-vocabulary // 64) * 64, "dtype": "float32"}
         config |= {name: size for name, size in sizes.items() if name in config}
         (target / "config.json").write_text(json.dumps(config))
 

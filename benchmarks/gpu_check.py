@@ -1,0 +1,269 @@
+"""Check this checkout on a machine with a GPU; print one table and keep it as JSON.
+
+    python benchmarks/gpu_check.py                        # everything but faults, under 8 minutes
+    python benchmarks/gpu_check.py --parts tiny export    # some parts
+    python benchmarks/gpu_check.py --parts faults         # 20 kills over 500 steps
+    python benchmarks/gpu_check.py --parts tiny speed --record benchmarks/results/gpu_check.json
+
+Parts:
+    tests     all tests marked gpu
+    tiny      100 steps of three families: losses as recorded, equal to the bit after kill -9, and with offloaded
+              activations and weights in host memory
+    export    an adapter read again gives the same logits, and its merged export nearly
+    overlap   the test of copies under computation, which needs the GPU for itself
+    speed     tokens/s and memory of Qwen3-0.6B's shape, as recorded on this kind of GPU
+    faults    a run with offload, streamed weights and NF4, killed again and again, equals an undisturbed one
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from check_runs import CASES, FAULTS, LORA, ROOT, Runs, block_means, difference
+from measure import table, write_results
+
+RECORDED = ROOT / "benchmarks/results/gpu_check.json"
+CHATS = ROOT / "scripts/quickstart/chats.jsonl"
+OVERLAP = "tests/benchmarks/test_traces.py::test_copies_run_under_computation"
+STEPS, KILLS = 100, 2
+SEEDS = (0, 1, 2)
+"""The first is checked; the spread of all is the tolerance of its losses."""
+SPEED_BAND, MEMORY_BAND = 0.08, 0.03
+MERGED_KL = 2e-3
+"""Nats a token between an adapter and its merged export, whose weights are rounded to bfloat16 once more."""
+SPEED_CASES = {
+    "dots": {**LORA, "remat": "dots"},
+    "offload, streamed": {**LORA, "remat": "offload", "weights": "host"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    part: str
+    check: str
+    found: str
+    expected: str
+    ok: bool
+
+
+@dataclass
+class Check:
+    """What the parts share."""
+
+    runs: Runs
+    device: str
+    recorded: dict
+    record: bool
+    workers: int
+    kills: int
+    steps: int
+    fresh: dict = field(default_factory=lambda: {"losses": {}, "speed": {}})
+    """Values to record."""
+
+
+def run_tests(check: Check) -> list[Row]:
+    """Run all tests for GPUs but that of the overlap."""
+    return [_pytest(check, "tests", ["-m", "gpu", "-n", "4", "--deselect", OVERLAP, "tests"])]
+
+
+def run_overlap(check: Check) -> list[Row]:
+    """Run the test of the overlap by itself."""
+    return [_pytest(check, "overlap", [OVERLAP])]
+
+
+def _pytest(check: Check, part: str, arguments: list[str]) -> Row:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=check.runs.environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    failed = [
+        line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))
+    ]
+    if done.returncode:
+        print(done.stdout[-6000:] + done.stderr[-2000:], file=sys.stderr)
+    summary = re.sub(r"[= ]+", " ", lines[-1]).strip() if lines else done.stderr[-200:]
+    passed = done.returncode == 0 and "passed" in summary
+    return Row(part, " ".join(arguments[:2]), "; ".join([summary, *failed[:5]]), "all pass", passed)
+
+
+def run_tiny(check: Check) -> list[Row]:
+    """Train each family; compare with the record, with killed runs and with other places of weights and activations."""
+    with ThreadPoolExecutor(check.workers) as pool:
+        rows = pool.map(lambda name: _check_family(check, name), CASES)
+    return [row for family in rows for row in family]
+
+
+def _check_family(check: Check, name: str) -> list[Row]:
+    flags = CASES[name] | {"steps": check.steps}
+    whole = check.runs.train(name, flags)
+    rows = [_loss_row(check, name, whole), _killed_row("tiny", check, name, flags, whole, KILLS)]
+    if flags.get("method") != "full":
+        moved = check.runs.train(f"{name}-moved", flags | {"remat": "offload", "weights": "host"})
+        rows.append(_equal_row("tiny", f"{name} offloaded, streamed", whole, moved))
+    if check.record:
+        _record_losses(check, name, flags, whole)
+    return rows
+
+
+def _equal_row(part: str, name: str, expected: Path, found: Path) -> Row:
+    other = difference(expected, found)
+    return Row(part, name, other or "equal", "equal to the bit", not other)
+
+
+def _killed_row(part: str, check: Check, name: str, flags: dict, whole: Path, kills: int) -> Row:
+    killed, count, resumes = check.runs.train_with_kills(f"{name}-killed", flags, kills)
+    row = _equal_row(part, f"{name}, {count} kills, {resumes} resumes", whole, killed)
+    return replace(row, ok=row.ok and count == kills and resumes > 0)
+
+
+def _loss_row(check: Check, name: str, folder: Path) -> Row:
+    device = check.device if name in check.recorded.get(check.device, {}).get("losses", {}) else "cpu"
+    known = check.recorded.get(device, {}).get("losses", {}).get(name)
+    means = block_means(folder)
+    if known is None:
+        return Row("tiny", f"{name} losses", f"{means[0]:.3f} … {means[-1]:.3f}", "not recorded", check.record)
+    off = max(abs(a - b) for a, b in zip(means, known["means"], strict=False))
+    return Row(
+        "tiny",
+        f"{name} losses",
+        f"off by {off:.1e}",
+        f"{known['tolerance']:.1e} of {device}",
+        off <= known["tolerance"],
+    )
+
+
+def _record_losses(check: Check, name: str, flags: dict, first: Path) -> None:
+    others = [check.runs.train(f"{name}-seed{seed}", flags | {"seed": seed}) for seed in SEEDS[1:]]
+    means = [block_means(folder) for folder in (first, *others)]
+    tolerance = max(statistics.stdev(block) for block in zip(*means, strict=True))
+    check.fresh["losses"][name] = {"means": means[0], "tolerance": tolerance}
+
+
+def run_export(check: Check) -> list[Row]:
+    """Train a base and an adapter on it, merge, and compare next-token distributions."""
+    runs, short = check.runs, {"steps": 30}
+    base = runs.train("export-base", CASES["llama-full"] | short) / "run/model"
+    adapted = {"model": base, "learning-rate": 5e-3, "remat": "full"}
+    adapter = runs.train("export-adapter", adapted | short) / "run/adapter"
+    merged = runs.folder("export-merged") / str(time.time_ns())
+    runs.python("scripts/export.py", "--adapter", adapter, "--base", base, "--output", merged)
+    kl = json.loads(runs.python("benchmarks/check_export.py", base, adapter, merged))
+    learned = kl["base"] > 10 * MERGED_KL
+    return [
+        Row("export", "adapter read again", f"KL {kl['again']:.1e}", "KL 0", kl["again"] == 0),
+        Row("export", "merged", f"KL {kl['merged']:.1e} (base {kl['base']:.1e})", f"KL < {MERGED_KL}",
+            learned and kl["merged"] < MERGED_KL),
+    ]  # fmt: skip
+
+
+def run_speed(check: Check) -> list[Row]:
+    """Measure tokens/s and peak memory of a real shape."""
+    tiny = check.device == "cpu"
+    sizes = {"seq-len": 128, "steps": 12} if tiny else {"seq-len": 8192, "steps": 40, "batch-size": 1}
+    rows = []
+    for name, flags in SPEED_CASES.items():
+        family = {"family": "llama" if tiny else "qwen3-0.6b"}
+        folder = check.runs.train(f"speed-{name.partition(',')[0]}", {**flags, **family, **sizes})
+        summary = json.loads((folder / "run/summary.json").read_text())
+        values = {"tokens/s": summary["tokens_per_second"], "peak GB": summary["peak_memory_gb"]}
+        check.fresh["speed"][name] = values
+        known = check.recorded.get(check.device, {}).get("speed", {}).get(name)
+        bands = {"tokens/s": SPEED_BAND, "peak GB": MEMORY_BAND}
+        rows += [_band_row(f"{name}, {key}", values[key], known and known[key], bands[key], check) for key in values]
+    return rows
+
+
+def _band_row(name: str, value: float, known: float | None, band: float, check: Check) -> Row:
+    if known is None:
+        return Row("speed", name, f"{value:,.2f}", f"not recorded on {check.device}", check.record)
+    inside = abs(value - known) <= band * known
+    return Row("speed", name, f"{value:,.2f}", f"{known:,.2f} ± {band:.0%}", inside)
+
+
+def run_faults(check: Check) -> list[Row]:
+    """Kill a run with NF4, streamed weights and offloaded activations; compare with an undisturbed one."""
+    flags = FAULTS | {"steps": check.steps if check.device == "cpu" else 500}
+    whole = check.runs.train("faults", flags)
+    return [_killed_row("faults", check, "faults", flags, whole, check.kills)]
+
+
+PARTS: dict[str, Callable[[Check], list[Row]]] = {
+    "tests": run_tests,
+    "tiny": run_tiny,
+    "export": run_export,
+    "overlap": run_overlap,
+    "speed": run_speed,
+    "faults": run_faults,
+}
+TOGETHER = ("tests", "tiny", "export")
+"""Parts that do not disturb each other; the others run alone, one after another."""
+
+
+def run_part(name: str, check: Check) -> list[Row]:
+    """Run one part; an error is its result."""
+    begun = time.monotonic()
+    try:
+        rows = PARTS[name](check)
+    except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        rows = [Row(name, "run", str(error).splitlines()[0][:100], "no error", False)]
+    print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def run_parts(names: list[str], check: Check) -> list[Row]:
+    """Run parts, together where they may, and return their rows in the order of the names."""
+    with ThreadPoolExecutor(len(TOGETHER)) as pool:
+        together = {name: pool.submit(run_part, name, check) for name in names if name in TOGETHER}
+    done = {name: future.result() for name, future in together.items()}
+    return [row for name in names for row in done.get(name) or run_part(name, check)]
+
+
+def find_device(runs: Runs) -> str:
+    """Return the kind of the first GPU, or cpu, from a process that gives it back."""
+    return runs.python("-c", "import jax; print(jax.devices()[0].device_kind)")
+
+
+def record(path: Path, check: Check) -> None:
+    """Write this device's fresh values into the record of all kinds."""
+    entry = check.recorded.get(check.device, {})
+    merged = {key: {**entry.get(key, {}), **values} for key, values in check.fresh.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(check.recorded | {check.device: merged}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[name for name in PARTS if name != "faults"])
+    parser.add_argument("--scratch", type=Path, default=Path("runs/gpu_check"))
+    parser.add_argument("--json", type=Path, help="where to keep the table, by default in the scratch folder")
+    parser.add_argument("--record", type=Path, metavar="FILE", help=f"write what was found, as {RECORDED.name} has it")
+    parser.add_argument("--workers", type=int, default=4, help="tiny families at a time")
+    parser.add_argument("--kills", type=int, default=20, help="of the part faults")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the tiny runs")
+    args = parser.parse_args()
+    runs = Runs(args.scratch)
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    check = Check(runs, find_device(runs), recorded, bool(args.record), args.workers, args.kills, args.steps)
+    begun = time.monotonic()
+    rows = run_parts(args.parts, check)
+    print(table([{**asdict(row), "ok": "yes" if row.ok else "NO"} for row in rows]))
+    wrong = sum(not row.ok for row in rows)
+    print(f"{check.device}: {len(rows) - wrong} of {len(rows)} checks hold, {time.monotonic() - begun:.0f} s")
+    write_results(args.json or args.scratch / "report.json", [asdict(row) for row in rows], gpu=check.device)
+    if args.record:
+        record(args.record, check)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
