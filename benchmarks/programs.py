@@ -27,11 +27,11 @@ class Work(NamedTuple):
     """FLOPs and bytes of one operation."""
 
     flops: float
-    """Of its matmuls."""
+    """FLOPs of its matmuls."""
     bytes: float
-    """Of its operands and results, each read or written once; of operands that are only sliced, the slices."""
+    """Bytes of its operands and results, each read or written once; sliced operands count their slices."""
     shape: str
-    """Of its first result."""
+    """Type of its first result."""
 
 
 UNKNOWN = Work(0.0, 0.0, "")

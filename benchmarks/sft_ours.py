@@ -64,7 +64,7 @@ def _batch(tokens: np.ndarray, lengths: np.ndarray, slots: int) -> Batch:
 
 
 def storage(args: argparse.Namespace) -> str:
-    """How the decoder layers' linear layers are stored."""
+    """Return the storage format of the decoder layers' linear layers."""
     return "fp8" if args.matmul == "fp8" else args.quantize
 
 

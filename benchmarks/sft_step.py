@@ -46,7 +46,7 @@ class Row:
     tokens: int = 16384
     quantize: str = "none"
     matmul: str = "bf16"
-    """Of ours."""
+    """Number format of our matmuls."""
     memory_limit: float | None = None
     """Memory limit of ours in GiB, equal to Unsloth's use."""
     checkpointing: str = "offload"

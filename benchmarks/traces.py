@@ -17,7 +17,7 @@ class CopyOverlap(NamedTuple):
     to_device: float
     """Host-to-device copies."""
     hidden: float
-    """Of both, while kernels run."""
+    """Milliseconds of copies in both directions while kernels run."""
     busy: float
     """While any kernel runs."""
     span: float
@@ -36,7 +36,7 @@ class CollectiveOverlap(NamedTuple):
     collectives: float
     """While collectives run, waiting for slower GPUs included."""
     exposed: float
-    """Of these, while no other kernel runs."""
+    """Milliseconds of these while no other kernel runs."""
     busy: float
     """While any kernel runs."""
 

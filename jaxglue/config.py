@@ -80,7 +80,7 @@ class Kind:
     aliases: Mapping[str, Mapping[Any, Any] | None] = dataclasses.field(default_factory=dict)
     """Further names; each with its values by ours, or None for the same values."""
     remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What to give instead of a value of another program."""
+    """Replacement for a value of another program."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()

@@ -62,7 +62,7 @@ NOTES = {
     "resume_from_checkpoint": "--resume continues the latest checkpoint of --output",
     "auto_resume_from_checkpoints": "--resume continues the latest checkpoint of --output",
 }
-"""What to do instead of settings of other programs, by their names."""
+"""Remedies for settings of other programs, by name."""
 
 Nested = dict[str, Any]
 

@@ -22,7 +22,7 @@ GIB = 2**30
 LEAST_DRIVER = (580,)
 """The first driver that runs CUDA 13."""
 LEAST_CAPABILITY = (8, 0)
-"""Of our kernels: Ampere."""
+"""Least compute capability of our kernels: Ampere."""
 _INSTALL = "pip install 'jaxglue[cuda13]'"
 _LEAST_FREE = 0.8
 """Share of a GPU's memory below which another program is likely to hold some."""

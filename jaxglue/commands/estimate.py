@@ -43,7 +43,7 @@ class EstimateConfig(Config):
     batch_size: PositiveInt = 1
     """B: rows in a micro-batch, over all GPUs."""
     mesh: str = "data=1"
-    """How GPUs of this name share the work, such as data=2,fsdp=4."""
+    """Mesh over GPUs of this name, such as data=2,fsdp=4."""
     gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
     """Micro-batches in an optimizer step."""
     method: Literal["lora", "full"] = "lora"
@@ -55,7 +55,7 @@ class EstimateConfig(Config):
     moments: MomentFormat = "float32"
     """Format of AdamW's moments: float32, bfloat16 or 8bit."""
     embeddings: Literal["device", "host"] = "device"
-    """Where the frozen embedding table is."""
+    """Memory that holds the frozen embedding table."""
     document_tokens: PositiveInt | None = None
     """Mean length of the documents in a row; by default one document fills it."""
     memory_limit: PositiveFloat | None = None

@@ -23,7 +23,7 @@ class PeakMemory:
     model: TracedModel
     resident: ResidentBytes
     costs: Sequence[LayerCost]
-    """Of each layer under its policy."""
+    """Cost of each layer under its policy."""
     streamed: Sequence[int]
     """Bytes of each layer's frozen weights in host memory."""
     depth: int

@@ -51,11 +51,11 @@ class Plan:
     """One for each layer."""
     stream_weights: bool
     seconds: float
-    """Of an optimizer step."""
+    """Seconds of an optimizer step."""
     device_bytes: int
     """At the peak."""
     host_bytes: int
-    """Of pinned memory."""
+    """Bytes of pinned host memory."""
 
     @property
     def remat(self) -> str:

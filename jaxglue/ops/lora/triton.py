@@ -16,7 +16,7 @@ class TritonLora(Launcher):
     """`LoraBackend` by our own kernels."""
 
     gradient_tiles: GradientTiles | None = None
-    """None for `fitting_tiles`."""
+    """Tiles; None takes `fitting_tiles`."""
     product_tiles: LoraTiles = PRODUCT_TILES
 
     def product(self, hidden, matrix, first: int):
