@@ -79,9 +79,9 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names: list[str] = list(action.option_strings)
-        if isinstance(action, argparse.BooleanOptionalAction):
+        if isinstance(action, _Switch):
             names = [f"--[no-]{name[2:]}" for name in names if not name.startswith("--no-")]
-        value = "" if action.nargs == 0 else self._format_args(action, "")
+        value = "" if action.nargs == 0 or isinstance(action, _Switch) else self._format_args(action, "")
         return f"{', '.join(names)} {value}".rstrip()
 
 
@@ -92,7 +92,7 @@ def _add_fields(parser: argparse._ArgumentGroup, cls: type) -> None:
         flags = [_flag(name) for name in (field.name, *(name for name, values in kind.aliases.items() if not values))]
         text = f"{helps.get(field.name, '')} {_notes(field, kind)}".strip().replace("%", "%%")
         if kind.scalar is bool and not kind.many:
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, help=text)
+            parser.add_argument(*flags, action=_Switch, help=text)
         else:
             nargs: Any = {"nargs": "*", "action": "extend"} if kind.many else {}
             parser.add_argument(*flags, type=_flag_type(kind), metavar=_metavar(kind), help=text, **nargs)
@@ -110,6 +110,20 @@ def _add_alias(parser: argparse._ArgumentGroup, field: str, name: str, kind: Kin
         more = {"nargs": "?", "const": True, "metavar": "true|false"}
     text = f"means {_flag(field)} {' '.join(ours) if isinstance(ours, tuple) else ours}".rstrip().replace("%", "%%")
     parser.add_argument(_flag(name), action=_Translate, dest=field, kind=kind, alias=name, help=text, **more)
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """Takes --flag and --no-flag, and true or false after them, as other programs do."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.nargs = "?"
+
+    def __call__(self, parser, namespace, value, option_string=None) -> None:
+        on = True if value is None else {"true": True, "false": False}.get(value.lower())
+        if on is None:
+            raise argparse.ArgumentError(self, f"expected true | false, got {value!r}")
+        setattr(namespace, self.dest, on != str(option_string).startswith("--no-"))
 
 
 class _Translate(argparse.Action):

@@ -193,6 +193,8 @@ def test_missing_recipe_is_named(error_of, tmp_path):
         ("--lr 1e-3", "optimizer", "learning_rate", 1e-3),
         ("--method full", "optimizer", "learning_rate", 2e-5),
         ("--max_seq_length 512", "data", "seq_len", 512),
+        ("--overwrite_output_dir True", "run", "overwrite", True),
+        ("--use_rslora false", "lora", "rslora", False),
         ("--train_on_inputs true", "data", "loss_on", "all"),
         ("--lora-target-linear", "lora", "targets", ("all-linear",)),
     ],
