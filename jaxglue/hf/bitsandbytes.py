@@ -24,7 +24,7 @@ Specs = dict[str, jax.ShapeDtypeStruct]
 _STATE = "quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 256
 """Size of the space-padded JSON text: fixed, so that tensor sizes are known before quantization."""
-_REQUANTIZE = "quantize the original model again (scripts/export.py --quantize)"
+_REQUANTIZE = "quantize the original model again (jaxglue export --quantize)"
 
 
 def stored_specs(name: str, shape: tuple[int, ...], how: str) -> Specs:
