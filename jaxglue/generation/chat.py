@@ -17,6 +17,7 @@ from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.sampling import SamplingConfig
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
@@ -102,8 +103,14 @@ def _load(config: GenerateConfig, dtype) -> CausalLM:
         shape = config_from_hf(read_config(config.model)).quantized(config.quantize)
         model = random_model(shape, dtype=dtype, seed=config.random_weights)
     if config.adapter:
-        add_adapter(model, config.adapter)
+        add_adapter(model, config.adapter, _identity(config, model), str(config.model))
     return model
+
+
+def _identity(config: GenerateConfig, model: CausalLM) -> Identity:
+    if config.random_weights is None:
+        return identify(config.model)
+    return identify_random(model.config, config.random_weights)
 
 
 def _tokenizer_folder(config: GenerateConfig) -> Path:

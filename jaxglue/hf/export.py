@@ -13,13 +13,17 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape, read_expanded
-from jaxglue.hf.files import atomic_folder, write_json
-from jaxglue.hf.merge import load_deltas
+from jaxglue.hf.files import atomic_folder, require_empty, write_json
+from jaxglue.hf.identity import identify
+from jaxglue.hf.merge import adapter_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.lora import linear_shapes
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.quant.formats import Quantize, quantize_matrix
 from jaxglue.ops.quant.mxfp4 import BLOCK
@@ -55,9 +59,10 @@ def export_adapter(
         ValueError: an adapter of another model, bad input folders, or a non-empty output folder.
         OSError: a failed write, such as on a full disk.
     """
-    read_config(base)
-    files = open_checkpoint(base)
-    deltas = load_deltas(adapter, files.tensors)
+    require_empty(Path(output))
+    files, loaded = open_checkpoint(base), load_adapter(adapter)
+    check_adapter(loaded, base_shapes(base), identify(base), str(base))
+    deltas = adapter_deltas(loaded, files.tensors)
     expands = any(f"{name}_blocks" in files.tensors for name in deltas)
     specs = _merged_specs(files.tensors, expands=expands)
     for name, delta in deltas.items():
@@ -65,11 +70,23 @@ def export_adapter(
 
     def merged(name: str) -> np.ndarray:
         weight = files.read(name) if name in files.tensors else np.asarray(read_expanded(files, name))
-        return deltas[name].add_to(weight) if name in deltas else weight
+        return _finite(name, deltas[name].add_to(weight)) if name in deltas else weight
 
     with atomic_folder(Path(output)) as temporary:
         _copy_files(base, temporary, specs)
         write_shards(temporary, specs, merged, max_shard_bytes)
+
+
+def base_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model folder's linear layers by path (`linear_shapes`)."""
+    config = config_from_hf(read_config(folder))
+    return linear_shapes(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
+
+
+def _finite(name: str, weight: np.ndarray) -> np.ndarray:
+    if not np.isfinite(weight).all():
+        raise ValueError(f"{name} is not finite (NaN or infinity) after the merge into {weight.dtype}")
+    return weight
 
 
 def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
@@ -189,10 +206,18 @@ def on_host(tensor: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(tensor, tiled=True))
 
 
+def _refuse_link_out(path: Path, folder: Path) -> None:
+    """Refuse a link to a file elsewhere, but for Hugging Face's cache, whose snapshots link into its blobs."""
+    target, blobs = path.resolve(), folder.resolve().parent.parent / "blobs"
+    if path.is_symlink() and target.parent != blobs and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to {target}, outside its folder: copy the file there first")
+
+
 def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:
     """Copy the base's non-weight files; `names` are the weights in `output`."""
     for pattern in _COPIED:
         for path in filter(Path.is_file, Path(base).glob(pattern)):
+            _refuse_link_out(path, Path(base))
             shutil.copyfile(path, output / path.name)
     config = read_config(output)
     if config.pop("quantization_config", None) and not any(name.endswith("_blocks") for name in names):

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.hf.identity import Identity
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora, linear_shapes
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.ops.quant.formats import Quantized, Storage, is_quantized, quantize_matrix
@@ -110,21 +112,34 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype, std: float) -> jax.Ar
     return (jax.random.normal(key, shape) * std).astype(dtype)
 
 
-def add_adapter(model: CausalLM, folder: str | Path) -> LoraConfig:
-    """Add a folder's PEFT adapter to the model in place, and return its config.
+def add_adapter(model: CausalLM, folder: str | Path, base: Identity | None = None, name: str = "the model") -> Adapter:
+    """Add a folder's PEFT adapter to the model in place, and return it.
+
+    Args:
+        model: the base.
+        folder: of the adapter.
+        base: identity of the base; None for weights from memory.
+        name: of the base, for messages.
 
     Raises:
-        ValueError: not an adapter folder, or an adapter of another model, naming the mismatched matrix.
+        ValueError: not an adapter folder, or an adapter that does not fit (`check_adapter`).
     """
-    config, tensors = load_adapter(folder)
-    add_lora(model, config, rngs=nnx.Rngs(0))
+    adapter = load_adapter(folder)
+    check_adapter(adapter, linear_shapes(model), base or {"model_type": model.config.model_type}, name)
+    add_lora(model, adapter.config, rngs=nnx.Rngs(0))
+    set_adapter(model, adapter)
+    return adapter
+
+
+def set_adapter(model: CausalLM, adapter: Adapter) -> None:
+    """Set the values of a model's adapters, which are on the modules of `adapter`, in place.
+
+    Raises:
+        ValueError: the model has adapters on other modules.
+    """
     variables = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
-    adapter = {hf_name(".".join(map(str, path))): (path, variable) for path, variable in variables}
-    for name in sorted(adapter.keys() | tensors.keys()):
-        ours = adapter[name][1].shape if name in adapter else "missing"
-        theirs = tensors[name].shape if name in tensors else "missing"
-        if ours != theirs:
-            raise ValueError(f"{folder} does not fit the model: {name} is {theirs}, expected {ours}")
-    flat = [(path, variable.replace(jnp.asarray(tensors[name]))) for name, (path, variable) in adapter.items()]
+    named = {hf_name(".".join(map(str, path))): (path, variable) for path, variable in variables}
+    if differing := sorted(named.keys() ^ adapter.tensors.keys()):
+        raise ValueError(f"{adapter.folder} does not fit the model's adapters: {differing[0]} is in one of them only")
+    flat = [(path, variable.replace(jnp.asarray(adapter.tensors[name]))) for name, (path, variable) in named.items()]
     nnx.update(model, nnx.from_flat_state(flat))
-    return config

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.experts import expert_parts
 from jaxglue.hf.tensor_files import TensorInfo
 
@@ -28,24 +27,21 @@ class Delta:
 
     def add_to(self, weight: np.ndarray) -> np.ndarray:
         """Add the delta to a weight in float32 and cast to the weight's dtype."""
-        total = np.swapaxes(self.a, -1, -2) @ np.swapaxes(self.b, -1, -2) if self.transposed else self.b @ self.a
-        total += weight.astype(np.float32)
-        return total.astype(weight.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for finite values
+            total = np.swapaxes(self.a, -1, -2) @ np.swapaxes(self.b, -1, -2) if self.transposed else self.b @ self.a
+            total += weight.astype(np.float32)
+            return total.astype(weight.dtype)
 
 
-def load_deltas(adapter: str | Path, base: Mapping[str, TensorInfo]) -> dict[str, Delta]:
+def adapter_deltas(adapter: Adapter, base: Mapping[str, TensorInfo]) -> dict[str, Delta]:
     """Return the adapter's deltas by base weight name.
 
     Experts follow the base's layout: one tensor per expert or one for all; MXFP4 experts go by their expanded name.
-
-    Raises:
-        ValueError: a missing, corrupt or unsupported adapter.
     """
-    config, lora = load_adapter(adapter)
-    scale = np.float32(config.scale)
     deltas: dict[str, Delta] = {}
-    for name in dict.fromkeys(name.rpartition(".")[0] for name in lora):
-        b, a = scale * lora[f"{name}.lora_B"], lora[f"{name}.lora_A"]
+    for name in adapter.modules:
+        scale = np.float32(adapter.config.scale_of(name))
+        b, a = scale * adapter.tensors[f"{name}.lora_B"], adapter.tensors[f"{name}.lora_A"]
         deltas |= {f"{name}.weight": Delta(b=b, a=a)} if b.ndim == 2 else _expert_deltas(name, b, a, base)
     return deltas
 

@@ -63,6 +63,10 @@ class TensorFiles:
         """Read a tensor into its own memory."""
         return self._handles[self.tensors[name].file].get_tensor(name)
 
+    def metadata(self) -> dict[str, str]:
+        """Return the texts that the files hold beside their tensors."""
+        return {key: value for handle in self._handles.values() for key, value in (handle.metadata() or {}).items()}
+
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows `start:stop` of a tensor, clipped to its end."""
         info = self.tensors[name]
@@ -86,8 +90,13 @@ def _info(path: Path, handle, name: str) -> TensorInfo:
     return TensorInfo(file=path, shape=tuple(view.get_shape()), dtype=_DTYPES[code])
 
 
-def write_file(path: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray]) -> None:
-    """Write a file, calling `read` for one tensor at a time.
+def write_file(
+    path: Path,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    read: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file, calling `read` for one tensor at a time, with texts of `metadata` beside them.
 
     Raises:
         ValueError: an unsupported dtype.
@@ -96,7 +105,7 @@ def write_file(path: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Call
     # Widest dtype first keeps every tensor aligned for memory mapping.
     names = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
     with path.open("wb") as file:
-        file.write(_header(names, specs))
+        file.write(_header(names, specs, metadata or {}))
         for name in names:
             array = np.asarray(read(name), order="C")
             assert (array.shape, array.dtype) == (specs[name].shape, specs[name].dtype), name
@@ -105,9 +114,9 @@ def write_file(path: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Call
         os.fsync(file.fileno())
 
 
-def _header(names: Iterable[str], specs: Mapping[str, jax.ShapeDtypeStruct]) -> bytes:
+def _header(names: Iterable[str], specs: Mapping[str, jax.ShapeDtypeStruct], metadata: Mapping[str, str]) -> bytes:
     # transformers reads the framework from the metadata.
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name in names:
         spec, start = specs[name], end

@@ -13,6 +13,7 @@ from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.transfer import commit, is_streamed, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
+from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
@@ -50,6 +51,13 @@ def layers_on_host(name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
+def base_identity(setup: Setup) -> Identity:
+    """Return the identity of the run's base, which its adapter records."""
+    if setup.config.model.random_weights:
+        return identify_random(setup.model, setup.config.data.seed)
+    return identify(setup.config.model.model)
+
+
 def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool = True) -> Path:
     """Write the adapter, or the whole model, into the run's folder; return its path.
 
@@ -62,6 +70,6 @@ def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool 
         return folder / "model"
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
-        save_adapter(folder / "adapter", adapter, setup.config.lora, base)
+        save_adapter(folder / "adapter", adapter, setup.config.lora, base, base_identity(setup))
         setup.tokenizer.save_pretrained(folder / "adapter")
     return folder / "adapter"

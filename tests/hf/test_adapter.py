@@ -34,8 +34,9 @@ def change_config(folder, **changes):
 
 
 def test_round_trip(folder, tensors):
-    config, loaded = load_adapter(folder)
-    assert config == CONFIG
+    adapter = load_adapter(folder)
+    loaded = adapter.tensors
+    assert adapter.config == CONFIG
     assert loaded.keys() == tensors.keys()
     for name, array in tensors.items():
         np.testing.assert_array_equal(loaded[name], array)
@@ -65,7 +66,7 @@ def test_saving_again_replaces_and_leaves_nothing_else(folder, tensors):
     save_adapter(folder, {name: 2 * array for name, array in tensors.items()}, CONFIG, "some/base")
     assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     name = "model.layers.0.mlp.down_proj.lora_B"
-    np.testing.assert_array_equal(load_adapter(folder)[1][name], 2 * tensors[name])
+    np.testing.assert_array_equal(load_adapter(folder).tensors[name], 2 * tensors[name])
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,6 @@ def test_saving_again_replaces_and_leaves_nothing_else(folder, tensors):
         {"bias": "lora_only"},
         {"lora_bias": True},
         {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 4}},
-        {"alpha_pattern": {"q_proj": 4}},
         {"layers_to_transform": [0]},
         {"fan_in_fan_out": True},
         {"init_lora_weights": "pissa"},
@@ -129,3 +128,72 @@ def test_folder_without_an_adapter_is_refused(folder):
     (folder / "adapter_config.json").unlink()
     with pytest.raises(ValueError, match=r"not a PEFT adapter folder: adapter_config\.json is missing"):
         load_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_alpha": float("nan")}, "alpha: expected float, got nan, which is not finite"),
+        ({"lora_alpha": "6"}, "alpha: expected float, got '6'"),
+        ({"lora_alpha": None}, "alpha: expected float, got None"),
+        ({"r": "2"}, "r: expected int >= 1, got '2'"),
+        ({"r": 0}, "r: expected int >= 1, got 0"),
+        ({"r": True}, "r: expected int >= 1, got True"),
+        ({"lora_dropout": 1.5}, "dropout: expected float"),
+        ({"use_rslora": "yes"}, "rslora: expected bool"),
+        ({"target_modules": [1]}, "target_modules: expected names"),
+        ({"target_modules": {"a": 1}}, "target_modules: expected names"),
+        ({"target_parameters": "mlp"}, "target_parameters: expected names"),
+        ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern: expected numbers by pattern"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern: expected PATTERN=NUMBER"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern: expected PATTERN=NUMBER"),
+    ],
+)
+def test_wrong_values_are_named(folder, change, message):
+    change_config(folder, **change)
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: {message}"):
+        load_adapter(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_tensors_that_are_not_finite_are_neither_written_nor_read(folder, tensors, value):
+    path, name = folder / "adapter_model.safetensors", "model.layers.0.mlp.down_proj.lora_B"
+    saved = load_file(path)
+    saved[f"base_model.model.{name}.weight"][3, 1] = value
+    save_file(saved, path)
+    with pytest.raises(ValueError, match=rf"{name} holds values that are not finite"):
+        load_adapter(folder)
+    tensors[name][3, 1] = value
+    with pytest.raises(ValueError, match="not finite"):
+        save_adapter(folder.parent / "new", tensors, CONFIG, "some/base")
+    assert not (folder.parent / "new").exists()
+
+
+def test_integers_are_no_weights(folder):
+    path = folder / "adapter_model.safetensors"
+    save_file({name: array.astype(np.int8) for name, array in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match="holds int8, expected floating-point numbers"):
+        load_adapter(folder)
+
+
+def test_ranks_and_alphas_by_pattern_are_read_and_written(tmp_path, tensors):
+    tensors = dict(tensors)
+    for matrix, axis in (("lora_A", 0), ("lora_B", 1)):
+        name = f"model.layers.0.mlp.down_proj.{matrix}"
+        tensors[name] = np.concatenate([tensors[name]] * 2, axis=axis)
+    config = LoraConfig(
+        rank=2, alpha=6.0, targets=("down_proj", "q_proj"), rank_pattern=("mlp.down_proj=4",), alpha_pattern=("q.*=3",)
+    )
+    save_adapter(tmp_path / "adapter", tensors, config, "some/base")
+    raw = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (raw["rank_pattern"], raw["alpha_pattern"]) == ({"mlp.down_proj": 4}, {"q.*": 3})
+    read = load_adapter(tmp_path / "adapter").config
+    down, q = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+    assert (read.rank_of(down), read.scale_of(down)) == (4, 1.5)
+    assert (read.rank_of(q), read.scale_of(q)) == (2, 1.5)
+
+
+def test_a_regular_expression_as_targets_is_read_as_paths(folder):
+    change_config(folder, target_modules=r"model\.layers\.0\..*(q|down)_proj")
+    paths = ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj")
+    assert load_adapter(folder).config.targets == paths

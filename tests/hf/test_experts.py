@@ -80,7 +80,8 @@ def test_adapter_on_blocks_matches_merged_folder_in_bfloat16():
 
 
 def test_adapter_of_attention_alone_leaves_the_blocks_in_place(tmp_path):
-    config, tensors = load_adapter(GOLDENS / "gpt_oss_mxfp4_adapter")
+    adapter = load_adapter(GOLDENS / "gpt_oss_mxfp4_adapter")
+    config, tensors = adapter.config, adapter.tensors
     attention = {name: tensor for name, tensor in tensors.items() if "experts" not in name}
     save_adapter(tmp_path / "adapter", attention, config, "gpt_oss_mxfp4")
     export_adapter(tmp_path / "adapter", GOLDENS / "gpt_oss_mxfp4", tmp_path / "merged")
@@ -93,7 +94,8 @@ def test_adapter_of_attention_alone_leaves_the_blocks_in_place(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_written_adapter_equals_the_golden(name, tmp_path):
     folder = GOLDENS / f"{name}_adapter"
-    config, tensors = load_adapter(folder)
+    adapter = load_adapter(folder)
+    config, tensors = adapter.config, adapter.tensors
     save_adapter(tmp_path / "adapter", tensors, config, name)
     assert (tmp_path / "adapter/adapter_config.json").read_bytes() == (folder / "adapter_config.json").read_bytes()
     ours, golden = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "adapter", folder))
@@ -170,9 +172,9 @@ def test_impossible_targets_are_refused(base, config, message):
 
 
 def test_an_adapter_of_experts_does_not_fit_a_dense_model(tmp_path):
-    with pytest.raises(ValueError, match="targets gate_up_proj do not exist in this model"):
+    with pytest.raises(ValueError, match=r"it adapts model\.layers\.0\.mlp\.experts\.\S+, .*, missing from the base"):
         add_adapter(load_model(GOLDENS / "qwen3_tied", dtype=jnp.float32), GOLDENS / "qwen3_moe_adapter")
-    with pytest.raises(ValueError, match=r"it adapts model\.layers\.0\.mlp\.experts\.\S+, missing from the base"):
+    with pytest.raises(ValueError, match=r"it adapts model\.layers\.0\.mlp\.experts\.\S+, .*, missing from the base"):
         export_adapter(GOLDENS / "qwen3_moe_adapter", GOLDENS / "qwen3_tied", tmp_path / "merged")
 
 
@@ -198,7 +200,8 @@ def test_live_transformers_and_peft_load_written_folders(name, tmp_path):
 
     folder = GOLDENS / f"{name}_adapter"
     export_adapter(folder, GOLDENS / name, tmp_path / "merged")
-    config, tensors = load_adapter(folder)
+    adapter = load_adapter(folder)
+    config, tensors = adapter.config, adapter.tensors
     save_adapter(tmp_path / "adapter", tensors, config, name)
     base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (GOLDENS / name, tmp_path / "merged"))
     golden = load_file(folder / "golden.safetensors")

@@ -36,7 +36,8 @@ def test_adapter_and_merged_folder_agree_and_change_the_base():
 
 
 def test_written_adapter_equals_the_golden(tmp_path):
-    config, tensors = load_adapter(ADAPTER)
+    adapter = load_adapter(ADAPTER)
+    config, tensors = adapter.config, adapter.tensors
     save_adapter(tmp_path / "adapter", tensors, config, "qwen3_tied")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (tmp_path / "adapter" / name).read_bytes() == (ADAPTER / name).read_bytes()
@@ -57,7 +58,8 @@ def test_live_transformers_and_peft_load_written_folders(tmp_path, max_shard_byt
     from transformers import AutoModelForCausalLM
 
     export_adapter(ADAPTER, BASE, tmp_path / "merged", max_shard_bytes)
-    config, tensors = load_adapter(ADAPTER)
+    adapter = load_adapter(ADAPTER)
+    config, tensors = adapter.config, adapter.tensors
     save_adapter(tmp_path / "adapter", tensors, config, str(BASE))
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), tmp_path / "adapter")
     golden = load_file(GOLDENS / "adapter.safetensors")

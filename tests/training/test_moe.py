@@ -21,7 +21,8 @@ def test_mxfp4_run_learns(make_config, moe_folder, tmp_path):
     assert summary.last_loss < summary.first_loss - 0.2
     (figures,) = (line for line in read_metrics(tmp_path / "run/metrics.jsonl") if "eval_loss" in line)
     assert 1 <= figures["expert_load_max"] <= 4
-    config, tensors = load_adapter(tmp_path / "run/adapter")
+    adapter = load_adapter(tmp_path / "run/adapter")
+    config, tensors = adapter.config, adapter.tensors
     assert config.targets == ("down_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "v_proj")
     assert tensors["model.layers.1.mlp.experts.gate_up_proj.lora_B"].shape == (4, 64, 4)
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())

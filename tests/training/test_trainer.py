@@ -37,7 +37,8 @@ def test_run_learns_and_writes_its_results(make_config, tmp_path):
     assert curve[summary.steps] == summary.last_loss < summary.first_loss - 0.3
     evals = [line["eval_loss"] for line in read_metrics(run / "metrics.jsonl") if "eval_loss" in line]
     assert len(evals) >= 4 and summary.best_eval_loss == min(evals)
-    config, tensors = load_adapter(run / "adapter")
+    adapter = load_adapter(run / "adapter")
+    config, tensors = adapter.config, adapter.tensors
     assert config.rank == 4 and len(tensors) == 2 * 7 * 2
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
     assert (run / "loss.png").stat().st_size > 0 and (run / "adapter" / "tokenizer.json").exists()
@@ -77,7 +78,7 @@ def test_resumed_run_is_bit_identical(
     resumed = train(make_config(**options, resume=True))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert (resumed.first_loss, resumed.last_loss) == (whole.first_loss, whole.last_loss)
-    expected, got = (load_adapter(tmp_path / name / "adapter")[1] for name in ("whole", "run"))
+    expected, got = (load_adapter(tmp_path / name / "adapter").tensors for name in ("whole", "run"))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     before = modification_times(tmp_path / "run")
     again = train(make_config(**options, resume=True))
