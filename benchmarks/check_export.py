@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from gpu_check import CHATS
 
-from jaxglue.data import load_tokenizer
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.ops.segments import pack_segments
 

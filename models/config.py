@@ -94,6 +94,19 @@ class DecoderConfig:
         return replace(self, quantize=how)
 
     @property
+    def first_of_kind(self) -> tuple[int, ...]:
+        """Return for each layer the index of the first layer of the same shape."""
+        sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
+        kinds = list(zip(self.layer_windows, sparse, strict=True))
+        return tuple(kinds.index(kind) for kind in kinds)
+
+    def with_layers(self, indices: Sequence[int]) -> "DecoderConfig":
+        """Return the config of a model that has only these layers."""
+        moe = self.moe and replace(self.moe, sparse_layers=tuple(self.moe.sparse_layers[index] for index in indices))
+        windows = tuple(self.layer_windows[index] for index in indices)
+        return replace(self, num_hidden_layers=len(indices), layer_windows=windows, moe=moe)
+
+    @property
     def expanded(self) -> "DecoderConfig":
         """Return the config with experts in the dtype of the other weights."""
         return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self

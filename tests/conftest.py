@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxglue.data import Batch
+from jaxglue.data.batch import Batch
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.ops.segments import pack_segments
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxglue.data import load_tokenizer, prepare_data
+from jaxglue.data.prepare import prepare_data
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
 from jaxglue.recipe import load_config

@@ -1,107 +1,144 @@
-"""Predict time and memory of a training step on a GPU under remat policies, without GPU or weights.
+"""Predict whether a training run fits a GPU, and how fast it is, without GPU or weights.
 
-jaxglue estimate --model models/Qwen3-8B --seq-len 16384 --gpu "RTX 4090"
+jaxglue estimate --model models/Qwen3-8B --seq-len 16384 --gpu 4090
+jaxglue estimate --recipe qwen3-8b-lora --gpu 4090
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from jaxglue.cli import parse_config
-from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveFloat, PositiveInt
+from jaxglue.config import Alias, NonNegativeFloat, PositiveInt, Range
+from jaxglue.data.config import DataConfig
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig
-from jaxglue.ops.adam import MOMENT_BYTES, MomentFormat
 from jaxglue.ops.fp8 import check_fp8
-from jaxglue.ops.quant.formats import Matmul, Quantize
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB, find_gpu
-from jaxglue.planner.planner import MARGIN, Plan, Planner
-from jaxglue.planner.workload import Workload
-from jaxglue.sharding.mesh import MeshShape
+from jaxglue.planner.planner import MARGIN, DoesNotFit, Plan, Planner
+from jaxglue.sharding.mesh import AUTO, MeshShape
+from jaxglue.training.checks import check_model
+from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.devices import with_global_batch
+from jaxglue.training.remat import STREAM
+from jaxglue.training.workload import make_workload
+
+_SHOWN = 5
+_CLEARLY_LESS = 0.7
+"""Share of another plan's memory below which a slower plan is worth showing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(Config):
-    """Predict time and memory of a training step."""
+class PlannedModel(ModelConfig):
+    """The model to plan for, and how it would run."""
 
-    model: str
-    """A Hugging Face model folder; its config.json is enough."""
+    weights: Literal["device", "host", "auto"] = "auto"
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype that a GPU would compute in."""
+        return jnp.dtype("bfloat16" if self.dtype == "auto" else self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRows(DataConfig):
+    """The rows to plan for; only `seq_len` matters, the rest is for training recipes."""
+
+    data: tuple[str, ...] = ()
+    # without max_seq_len, which is a flag of its own here
+    seq_len: Annotated[int, Range(ge=2), Alias("max_seq_length", "max_length", "sequence_len", "cutoff_len")] = 4096
+
+    def validate(self) -> None:
+        """Accept missing data: none is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(TrainConfig):
+    """Predict time and memory of a training run, described by the flags or the recipe of `jaxglue train`."""
+
     gpu: str
-    """The GPU's name, such as "RTX 4090" or H200."""
-    seq_len: PositiveInt = 8192
-    """T: tokens in a packed row."""
-    batch_size: PositiveInt = 1
-    """B: rows in a micro-batch, over all GPUs."""
-    mesh: str = "data=1"
-    """Mesh over GPUs of this name, such as data=2,fsdp=4."""
-    gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
-    """Micro-batches in an optimizer step."""
-    method: Literal["lora", "full"] = "lora"
-    """Train adapters on frozen weights, or all weights."""
-    quantize: Annotated[Quantize, Alias("quantise")] = "none"
-    """Quantize the frozen linear layers of the decoder layers to NF4 or int8."""
-    matmul: Matmul = "bf16"
-    """Products of the decoder layers' frozen linear layers: bf16 or fp8."""
-    moments: MomentFormat = "float32"
-    """Format of AdamW's moments: float32, bfloat16 or 8bit."""
-    embeddings: Literal["device", "host"] = "device"
-    """Memory that holds the frozen embedding table."""
+    """The GPU's name, such as 4090, "RTX PRO 6000" or A100-40."""
+    max_seq_len: bool = False
+    """Plan for the longest row that fits, instead of --seq-len."""
+    all: bool = False
+    """Print every plan worth comparing, also those that do not fit."""
     document_tokens: PositiveInt | None = None
     """Mean length of the documents in a row; by default one document fills it."""
-    memory_limit: PositiveFloat | None = None
-    """GPU memory that may be used, GiB; by default nine tenths of the GPU's."""
     host_memory_gib: NonNegativeFloat = 64.0
     """Host memory that may be pinned, GiB."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    model: PlannedModel
+    data: PlannedRows = field(default_factory=PlannedRows)
+
+    def validate(self) -> None:
+        """Accept what only matters in a run."""
 
 
 def make_planner(config: EstimateConfig) -> Planner:
-    """Return the planner of the configured workload; raise ValueError for an unknown model or GPU."""
-    stored = "fp8" if config.matmul == "fp8" else config.quantize
-    model, mesh = config_from_hf(read_config(config.model)).quantized(stored), MeshShape.parse(config.mesh)
+    """Return the planner of the configured run; raise ValueError for an unknown model or GPU, or a bad setting."""
+    mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
+    config = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh))))
+    model = config_from_hf(read_config(config.model.model))
+    model = (model.expanded if config.model.expand_experts else model).quantized(config.model.storage)
+    check_model(config, model)
     gpu = find_gpu(config.gpu)
-    if stored == "fp8":
+    if model.quantize == "fp8":
         check_fp8(gpu.capability)
-    mesh.check(model, batch_size=config.batch_size, devices=mesh.devices)
-    workload = Workload(
-        config=model,
-        batch_size=config.batch_size // mesh.batch_shards,
-        mesh=mesh,
-        seq_len=config.seq_len,
-        lora=config.lora if config.method == "lora" else None,
-        visible_keys=mean_visible_keys(np.array([config.document_tokens or config.seq_len])),
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        moment_bytes=MOMENT_BYTES[config.moments],
-        host_embeddings=config.embeddings == "host",
-    )
-    return Planner(workload, gpu.limited(config.memory_limit))
+    mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
+    visible_keys = mean_visible_keys(np.array([config.document_tokens or config.data.seq_len]))
+    workload = make_workload(config, model, visible_keys, mesh)
+    return Planner(workload, gpu.limited(config.model.memory_limit))
 
 
-def print_plans(planner: Planner, host_memory: float) -> None:
-    """Print presets and settings unbeaten in time and memory, the fastest first, and the choice of `auto`."""
-    gpu, work = planner.gpu, planner.workload
-    tokens = work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards
-    table = Table(title=f"{gpu.name}: {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s", box=SIMPLE_HEAD)
-    for name in ("ms/step", "tokens/s", "GPU GiB", "host GiB", "fits", "weights", "remat"):
-        table.add_column(name, justify="left" if name in ("remat", "weights", "fits") else "right", overflow="fold")
-    for plan in _worth_showing(planner.plans()):
-        table.add_row(*_cells(plan, tokens, "yes" if planner.fits(plan, host_memory) else "no"))
-    console = Console()
-    console.print(table)
-    console.print(f"auto: {planner.choose(host_memory=host_memory, stream_weights=None)}", highlight=False)
+def print_estimate(config: EstimateConfig) -> bool:
+    """Print a verdict and the plans behind it; return whether the run fits."""
+    planner, host_memory = make_planner(config), config.host_memory_gib * GIB
+    longest = planner.longest_row(host_memory=host_memory, stream_weights=STREAM[config.model.weights])
+    if config.max_seq_len and longest:
+        planner = planner.with_seq_len(longest)
+    try:
+        best = planner.resolve(config.model.remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory)
+        verdict = _verdict(planner, best, longest)
+    except DoesNotFit as error:
+        best, verdict = None, f"Does not fit: {error}"
+    console = Console(highlight=False)
+    console.print(verdict, style="bold green" if best else "bold red")
+    plans = planner.plans()
+    fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
+    shown = list(_worth_showing(plans)) if config.all else list(_alternatives(fitting))[:_SHOWN]
+    if shown:
+        console.print(_table(planner, shown, {id(plan) for plan in fitting}, verbose=config.all))
+    return best is not None
 
 
-def _worth_showing(plans: list[Plan]) -> Iterator[Plan]:
+def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
+    """Return one line: memory, speed, and the longest row that would fit."""
+    memory = f"{plan.device_bytes / GIB:.1f} of {planner.gpu.memory / GIB:.1f} GiB"
+    host = f", {plan.host_bytes / GIB:.0f} GiB of host memory" if plan.host_bytes else ""
+    limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""
+    return f"Fits: {memory}, ~{_rate(planner, plan):,.0f} tokens/s{host}; longest row {longest or 0:,}{limit}"
+
+
+def _alternatives(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """Yield, of plans sorted by time, those that need clearly less GPU or host memory than all faster ones."""
+    device = host = math.inf
+    for plan in plans:
+        if plan.device_bytes < _CLEARLY_LESS * device or plan.host_bytes < _CLEARLY_LESS * host:
+            yield plan
+        device, host = min(device, plan.device_bytes), min(host, plan.host_bytes)
+
+
+def _worth_showing(plans: Iterable[Plan]) -> Iterator[Plan]:
     """Yield, of plans sorted by time, presets and those that need clearly less GPU memory than all faster ones."""
     least = math.inf
     for plan in plans:
@@ -110,20 +147,29 @@ def _worth_showing(plans: list[Plan]) -> Iterator[Plan]:
             least = min(least, plan.device_bytes)
 
 
-def _cells(plan: Plan, tokens: int, fits: str) -> tuple[str, ...]:
-    return (
-        f"{plan.seconds * 1e3:,.0f}",
-        f"{tokens / plan.seconds:,.0f}",
-        f"{plan.device_bytes / GIB:.1f}",
-        f"{plan.host_bytes / GIB:.1f}",
-        fits,
-        "host" if plan.stream_weights else "GPU",
-        plan.remat.replace(",", ", "),  # spaces let lines break; the flag accepts them
-    )
+def _table(planner: Planner, plans: Iterable[Plan], fitting: set[int], *, verbose: bool) -> Table:
+    """Return a table of plans, with time and fit where it is `verbose`."""
+    gpu, work = planner.gpu, planner.workload
+    tokens = f"{work.batch_size} × {work.seq_len:,} tokens"
+    title = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s: {tokens}"
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    for name in ("tokens/s", "GPU GiB", "host GiB", *(("ms/step", "fits") if verbose else ())):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("settings", overflow="fold")
+    for plan in plans:
+        numbers = (f"{_rate(planner, plan):,.0f}", *(f"{n / GIB:.1f}" for n in (plan.device_bytes, plan.host_bytes)))
+        more = (f"{plan.seconds * 1e3:,.0f}", "yes" if id(plan) in fitting else "no") if verbose else ()
+        table.add_row(*numbers, *more, str(plan).replace(",", ", "))  # spaces let lines break; the flag accepts them
+    return table
+
+
+def _rate(planner: Planner, plan: Plan) -> float:
+    work = planner.workload
+    return work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards / plan.seconds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plans of the configured workload."""
+    """Print the estimate; end with status 1 where the run does not fit."""
     jax.config.update("jax_platforms", "cpu")
-    config = parse_config(EstimateConfig, argv, command="estimate")
-    print_plans(make_planner(config), config.host_memory_gib * GIB)
+    if not print_estimate(parse_config(EstimateConfig, argv, command="estimate")):
+        sys.exit(1)

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 from jaxtyping import Int32, Int64, UInt8
 
-from jaxglue.data.encode import Encoded
+if TYPE_CHECKING:
+    from jaxglue.data.encode import Encoded
 
 _FILES = {
     "tokens": ("tokens.int32", np.int32),
@@ -72,7 +73,7 @@ def open_store(folder: Path) -> TokenStore:
     return store
 
 
-def write_store(folder: Path, chunks: Iterable[Encoded], **info: Any) -> None:
+def write_store(folder: Path, chunks: "Iterable[Encoded]", **info: Any) -> None:
     """Write the documents under a temporary name, sync them to disk, then rename.
 
     Raises:
@@ -133,7 +134,7 @@ def _check_bounds(store: TokenStore, folder: Path) -> None:
         raise DamagedStoreError(f"{folder} holds token ids out of bounds")
 
 
-def _write_documents(folder: Path, chunks: Iterable[Encoded]) -> dict[str, Any]:
+def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any]:
     lengths, largest = [np.zeros(1, np.int64)], -1
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:

@@ -66,6 +66,8 @@ def _gpu(
 _PCIE_4, _PCIE_5, _C2C = 25.0, 55.0, 390.0
 _TABLE = (
     #    name           capability TFLOP/s  GiB  GB/s  link
+    _gpu("GB300", (10, 3), 2500, 277, 8000, _C2C, nvlink=900),
+    _gpu("B300", (10, 3), 2250, 268, 8000, _PCIE_5, nvlink=900),
     _gpu("B200", (10, 0), 2250, 180, 8000, _PCIE_5, nvlink=900),
     _gpu("GB200", (10, 0), 2500, 185, 8000, _C2C, nvlink=900),
     _gpu("B100", (10, 0), 1750, 180, 8000, _PCIE_5, nvlink=900),
@@ -88,18 +90,37 @@ _TABLE = (
     _gpu("L40", (8, 9), 181, 45, 864, _PCIE_4),
     _gpu("L4", (8, 9), 121, 22.5, 300, _PCIE_4),
     _gpu("RTX PRO 6000", (12, 0), 503.8, 95, 1792, _PCIE_5),
+    _gpu("RTX PRO 5000", (12, 0), 258, 48, 1344, _PCIE_5),
     _gpu("RTX 6000 Ada", (8, 9), 364.2, 48, 960, _PCIE_4),
+    _gpu("RTX 5000 Ada", (8, 9), 261.1, 32, 576, _PCIE_4),
+    _gpu("RTX 4000 Ada", (8, 9), 106.8, 20, 360, _PCIE_4),
     _gpu("RTX A6000", (8, 6), 154.8, 48, 768, _PCIE_4),
+    _gpu("RTX A5000", (8, 6), 111.1, 24, 768, _PCIE_4),
+    _gpu("RTX A4000", (8, 6), 76.7, 16, 448, _PCIE_4),
     _gpu("RTX 5090", (12, 0), 209.5, 32, 1792, _PCIE_5),
     _gpu("RTX 5080", (12, 0), 112.6, 16, 960, _PCIE_5),
+    _gpu("RTX 5070 Ti", (12, 0), 87.9, 16, 896, _PCIE_5),
+    _gpu("RTX 5070", (12, 0), 61.7, 12, 672, _PCIE_5),
     _gpu("RTX 4090", (8, 9), 165.2, 24, 1008, _PCIE_4),
+    _gpu("RTX 4080 SUPER", (8, 9), 104.4, 16, 736, _PCIE_4),
     _gpu("RTX 4080", (8, 9), 97.5, 16, 717, _PCIE_4),
+    _gpu("RTX 4070 Ti SUPER", (8, 9), 88.2, 16, 672, _PCIE_4),
+    _gpu("RTX 4070 Ti", (8, 9), 80.2, 12, 504, _PCIE_4),
+    _gpu("RTX 4070", (8, 9), 58.3, 12, 504, _PCIE_4),
+    _gpu("RTX 3090 Ti", (8, 6), 80, 24, 1008, _PCIE_4),
     _gpu("RTX 3090", (8, 6), 71, 24, 936, _PCIE_4),
+    _gpu("RTX 3080 Ti", (8, 6), 68.2, 12, 912, _PCIE_4),
+    _gpu("RTX 3080", (8, 6), 59.5, 10, 760, _PCIE_4),
+    _gpu("RTX 3070", (8, 6), 40.6, 8, 448, _PCIE_4),
+    _gpu("RTX 3060", (8, 6), 25.5, 12, 360, _PCIE_4),
 )
 """NVIDIA's data sheets and architecture white papers, times the shares measured on an H200: 700 of 989 TFLOP/s in a
 step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5. Narrower names first."""
-_VARIANTS = {"LAPTOP", "D", "MAX", "MIG", "SUPER"}
-"""Words in the names of variants, slower or faster than the chips of the table."""
+_VARIANTS = {"LAPTOP", "D", "MAX", "MIG", "SUPER", "TI"}
+"""Words in the names of variants, slower or faster than the chips without them."""
+_BEFORE_BFLOAT16 = {"T4": "7.5", "RTX 2080 Ti": "7.5", "RTX 2080": "7.5", "RTX 2060": "7.5", "TITAN RTX": "7.5"}
+_BEFORE_BFLOAT16 |= {"V100": "7.0", "P100": "6.0", "P40": "6.1", "GTX 1080 Ti": "6.1"}
+"""Compute capabilities of GPUs without bfloat16."""
 
 
 def lookup_gpu(name: str) -> Gpu | None:
@@ -107,21 +128,39 @@ def lookup_gpu(name: str) -> Gpu | None:
 
     None for an unknown chip or a variant of a known one, such as a laptop's.
     """
-    words = set(re.split(r"[\s-]+", name.upper()))
-    if words & _VARIANTS:
-        return None
-    return next((gpu for gpu in _TABLE if words.issuperset(gpu.name.upper().split())), None)
+    words = _words(name)
+    return next((gpu for gpu in _TABLE if _is_chip(_words(gpu.name), words)), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU that `lookup_gpu` finds.
+    """Return the GPU of a name, in any case and without RTX if need be: 4090, a100-40, RTX PRO 6000.
 
     Raises:
-        ValueError: it finds none; lists the known names.
+        ValueError: an unknown name, with the known ones; or a GPU older than bfloat16.
     """
-    if (gpu := lookup_gpu(name)) is None:
-        raise ValueError(f"GPU {name!r} is unknown: use one of {', '.join(gpu.name for gpu in _TABLE)}")
-    return gpu
+    if gpu := lookup_gpu(name) or lookup_gpu(f"RTX {name}"):
+        return gpu
+    for old, capability in _BEFORE_BFLOAT16.items():
+        if _is_chip(_words(old), _words(name) | {"RTX"} & _words(old)):
+            raise ValueError(_too_old(old, capability))
+    raise ValueError(f"GPU {name!r} is unknown: use one of {', '.join(gpu.name for gpu in _TABLE)}")
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a GPU's name, memory sizes as plain numbers and RTX apart: rtx4090, A100-40GB."""
+    apart = re.sub(r"^(RTX|GTX)(?=\d)", r"\1 ", name.strip().upper())
+    return {re.sub(r"^(\d+)GB$", r"\1", word) for word in re.split(r"[\s_-]+", apart)}
+
+
+def _is_chip(chip: set[str], words: set[str]) -> bool:
+    return words.issuperset(chip) and not (words - chip) & _VARIANTS
+
+
+def _too_old(name: str, capability: str) -> str:
+    return (
+        f"{name} (compute capability {capability}) has no bfloat16: jaxglue's kernels (attention, MoE, LoRA, "
+        "quantized weights) and its bfloat16 training need compute capability 8.0, as in RTX 3060, A10 or newer"
+    )
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -1,10 +1,12 @@
 """Prediction of a training step's time and memory under remat policies, and the choice of the fastest that fits."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
-from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, interleave, parse_policies, parse_policy
+from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, format_policies, interleave, parse_policies, parse_policy
 from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.gpus import GIB, Gpu
@@ -37,6 +39,11 @@ _MIXES = (
     *((lean, f"{other}; save:up") for other, lean in pairwise(_OFFLOADS[1:])),
 )
 """Pairs (lean, fast) of policies; layers of the fast one are spread among the lean so that the link catches up."""
+
+
+_LEAN = ("full", "offload")
+"""Presets that need the least device memory, without and with host memory."""
+_ROW_STEP = 128
 
 
 class DoesNotFit(ValueError):  # noqa: N818
@@ -92,6 +99,10 @@ class Planner:
 
     def plans(self) -> list[Plan]:
         """Return every setting considered, the fastest first."""
+        return list(self._plans)
+
+    @cached_property
+    def _plans(self) -> list[Plan]:
         return sorted(self._candidates(), key=lambda plan: (plan.seconds, plan.device_bytes))
 
     def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, stream_weights: bool = False) -> Plan:
@@ -154,6 +165,36 @@ class Planner:
         """Return whether the plan fits the host and leaves the margin free on the GPU."""
         return plan.device_bytes <= (1 - MARGIN) * self.gpu.memory and plan.host_bytes <= host_memory
 
+    def with_seq_len(self, seq_len: int) -> "Planner":
+        """Return the planner of the same workload with rows of another length."""
+        workload = replace(self.workload, seq_len=seq_len)
+        return Planner(workload, self.gpu, prefetch_depth=self._depth, run_ahead=self._run_ahead)
+
+    def longest_row(self, *, host_memory: float, stream_weights: bool | None = None) -> int | None:
+        """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does.
+
+        Memory grows almost linearly with the row, so interpolation needs few traces.
+        """
+        limit = self.workload.config.max_position_embeddings
+
+        def load(seq_len: int) -> float:
+            planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
+            return planner._least_load(host_memory, stream_weights)
+
+        loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
+        if min(loads.values()) > 1:
+            loads[_ROW_STEP] = load(_ROW_STEP)
+        while (guess := _interpolate(loads, limit)) not in loads:
+            loads[guess] = load(guess)
+        return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
+
+    def _least_load(self, host_memory: float, stream_weights: bool | None) -> float:
+        """Return the larger share of GPU and host memory that the leanest setting takes."""
+        streams = (False, True) if stream_weights is None else (stream_weights,)
+        plans = [self.plan(PRESETS[name], stream_weights=stream) for name in _LEAN for stream in streams]
+        room = (1 - MARGIN) * self.gpu.memory
+        return min(max(plan.device_bytes / room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
+
     def check(self, plan: Plan, *, host_memory: float) -> None:
         """Raise DoesNotFit for an explicit plan beyond the memory, naming the fastest plan that fits."""
         if plan.device_bytes > self.gpu.memory or plan.host_bytes > host_memory:
@@ -174,18 +215,8 @@ class Planner:
         for plan in self.plans():
             if self.fits(plan, host_memory):
                 return f"{plan} would fit in {_gib(plan.device_bytes)}"
-        smaller = self._largest_seq_len(host_memory)
-        return f"--seq-len {smaller} would fit" if smaller else "no setting fits: use a larger GPU or a smaller model"
-
-    def _largest_seq_len(self, host_memory: float) -> int | None:
-        seq_len = self.workload.seq_len // 2
-        while seq_len >= 128:
-            shorter = replace(self.workload, seq_len=seq_len)
-            planner = Planner(shorter, self.gpu, prefetch_depth=self._depth, run_ahead=self._run_ahead)
-            if any(planner.fits(plan, host_memory) for plan in planner.plans()):
-                return seq_len
-            seq_len //= 2
-        return None
+        shorter = self.longest_row(host_memory=host_memory)
+        return f"--seq-len {shorter} would fit" if shorter else "no setting fits: use a larger GPU or a smaller model"
 
     def _candidates(self) -> Iterator[Plan]:
         for stream in (False, True) if any(self._resident.frozen_layers) else (False,):
@@ -225,6 +256,17 @@ class Planner:
             kernels = max(cost.backward.seconds + back / copy, gather)
             backward.append(Work(kernels, arriving=0.0 if stays else back / link))
         return forward, backward
+
+
+def _interpolate(loads: dict[int, float], limit: int) -> int:
+    """Return the next row length to try, or a known one at the end of the search."""
+    fitting = max((seq_len for seq_len, load in loads.items() if load <= 1), default=0)
+    above = min((seq_len for seq_len, load in loads.items() if load > 1), default=limit)
+    if not fitting or above - fitting <= _ROW_STEP:
+        return fitting or min(loads)
+    slope = (loads[above] - loads[fitting]) / (above - fitting) if above in loads else math.inf
+    guess = int(fitting + (1 - loads[fitting]) / slope) // _ROW_STEP * _ROW_STEP
+    return min(max(guess, fitting), above - _ROW_STEP)
 
 
 def pinned_memory(available: float, limit_gib: str | None = None) -> float:

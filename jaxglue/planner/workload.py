@@ -1,7 +1,7 @@
 """A training workload as shapes, from which plans are made."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,9 +12,9 @@ from flax import nnx
 from jaxglue.data.batch import Batch
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
+from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.planned_context import PlannedContext
@@ -67,37 +67,41 @@ class Workload:
         return jnp.float32 if self.lora is None else self.dtype
 
 
-def abstract_model(workload: Workload) -> CausalLM:
-    """Return the model with its adapters, if it gets any, with shapes and dtypes for arrays; not to be changed."""
-    return _abstract_model(workload.config, workload.lora, workload.weight_dtype)
+def abstract_parts(workload: Workload) -> tuple[ModelGraphDefs, Params, Params]:
+    """Return (graphdefs, trainable, frozen) of `split_model`, with shapes and dtypes for arrays; not to be changed."""
+    return _abstract_parts(workload.config, workload.lora, workload.weight_dtype, workload.trainable_type)
 
 
-@lru_cache(maxsize=8)  # seconds for many layers
-def _abstract_model(config: DecoderConfig, lora: LoraConfig | None, dtype: Any) -> CausalLM:
+@lru_cache(maxsize=8)
+def _abstract_parts(
+    config: DecoderConfig, lora: LoraConfig | None, dtype: Any, trainable: type[nnx.Param]
+) -> tuple[ModelGraphDefs, Params, Params]:
+    """Build one layer of each kind, since a whole model takes seconds, and repeat its parts for all layers."""
+    kinds = sorted(set(config.first_of_kind))
+
     def build():
-        model = build_model(config, dtype=dtype, rngs=nnx.Rngs(0))
+        model = build_model(config.with_layers(kinds), dtype=dtype, rngs=nnx.Rngs(0))
         if lora is not None:
             add_lora(model, lora, rngs=nnx.Rngs(0))
         return model
 
-    return nnx.eval_shape(build)
-
-
-def abstract_parts(workload: Workload) -> tuple[ModelGraphDefs, Params, Params]:
-    """Return (graphdefs, trainable, frozen) of `split_model`, with shapes and dtypes for arrays."""
-    return split_model(abstract_model(workload), workload.trainable_type)
+    graphdefs, *trees = split_model(nnx.eval_shape(build), trainable)
+    order = [kinds.index(first) for first in config.first_of_kind]
+    train, frozen = ({**tree, "layers": [tree["layers"][kind] for kind in order]} for tree in trees)
+    return replace(graphdefs, layers=tuple(graphdefs.layers[kind] for kind in order)), train, frozen
 
 
 def parameter_counts(workload: Workload) -> tuple[int, int]:
     """Count (all parameters, those that train)."""
-    model = abstract_model(workload)
-    return _count(nnx.state(model)), _count(nnx.state(model, workload.trainable_type))
+    trained, frozen = map(_count, abstract_parts(workload)[1:])
+    return trained + frozen, trained
 
 
-def _count(state: nnx.State) -> int:
+def _count(tree: Params) -> int:
     """Count parameters; a byte of MXFP4 blocks holds two."""
     per_item = {"blocks": 2, "scales": 0}
-    return sum(per_item.get(str(path[-1]), 1) * math.prod(leaf.shape) for path, leaf in nnx.to_flat_state(state))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+    return sum(per_item.get(path[-1].key, 1) * math.prod(leaf.shape) for path, leaf in leaves)
 
 
 def abstract_batch(workload: Workload) -> Batch:

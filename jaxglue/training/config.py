@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from jaxglue.data import DataConfig
+from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.engine.policy import check_remat
 from jaxglue.models.context import RouterLosses

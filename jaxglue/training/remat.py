@@ -19,7 +19,8 @@ from jaxglue.training.workload import make_workload
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
-_STREAM = {"device": False, "host": True, "auto": None}
+STREAM = {"device": False, "host": True, "auto": None}
+"""Whether weights are streamed, by `--weights`; None leaves the choice to the planner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
     workload = make_workload(config, model, visible_keys, mesh)
     host_memory = pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
-    plan = planner.resolve(remat, stream_weights=_STREAM[config.model.weights], host_memory=host_memory)
+    plan = planner.resolve(remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, remat=plan.remat, note=note)
 

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data import BatchIterator, EvalBatches, PreparedData, load_tokenizer, prepare_data
+from jaxglue.data.iterator import BatchIterator, EvalBatches
+from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.models import config_from_hf

@@ -1,6 +1,7 @@
-"""The table and the errors of `jaxglue estimate`."""
+"""The verdict, the plans and the errors of `jaxglue estimate`."""
 
 import json
+import re
 
 import pytest
 
@@ -9,24 +10,47 @@ from jaxglue.commands import main
 
 @pytest.fixture
 def estimate(tiny_config, tmp_path, capsys):
-    """estimate(*flags) → the command's output for a tiny model."""
+    """estimate(*flags) → (the command's output for a tiny model, whether it fits)."""
     (tmp_path / "config.json").write_text(json.dumps({**tiny_config, "model_type": "qwen3", "num_hidden_layers": 2}))
 
     def make(*flags):
-        main(["estimate", "--model", str(tmp_path), "--seq-len", "256", *flags])
-        return capsys.readouterr().out
+        status = 0
+        try:
+            main(["estimate", "--model", str(tmp_path), "--seq-len", "256", *flags])
+        except SystemExit as stop:
+            status = stop.code
+        return capsys.readouterr().out, status == 0
 
     return make
 
 
-def test_estimate_prints_presets_and_the_choice_of_auto(estimate):
-    printed = estimate("--gpu", "RTX 4090")
-    assert "RTX 4090: 21.6 GiB" in printed
-    assert all(name in printed for name in ("none", "dots", "full", "offload"))
-    assert "auto: --remat" in printed and "…" not in printed
+def test_verdict_comes_first_and_alternatives_follow(estimate):
+    printed, fits = estimate("--gpu", "4090")
+    assert re.match(r"Fits: 0\.\d of 21\.6 GiB, ~[\d,]+ tokens/s; longest row 2,048 \(the model's limit\)\n", printed)
+    assert fits and "RTX 4090, 21.6 GiB" in printed and "--remat 'none'" in printed
 
 
-def test_estimate_refuses_an_unknown_gpu(estimate, capsys):
-    with pytest.raises(SystemExit):
-        estimate("--gpu", "Voodoo")
-    assert "GPU 'Voodoo' is unknown: use one of" in capsys.readouterr().err
+def test_all_prints_every_preset_without_splitting_words(estimate):
+    printed, _ = estimate("--gpu", "RTX 4090", "--all")
+    assert all(f"--remat '{name}'" in printed for name in ("none", "dots", "full", "offload"))
+    assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
+
+
+def test_a_run_that_does_not_fit_says_so_with_a_failing_status(estimate):
+    printed, fits = estimate("--gpu", "3060", "--memory-limit", "0.3")
+    assert not fits
+    assert re.match(r"Does not fit: --remat .* with 1 × 256 tokens needs", " ".join(printed.split()))
+
+
+def test_max_seq_len_plans_for_the_longest_row(estimate):
+    printed, _ = estimate("--gpu", "l4", "--max-seq-len")
+    assert "1 × 2,048 tokens" in printed
+
+
+def test_training_recipe_is_read(tmp_path, capsys):
+    main(["estimate", "--recipe", "quickstart", "--gpu", "a100-40"])
+    assert "A100 40GB, 36.0 GiB" in capsys.readouterr().out
+
+
+def test_unknown_gpu_is_refused(estimate, capsys):
+    assert not estimate("--gpu", "Voodoo")[1]

@@ -13,7 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxglue.data import DataConfig, prepare_data
+from jaxglue.data.config import DataConfig
+from jaxglue.data.prepare import prepare_data
 
 
 @pytest.fixture

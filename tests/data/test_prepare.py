@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from jaxglue.data import BatchIterator, DataConfig, load_tokenizer, prepare_data
+from jaxglue.data.config import DataConfig
+from jaxglue.data.iterator import BatchIterator
+from jaxglue.data.prepare import prepare_data
+from jaxglue.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture

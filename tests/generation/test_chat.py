@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.data import load_tokenizer
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.chat import GenerateConfig, encode_prompt, generate, stop_tokens, stream_text
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.sampling import SamplingConfig

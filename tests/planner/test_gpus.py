@@ -13,6 +13,15 @@ from jaxglue.planner.gpus import Gpu, find_gpu, peak_flops
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("rtx 5090", "RTX 5090"),
+        ("3060", "RTX 3060"),
+        ("rtx4090", "RTX 4090"),
+        ("a100-40", "A100 40GB"),
+        ("A100-80", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("l40s", "L40S"),
+        ("gb300", "GB300"),
+        ("pro 6000", "RTX PRO 6000"),
+        ("4070 ti super", "RTX 4070 Ti SUPER"),
     ],
 )
 def test_gpus_are_found_by_device_kind(kind, name):
@@ -20,8 +29,16 @@ def test_gpus_are_found_by_device_kind(kind, name):
     assert isinstance(gpu, Gpu) and gpu.name == name
 
 
+@pytest.mark.parametrize("name", ["T4", "Tesla T4", "V100-32GB", "2080 Ti"])
+def test_gpus_older_than_bfloat16_are_refused_with_the_reason(name):
+    with pytest.raises(
+        ValueError, match=r"compute capability \d\.\d\) has no bfloat16: .* need compute capability 8\.0"
+    ):
+        find_gpu(name)
+
+
 def test_unknown_gpu_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of B200, GB200"):
+    with pytest.raises(ValueError, match=r"'Voodoo 2' is unknown: use one of GB300, B300"):
         find_gpu("Voodoo 2")
 
 

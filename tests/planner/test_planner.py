@@ -188,3 +188,13 @@ def test_expert_parallel_layers_hold_tokens_of_all_devices(tiny_config):
     assert received_bytes(one.backward.jaxpr) == 0
     passes = [received_bytes(program.jaxpr) / (3 * tokens) for program in (four.forward, four.backward)]
     assert passes == pytest.approx([2, 3], rel=0.05)  # the backward pass gathers the tokens again
+
+
+def test_longest_row_fits_and_the_next_one_does_not(planner):
+    here, there = (each.plan(parse_policy("full")).device_bytes for each in (planner, planner.with_seq_len(2048)))
+    small = _with_memory(planner, (here + there) / 2 / (1 - MARGIN) / GIB)
+    longest = small.longest_row(host_memory=0)
+    assert 1024 < longest < 2048
+    assert small.with_seq_len(longest).choose(host_memory=0)
+    with pytest.raises(DoesNotFit):
+        small.with_seq_len(longest + 128).choose(host_memory=0)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxglue.data import DataConfig
+from jaxglue.data.config import DataConfig
 from jaxglue.models.lora import LoraConfig
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
 from jaxglue.training.optimizer import OptimizerConfig
