@@ -87,7 +87,8 @@ class EstimateConfig(TrainConfig):
 def make_planner(config: EstimateConfig) -> Planner:
     """Return the planner of the configured run; raise ValueError for an unknown model or GPU, or a bad setting."""
     mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
-    config = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh))))
+    run = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh)))).run
+    config = replace(config, run=run)
     model = config_from_hf(read_config(config.model.model))
     model = (model.expanded if config.model.expand_experts else model).quantized(config.model.storage)
     check_model(config, model)

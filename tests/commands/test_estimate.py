@@ -11,7 +11,8 @@ from jaxglue.commands import main
 @pytest.fixture
 def estimate(tiny_config, tmp_path, capsys):
     """estimate(*flags) → (the command's output for a tiny model, whether it fits)."""
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_config, "model_type": "qwen3", "num_hidden_layers": 2}))
+    changes = {"model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config | changes))
 
     def make(*flags):
         status = 0
