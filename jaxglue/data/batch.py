@@ -38,6 +38,10 @@ class TokenDataset:
     """Tokens used of each document, from its start."""
     targets: Int[np.ndarray, "documents"]
     """Target tokens of each document."""
+    sources: Int[np.ndarray, "documents"] | None = None
+    """Source of each document; None for a single one."""
+    passes: tuple[float, ...] = (1.0,)
+    """Passes over each source in an epoch."""
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -48,6 +52,9 @@ class TokenDataset:
         digest = hashlib.blake2b(self.store.info["digest"].encode(), digest_size=16)
         digest.update(self.documents.astype(np.int64).data)
         digest.update(self.lengths.astype(np.int64).data)
+        if self.sources is not None and set(self.passes) != {1.0}:
+            digest.update(self.sources.astype(np.int64).data)
+            digest.update(repr(self.passes).encode())
         return digest.hexdigest()
 
 

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxglue.config import Alias, Config, NonNegativeInt, PositiveInt, Range
+from jaxglue.data.sources import Format, LossOn, Source, parse_source
 
-Format = Literal[
-    "auto", "messages", "conversations", "prompt_completion", "alpaca", "alpaca_chat", "question_answer", "text"
-]
-LossOn = Literal["assistant", "all"]
 Overlong = Literal["truncate", "drop", "error"]
 
 
@@ -22,8 +19,8 @@ class DataConfig(Config):
     """
 
     data: tuple[str, ...]
-    """Files or folders (JSONL, JSON, Parquet, saved `datasets`), or `hf:owner/name` on the Hugging Face hub, the only
-    source that uses the network."""
+    """Files or folders (JSONL, JSON, CSV, TSV, Parquet, saved `datasets`), or `hf:owner/name` on the Hugging Face hub,
+    the only source that uses the network. Each may have settings of its own, `chats.jsonl?format=messages&weight=2`."""
     eval_data: Annotated[tuple[str, ...], Alias("eval_dataset")] = ()
     """Held-out data, from the same kinds of sources."""
     eval_fraction: Annotated[float, Range(ge=0, lt=1), Alias("val_set_size", "val_size")] = 0.0
@@ -32,6 +29,12 @@ class DataConfig(Config):
     """Split of a `datasets` folder or hub data set."""
     format: Format = "auto"
     """Row format; `auto` detects it from the first row's keys and reports it."""
+    columns: str = ""
+    """New and old names of columns to rename, such as prompt=question,completion=answer."""
+    system: str = ""
+    """System message of chats that have none."""
+    mix_temperature: Annotated[float, Range(ge=1)] = 1.0
+    """T: sources take shares proportional to their tokens to the power 1/T; 1 reads each once in an epoch."""
     loss_on: Annotated[
         LossOn,
         Alias("train_on_inputs", "train_on_prompt", values={True: "all", False: "assistant"}),
@@ -65,5 +68,30 @@ class DataConfig(Config):
                 raise ValueError(f"{name}: an empty name would stand for the current folder: name a file or folder")
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction are both given: leave one out")
+        _check_mixing(self.sources, self.mix_temperature)
+        if any(source.share or source.weight != 1 for source in self.eval_sources):
+            raise ValueError("eval_data: held-out data have no weight or share: each document counts once")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ValueError(f"chat_template: no such file: {self.chat_template}")
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Sources of the training data."""
+        return self._parse(self.data)
+
+    @property
+    def eval_sources(self) -> tuple[Source, ...]:
+        """Sources of the held-out data."""
+        return self._parse(self.eval_data)
+
+    def _parse(self, texts: tuple[str, ...]) -> tuple[Source, ...]:
+        common = {"format": self.format, "split": self.split, "loss_on": self.loss_on}
+        return tuple(parse_source(text, **common, system=self.system, rename=self.columns) for text in texts)
+
+
+def _check_mixing(sources: tuple[Source, ...], temperature: float) -> None:
+    shares = [source.share for source in sources]
+    if any(shares) and (not all(shares) or len(shares) < 2 or abs(sum(shares) - 1) > 1e-6):
+        raise ValueError("data: give all sources a share, with a sum of 1, or none")
+    if temperature != 1 and (any(shares) or any(source.weight != 1 for source in sources)):
+        raise ValueError("mix_temperature: the sources have weights or shares already: leave one out")

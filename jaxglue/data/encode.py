@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data import limits
 from jaxglue.data.chat_pieces import ChatSplitter
+from jaxglue.data.files import Row
 from jaxglue.data.formats import CHATS, read_row
 from jaxglue.data.messages import Chat, read_weight
-from jaxglue.data.readers import Row
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
 
 Pieces = list[tuple[str | list[int], bool]]
@@ -39,8 +39,8 @@ class Encoder:
             space to each piece (SentencePiece) where pieces are needed.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, format: str, loss_on: str):
-        self._format, self._all = format, loss_on == "all"
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, format: str, loss_on: str, system: str = ""):
+        self._format, self._all, self._system = format, loss_on == "all", system
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -97,9 +97,11 @@ class Encoder:
     def _chat_pieces(self, chat: Chat) -> Pieces:
         if self._split_chat is None:
             raise ValueError(NO_TEMPLATE)
-        return list(self._split_chat(chat))
+        return list(self._split_chat(chat.with_system(self._system) if self._system else chat))
 
     def _text_pieces(self, texts: list[str]) -> Pieces:
+        if self._system:
+            raise ValueError("the row is no chat, so it cannot take a system message: leave out 'system'")
         *prompt, text = texts
         return [(self._bos, False), *((part, self._all) for part in prompt), (text, True), (self._eos, True)]
 

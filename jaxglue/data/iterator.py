@@ -10,7 +10,8 @@ import grain
 import numpy as np
 
 from jaxglue.data.batch import Batch, TokenDataset, build_batch
-from jaxglue.data.packing import PackPlan, plan_epoch, plan_packing
+from jaxglue.data.mixing import plan_dataset_epoch
+from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import segment_bucket
 
 _READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
@@ -58,7 +59,7 @@ class _Steps:
 
 
 class BatchIterator(Iterator[Step]):
-    """Iterator over optimizer steps that visits every document once per epoch.
+    """Iterator over optimizer steps that visits every document once per epoch, or as often as its source's weight says.
 
     Each epoch is shuffled and packed as a function of `seed` and epoch. Empty rows complete an epoch's last step. All
     batches have the same shapes.
@@ -165,7 +166,7 @@ class BatchIterator(Iterator[Step]):
 
     def _plan(self, epoch: int, max_segments: int | None) -> PackPlan:
         run = {"seq_len": self._seq_len, "seed": self._seed}
-        return plan_epoch(self._dataset.lengths, epoch=epoch, max_segments=max_segments, **run)
+        return plan_dataset_epoch(self._dataset, epoch=epoch, max_segments=max_segments, **run)
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch and plan the next in the background."""

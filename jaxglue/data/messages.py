@@ -32,6 +32,12 @@ class Chat(NamedTuple):
     trained: list[bool | None]
     """For each message, whether the row says to train on it; None if it says nothing."""
 
+    def with_system(self, text: str) -> "Chat":
+        """Return the chat with a system message, unless it begins with one."""
+        if self.messages[0]["role"] in ("system", "developer"):
+            return self
+        return Chat([{"role": "system", "content": text}, *self.messages], self.tools, [None, *self.trained])
+
 
 def read_chat(messages: Any, tools: Any, name: str) -> Chat:
     """Read the messages and tools of a row.

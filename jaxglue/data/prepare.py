@@ -1,22 +1,25 @@
 """Preparation of data sets and their report from a `DataConfig`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
-from jaxglue.data.packing import plan_epoch
-from jaxglue.data.selection import Selection, hold_out, select_documents
+from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
+from jaxglue.data.packing import PackPlan
+from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
+from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
 from jaxglue.data.tokenize import Progress, Tokenized, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReport:
-    """Sizes of the training or the held-out documents."""
+    """Sizes of an epoch of the training or the held-out documents."""
 
     documents: int
     tokens: int
@@ -35,6 +38,22 @@ class SplitReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceReport:
+    """A source's part of the training data."""
+
+    name: str
+    format: str
+    documents: int
+    passes: float
+    """Passes over the documents in an epoch."""
+    share: float
+    """Share of the first epoch's tokens, 0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} {self.name}: {self.documents:,} {self.format} documents, {self.passes:.3g} × an epoch"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataReport:
     """Statistics of the data; `rows`, `truncated` and `dropped` include held-out data."""
 
@@ -49,6 +68,8 @@ class DataReport:
     """Documents omitted as overlong or without target tokens."""
     train: SplitReport
     eval: SplitReport | None
+    sources: tuple[SourceReport, ...]
+    """Of the training data."""
     notes: tuple[str, ...] = ()
     """Probable mistakes, such as a file given twice."""
 
@@ -56,6 +77,7 @@ class DataReport:
         read = f"{self.rows:,} rows of format {self.format}" + " (tokens from the cache)" * self.cached
         lines = [f"{read}, {self.truncated:,} truncated, {self.dropped:,} dropped", f"train: {self.train}"]
         lines += [f"eval: {self.eval}"] * bool(self.eval)
+        lines += [f"  {source}" for source in self.sources if len(self.sources) > 1 or source.passes != 1]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -92,39 +114,77 @@ def prepare_data(
     """
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-    tokenized, parts = [], []
-    for sources in filter(None, (config.data, config.eval_data)):
-        tokenized.append(tokenize(sources, config, tokenizer, progress))
-        _check_vocabulary(tokenized[-1].store, vocab_size)
-        parts.append(select_documents(tokenized[-1].store, config, sources))
+    groups = [
+        [_select(source, config, tokenizer, vocab_size, progress) for source in sources]
+        for sources in filter(None, (config.sources, config.eval_sources))
+    ]
+    parts = [join_selections([selection for _, selection in group]) for group in groups]
     splits = hold_out(parts[0], config) if config.eval_fraction else tuple(parts)
-    sizes = [_split_report(part, config) for part in splits]
+    train = _mix(splits[0].dataset, config)
+    datasets = [train, *(split.dataset for split in splits[1:])]
+    tokenized = [one for group in groups for one, _ in group]
+    plans = [plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0) for data in datasets]
+    sizes = [_split_report(*pair, config.seq_len) for pair in zip(datasets, plans, strict=True)]
     report = DataReport(
-        format=tokenized[0].format,
+        format=", ".join(dict.fromkeys(one.format for one in tokenized)),
         cached=all(one.cached for one in tokenized),
         rows=sum(len(one.store.lengths) for one in tokenized),
         truncated=sum(part.truncated for part in parts),
         dropped=sum(part.dropped for part in parts),
         train=sizes[0],
         eval=sizes[1] if len(sizes) > 1 else None,
-        notes=tuple(_notes(tokenized)),
+        sources=tuple(_source_reports([one for one, _ in groups[0]], train, plans[0])),
+        notes=tuple(_notes([[one for one, _ in group] for group in groups])),
     )
-    return PreparedData(train=splits[0].dataset, eval=splits[1].dataset if len(splits) > 1 else None, report=report)
+    return PreparedData(train=train, eval=datasets[1] if len(datasets) > 1 else None, report=report)
 
 
-def _notes(tokenized: list[Tokenized]) -> Iterator[str]:
+def _select(
+    source: Source,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    progress: Progress | None,
+) -> tuple[Tokenized, Selection]:
+    tokenized = tokenize(source, config, tokenizer, progress)
+    _check_vocabulary(tokenized.store, vocab_size)
+    return tokenized, select_documents(tokenized.store, config, source)
+
+
+def _mix(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
+    """Return the data set with its sources' passes in an epoch."""
+    owners = np.zeros(len(dataset), np.int64) if dataset.sources is None else dataset.sources
+    tokens = np.bincount(owners, weights=dataset.lengths, minlength=len(config.sources))
+    passes = passes_per_epoch(config.sources, tokens.tolist(), config.mix_temperature)
+    return replace(dataset, sources=owners, passes=passes)
+
+
+def _source_reports(tokenized: list[Tokenized], train: TokenDataset, plan: PackPlan) -> Iterator[SourceReport]:
+    assert train.sources is not None
+    tokens = np.bincount(train.sources[plan.documents], weights=train.lengths[plan.documents], minlength=len(tokenized))
+    for index, one in enumerate(tokenized):
+        yield SourceReport(
+            name=one.source.name,
+            format=one.format,
+            documents=int((train.sources == index).sum()),
+            passes=train.passes[index],
+            share=float(tokens[index] / tokens.sum()),
+        )
+
+
+def _notes(groups: list[list[Tokenized]]) -> Iterator[str]:
     """Yield one line for each file read twice, and for damage found in the cache."""
-    seen: dict[str, tuple[str, Tokenized]] = {}
-    for one in tokenized:
-        for path, digest in one.digests:
-            earlier, among = seen.get(digest, ("", None))
-            if among is one:
+    seen: dict[str, tuple[str, int]] = {}
+    for group, tokenized in enumerate(groups):
+        for path, digest in (pair for one in tokenized for pair in one.digests):
+            earlier, its_group = seen.setdefault(digest, ("", group))
+            if earlier and its_group == group:
                 yield f"{path} is read twice: its bytes are those of {earlier}, so its rows count twice"
-            elif among:
+            elif earlier:
                 yield f"{path} is held out and trained on: its bytes are those of {earlier}"
-            seen.setdefault(digest, (path, one))
-        if one.damage:
-            yield one.damage
+            else:
+                seen[digest] = path, group
+        yield from (one.damage for one in tokenized if one.damage)
 
 
 def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:
@@ -136,13 +196,12 @@ def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:
         )
 
 
-def _split_report(part: Selection, config: DataConfig) -> SplitReport:
-    tokens = int(part.dataset.lengths.sum())
-    rows = plan_epoch(part.dataset.lengths, seq_len=config.seq_len, seed=config.seed, epoch=0).rows
+def _split_report(dataset: TokenDataset, plan: PackPlan, seq_len: int) -> SplitReport:
+    tokens = int(dataset.lengths[plan.documents].sum())
     return SplitReport(
-        documents=len(part.dataset),
+        documents=len(plan.documents),
         tokens=tokens,
-        target_tokens=int(part.dataset.targets.sum()),
-        packed_rows=rows,
-        efficiency=tokens / (rows * config.seq_len),
+        target_tokens=int(dataset.targets[plan.documents].sum()),
+        packed_rows=plan.rows,
+        efficiency=tokens / (plan.rows * seq_len) if plan.rows else 0.0,
     )

@@ -1,6 +1,7 @@
 """Selection of documents: truncation, dropping and the held-out split."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
 from jaxglue.data.readers import read_rows
-from jaxglue.data.store import TokenStore
+from jaxglue.data.sources import Source
+from jaxglue.data.store import TokenStore, join_stores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class Selection:
     """Documents omitted as overlong or without target tokens."""
 
 
-def select_documents(store: TokenStore, config: DataConfig, sources: tuple[str, ...]) -> Selection:
+def select_documents(store: TokenStore, config: DataConfig, source: Source) -> Selection:
     """Select the documents with target tokens, fitted into a row.
 
     Raises:
@@ -30,19 +32,40 @@ def select_documents(store: TokenStore, config: DataConfig, sources: tuple[str, 
     """
     overlong = np.flatnonzero(store.lengths > config.seq_len)
     if len(overlong) and config.overlong == "error":
-        raise _overlong_error(store, config, sources, int(overlong[0]))
+        raise _overlong_error(store, config, source, int(overlong[0]))
     lengths = np.minimum(store.lengths, config.seq_len)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
     if config.overlong == "drop":
         keep[overlong] = False
     if not keep.any():
-        raise _nothing_left(store, config, sources, len(overlong))
+        raise _nothing_left(store, config, source, len(overlong))
     documents = np.flatnonzero(keep)
     return Selection(
         dataset=TokenDataset(store=store, documents=documents, lengths=lengths[documents], targets=targets[documents]),
         truncated=int(keep[overlong].sum()),
         dropped=len(keep) - len(documents),
+    )
+
+
+def join_selections(selections: Sequence[Selection]) -> Selection:
+    """Concatenate the documents of several sources."""
+    if len(selections) == 1:
+        return selections[0]
+    datasets = [selection.dataset for selection in selections]
+    firsts = np.cumsum([0, *(len(dataset.store.lengths) for dataset in datasets)])
+    documents = [dataset.documents + first for dataset, first in zip(datasets, firsts[:-1], strict=True)]
+    return Selection(
+        dataset=TokenDataset(
+            store=join_stores([dataset.store for dataset in datasets]),
+            documents=np.concatenate(documents),
+            lengths=np.concatenate([dataset.lengths for dataset in datasets]),
+            targets=np.concatenate([dataset.targets for dataset in datasets]),
+            sources=np.repeat(np.arange(len(datasets)), [len(dataset) for dataset in datasets]),
+            passes=(1.0,) * len(datasets),
+        ),
+        truncated=sum(selection.truncated for selection in selections),
+        dropped=sum(selection.dropped for selection in selections),
     )
 
 
@@ -67,24 +90,24 @@ def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selec
 def _part(selection: Selection, chosen: np.ndarray) -> Selection:
     whole = selection.dataset
     part = {name: getattr(whole, name)[chosen] for name in ("documents", "lengths", "targets")}
-    return Selection(dataset=TokenDataset(store=whole.store, **part), truncated=0, dropped=0)
+    sources = None if whole.sources is None else whole.sources[chosen]
+    return Selection(dataset=replace(whole, sources=sources, **part), truncated=0, dropped=0)
 
 
-def _overlong_error(store: TokenStore, config: DataConfig, sources: tuple[str, ...], document: int) -> ValueError:
-    origin = next(islice(read_rows(sources, split=config.split), document, None)).origin
+def _overlong_error(store: TokenStore, config: DataConfig, source: Source, document: int) -> ValueError:
+    origin = next(islice(read_rows(source), document, None)).origin
     return ValueError(
         f"{origin}: {store.lengths[document]} tokens, but seq_len={config.seq_len}: raise --seq-len, shorten the row, "
         "or choose --overlong truncate or drop"
     )
 
 
-def _nothing_left(store: TokenStore, config: DataConfig, sources: tuple[str, ...], overlong: int) -> ValueError:
-    names = ", ".join(sources)
+def _nothing_left(store: TokenStore, config: DataConfig, source: Source, overlong: int) -> ValueError:
     if overlong:
         return ValueError(
-            f"{names}: no document has a target token within seq_len={config.seq_len} tokens "
+            f"{source}: no document has a target token within seq_len={config.seq_len} tokens "
             f"({overlong} of {len(store.lengths)} are longer): raise --seq-len"
         )
     return ValueError(
-        f"{names}: the loss mask leaves no token to train on in any row: check the rows, or use --loss-on all"
+        f"{source}: the loss mask leaves no token to train on in any row: check the rows, or use --loss-on all"
     )

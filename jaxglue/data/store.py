@@ -5,14 +5,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
-from jaxtyping import Int32, Int64, UInt8
+from jaxtyping import Int, Int32, Int64, UInt8
 
 if TYPE_CHECKING:
     from jaxglue.data.encode import Encoded
@@ -54,6 +54,39 @@ class TokenStore:
         if len(bounds):
             counts[some] = np.add.reduceat(self.mask, bounds, dtype=np.int64)[::2]
         return counts
+
+
+def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
+    """Concatenate the documents of stores, without copying their tokens."""
+    if len(stores) == 1:
+        return stores[0]
+    starts = np.cumsum([0, *(len(store.tokens) for store in stores)])
+    offsets = [store.offsets[:-1] + start for store, start in zip(stores, starts[:-1], strict=True)]
+    digest = hashlib.sha256("".join(store.info["digest"] for store in stores).encode()).hexdigest()
+    return TokenStore(
+        tokens=_Joined([store.tokens for store in stores]),  # type: ignore[arg-type]
+        mask=_Joined([store.mask for store in stores]),  # type: ignore[arg-type]
+        offsets=np.concatenate([*offsets, starts[-1:]]),
+        info={"digest": digest, "max_token": max(store.info["max_token"] for store in stores)},
+    )
+
+
+class _Joined:
+    """Concatenation of arrays, to be read by an array of indices."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self._arrays, self._starts = arrays, np.cumsum([0, *map(len, arrays)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, indices: Int[np.ndarray, "N"]) -> np.ndarray:
+        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        values = np.empty(len(indices), self._arrays[0].dtype)
+        for owner in np.unique(owners):
+            own = owners == owner
+            values[own] = self._arrays[owner][indices[own] - self._starts[owner]]
+        return values
 
 
 def open_store(folder: Path) -> TokenStore:

@@ -16,14 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.cache import content_key, file_digest, open_or_write
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
+from jaxglue.data.files import Row
 from jaxglue.data.formats import detect_format
-from jaxglue.data.readers import HUB_PREFIX, Row, data_files, hub_fingerprint, read_rows
+from jaxglue.data.readers import data_files, hub_fingerprint, read_rows
+from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore, write_store
 
 Progress = Callable[[int], None]
 """Callback with the number of rows tokenized so far."""
 
-_VERSION = 2
+_VERSION = 3
 """Increment when the same rows yield different tokens or masks, to invalidate caches."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
@@ -32,8 +34,9 @@ _WORTH_PROCESSES = 64 * _CHUNK
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenized:
-    """A token store with its row format and cache status."""
+    """A source's token store with its row format and cache status."""
 
+    source: Source
     store: TokenStore
     format: str
     cached: bool
@@ -44,46 +47,47 @@ class Tokenized:
 
 
 def tokenize(
-    sources: tuple[str, ...], config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
+    source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
 ) -> Tokenized:
-    """Tokenize the sources, or open the cached result.
+    """Tokenize a source, or open the cached result.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
-    digests = [pair for source in sources for pair in _source_digests(source, config.split)]
-    folder = Path(config.cache_dir) / _cache_key(digests, config, tokenizer)
+    digests = _digests(source)
+    folder = Path(config.cache_dir) / _cache_key(digests, source, tokenizer)
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, sources, config, tokenizer, progress)
+        _write(folder, source, config.workers, tokenizer, progress)
 
     store, damage = open_or_write(folder, write)
-    return Tokenized(store=store, format=store.info["format"], cached=not fresh, digests=digests, damage=damage)
+    format = store.info["format"]
+    return Tokenized(source=source, store=store, format=format, cached=not fresh, digests=digests, damage=damage)
 
 
 def _write(
     folder: Path,
-    sources: tuple[str, ...],
-    config: DataConfig,
+    source: Source,
+    workers: int | None,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress | None,
 ) -> None:
-    rows = read_rows(sources, split=config.split)
+    rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
-    format = _find_format(head, config.format, sources)
-    encoder = Encoder(tokenizer, format=format, loss_on=config.loss_on)
-    workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
+    format = _find_format(head, source)
+    encoder = Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system)
+    workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     write_store(folder, _counted(encoded, progress), format=format)
 
 
-def _find_format(head: list[Row], format: str, sources: tuple[str, ...]) -> str:
+def _find_format(head: list[Row], source: Source) -> str:
     if not head:
-        raise ValueError(f"the data set is empty: no rows in {', '.join(sources)}")
-    if format != "auto":
-        return format
+        raise ValueError(f"the data set is empty: no rows in {source}")
+    if source.format != "auto":
+        return source.format
     try:
         return detect_format(head[0].value)
     except ValueError as error:
@@ -135,13 +139,14 @@ def _counted(chunks: Iterable[Encoded], progress: Progress | None) -> Iterator[E
         yield chunk
 
 
-def _cache_key(digests: list[tuple[str, str]], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    files = [[Path(name).suffix, digest] for name, digest in digests]
+def _cache_key(digests: list[tuple[str, str]], source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+    files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
+    settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
-    return content_key(_VERSION, files, config.split, config.format, config.loss_on, *model)
+    return content_key(_VERSION, files, *settings, *model)
 
 
-def _source_digests(source: str, split: str) -> list[tuple[str, str]]:
-    if source.startswith(HUB_PREFIX):
-        return [(source, hub_fingerprint(source, split))]
-    return [(str(path), file_digest(path)) for path in data_files(source)]
+def _digests(source: Source) -> list[tuple[str, str]]:
+    if source.name.startswith(HUB_PREFIX):
+        return [(source.name, hub_fingerprint(source))]
+    return [(str(path), file_digest(path)) for path in data_files(source.name)]

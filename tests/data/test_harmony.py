@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxglue.data.encode import Encoder
-from jaxglue.data.readers import Row
+from jaxglue.data.files import Row
 from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
 
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]

@@ -7,7 +7,7 @@ import pytest
 
 from jaxglue.data import limits
 from jaxglue.data.encode import Encoder
-from jaxglue.data.readers import Row
+from jaxglue.data.files import Row
 
 USER, ANSWER = {"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}
 QWEN = """

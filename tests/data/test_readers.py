@@ -1,5 +1,6 @@
 """Rows from every file type, and errors about broken files."""
 
+import gzip
 import json
 
 import datasets
@@ -8,12 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxglue.data.readers import read_rows
+from jaxglue.data.sources import parse_source
 
 ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
 
 
 def values(*sources, **options):
-    return [row.value for row in read_rows([str(source) for source in sources], **options)]
+    return [row.value for source in sources for row in read_rows(parse_source(str(source), **options))]
 
 
 def write_json(path):
@@ -28,11 +30,31 @@ def write_parquet(path):
     pq.write_table(pa.Table.from_pylist(ROWS), path)
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("a.jsonl", write_json_lines), ("a.json", write_json), ("a.json", write_json_lines), ("a.parquet", write_parquet)],
-    ids=["jsonl", "json", "lines named json", "parquet"],
-)
+def write_csv(path):
+    with pa.output_stream(path, compression="detect") as file:
+        file.write('\ufefftext\r\nGrüße\r\n"zwei"\r\n'.encode())
+
+
+def write_compressed(path):
+    lines = "\n".join(json.dumps(row) for row in ROWS)
+    with pa.output_stream(path, compression={".gz": "gzip", ".zst": "zstd"}[path.suffix]) as file:
+        file.write(lines.encode())
+
+
+FILES = {
+    "a.jsonl": write_json_lines,
+    "a.json": write_json,
+    "lines.json": write_json_lines,
+    "a.parquet": write_parquet,
+    "a.csv": write_csv,
+    "a.tsv": write_csv,
+    "a.csv.gz": write_csv,
+    "a.jsonl.gz": write_compressed,
+    "a.json.zst": write_compressed,
+}
+
+
+@pytest.mark.parametrize(("name", "write"), FILES.items(), ids=FILES)
 def test_every_file_type_reads_alike(tmp_path, name, write):
     write(tmp_path / name)
     assert values(tmp_path / name) == ROWS
@@ -67,6 +89,13 @@ def test_reads_hub_data_sets(monkeypatch):
         values("hf:owner/other")
 
 
+def test_columns_are_renamed(tmp_path):
+    write_json_lines(tmp_path / "a.jsonl")
+    assert values(f"{tmp_path}/a.jsonl?columns=prompt=text") == [{"prompt": row["text"]} for row in ROWS]
+    with pytest.raises(ValueError, match=r"a.jsonl:1: no column 'answer' to rename; the columns are 'text'"):
+        values(f"{tmp_path}/a.jsonl", rename="completion=answer")
+
+
 def test_null_fields_from_arrow_are_dropped(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -85,7 +114,16 @@ def test_null_fields_from_arrow_are_dropped(tmp_path):
         ("a.jsonl", b'{"text": 1' + b"0" * 5000 + b"}", r"a.jsonl:1: Exceeds the limit"),
         ("a.json", b"[3]", r"a.json, row 1: a row must be a JSON object, got int"),
         ("a.parquet", b"not parquet", r"a.parquet: not a readable Parquet file"),
-        ("a.csv", b"a,b", r"a.csv has an unknown file type: expected .jsonl"),
+        ("a.txt", b"a,b", r"a.txt has an unknown file type: expected .jsonl"),
+        ("a.parquet.gz", b"a,b", r"a.parquet.gz has an unknown file type: expected .jsonl"),
+        ("a.csv", b"text,b\na,b\nc\n", r"a.csv:3: the row has more or fewer fields than the first line names"),
+        ("a.csv", b"a,b\na,b,c\n", r"a.csv:2: the row has more or fewer fields"),
+        ("a.tsv", b"a\ta\n", r"a.tsv:1: two columns have the same name"),
+        ("a.csv", b'a,b\n"a', r"a.csv:.: unexpected end of data"),
+        ("a.csv", b"text\n\xff\n", r"a.csv: not UTF-8 after line \d"),
+        ("a.jsonl.gz", b"hello", r"a.jsonl.gz: damaged gzip file"),
+        ("a.jsonl.gz", gzip.compress(bytes(99999))[:50], r"a.jsonl.gz: damaged gzip file: Truncated"),
+        ("a.csv.zst", b"hello", r"a.csv.zst: damaged zstd file"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):

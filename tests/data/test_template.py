@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.data.encode import Encoder
-from jaxglue.data.readers import Row
+from jaxglue.data.files import Row
 
 HELLO = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}]
 TWICE = [*HELLO, {"role": "user", "content": "Good"}, {"role": "assistant", "content": "\n\nquestion"}]

@@ -1,0 +1,167 @@
+"""Rows of one file, by its type."""
+
+import csv
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxglue.data.json_text import parse_json
+
+_COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Suffixes of data files; all but Parquet files may be compressed, with a further suffix."""
+
+
+class Row(NamedTuple):
+    """A row as read."""
+
+    origin: str
+    """`file:line`, or file and row number, for error messages."""
+    value: dict[str, Any]
+
+
+class ReadMeter:
+    """Bytes read so far."""
+
+    bytes: float = 0
+
+    def counted[T](self, lines: Iterable[T], sizes: float | None = None) -> Iterator[T]:
+        """Yield the lines and count their bytes, or `sizes` for each."""
+        for line in lines:
+            self.bytes += sizes if sizes is not None else len(line)  # type: ignore[arg-type]
+            yield line
+
+
+def file_type(path: Path) -> str:
+    """Return the suffix of a file without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in _COMPRESSION else path.suffix
+
+
+def file_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+    """Read the rows of a file.
+
+    Raises:
+        ValueError: an unknown type, damaged compression, or malformed content, with file and line.
+    """
+    kind = file_type(path)
+    if kind == ".parquet" and path.suffix == kind:
+        return _parquet_rows(path, meter)
+    if kind not in SUFFIXES or kind == ".parquet":
+        raise ValueError(f"data: {path} has an unknown file type: expected {expected_files()}")
+    if kind in _DELIMITERS:
+        return _table_rows(path, _DELIMITERS[kind], meter)
+    return _json_rows(path, meter) if kind == ".json" else _jsonl_rows(path, meter)
+
+
+def expected_files() -> str:
+    """Name the readable types, for errors."""
+    return f"{', '.join(SUFFIXES)}, or the text files among them with {' or '.join(_COMPRESSION)}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed."""
+    if path.suffix not in _COMPRESSION:
+        with path.open("rb") as file:
+            yield file
+        return
+    import pyarrow as pa
+
+    compression = _COMPRESSION[path.suffix]
+    try:
+        with io.BufferedReader(pa.input_stream(str(path), compression=compression)) as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path}: damaged {compression} file: {error}") from error
+
+
+def _jsonl_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+    with _opened(path) as file:
+        for number, line in enumerate(meter.counted(file), 1):
+            if line.strip():
+                origin = f"{path}:{number}"
+                yield _checked(origin, _parse(line, origin))
+
+
+def _json_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+    """Read a `.json` file holding an array of rows or JSON lines."""
+    with _opened(path) as file:
+        is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if not is_array:
+        yield from _jsonl_rows(path, meter)
+        return
+    with _opened(path) as file:
+        text = file.read()
+    values = _parse(text, str(path))
+    for number, value in enumerate(meter.counted(values, len(text) / max(1, len(values))), 1):
+        yield _checked(f"{path}, row {number}", value)
+
+
+def _table_rows(path: Path, delimiter: str, meter: ReadMeter) -> Iterator[Row]:
+    """Read a table whose first line names its columns; all values are strings."""
+    csv.field_size_limit(sys.maxsize)
+    with _opened(path) as file:
+        lines = meter.counted(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        try:
+            names = list(reader.fieldnames or ())
+            if len(set(names)) < len(names):
+                raise ValueError("two columns have the same name")
+            for row in reader:
+                yield Row(f"{path}:{reader.line_num}", _full_row(row))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 after line {reader.line_num}: save the file as UTF-8") from error
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _full_row(row: dict[Any, Any]) -> dict[str, str]:
+    if None in row or None in row.values():
+        raise ValueError("the row has more or fewer fields than the first line names")
+    return row
+
+
+def _parse(data: bytes, origin: str) -> Any:
+    try:
+        return parse_json(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{origin}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+
+
+def _parquet_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        batches = file.iter_batches(batch_size=1024)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
+    size = path.stat().st_size / max(1, file.metadata.num_rows)
+    values = (value for batch in batches for value in batch.to_pylist())
+    try:
+        for number, value in enumerate(meter.counted(values, size), 1):
+            yield Row(f"{path}, row {number}", without_nulls(value))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: damaged Parquet file: {error}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop nulls: Arrow fills absent fields with them, which would confuse chat templates."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _checked(origin: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{origin}: a row must be a JSON object, got {type(value).__name__}")
+    return Row(origin, value)

@@ -1,0 +1,55 @@
+"""Mixing of sources: the documents of an epoch, by passes over each source."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.packing import PackPlan, plan_epoch
+from jaxglue.data.sources import Source
+
+
+def passes_per_epoch(sources: Sequence[Source], tokens: Sequence[float], temperature: float) -> tuple[float, ...]:
+    """Return the passes over each source in an epoch.
+
+    Weights are passes. With shares, an epoch has as many tokens as all sources together. With a temperature, the
+    largest source is read once and smaller ones more often.
+    """
+    if any(source.share for source in sources):
+        return tuple(source.share * sum(tokens) / own for source, own in zip(sources, tokens, strict=True))
+    largest = max(tokens)
+    spread = 1 - 1 / temperature
+    return tuple(source.weight * (largest / own) ** spread for source, own in zip(sources, tokens, strict=True))
+
+
+def plan_dataset_epoch(
+    dataset: TokenDataset, *, seq_len: int, seed: int, epoch: int, max_segments: int | None = None
+) -> PackPlan:
+    """Pack the documents of an epoch as a function of these arguments alone."""
+    run = {"seq_len": seq_len, "seed": seed, "epoch": epoch}
+    if dataset.sources is None or set(dataset.passes) == {1.0}:
+        return plan_epoch(dataset.lengths, **run, max_segments=max_segments)
+    chosen = epoch_documents(dataset, seed, epoch)
+    plan = plan_epoch(dataset.lengths[chosen], **run, max_segments=max_segments)
+    return PackPlan(documents=chosen[plan.documents], bounds=plan.bounds)
+
+
+def epoch_documents(dataset: TokenDataset, seed: int, epoch: int) -> Int[np.ndarray, "documents"]:
+    """Return the documents of an epoch: a source is read in one shuffled circle, on from where the last epoch ended."""
+    assert dataset.sources is not None
+    return np.concatenate(
+        [
+            _next_documents(
+                np.flatnonzero(dataset.sources == source), passes, epoch, np.random.default_rng([seed, source])
+            )
+            for source, passes in enumerate(dataset.passes)
+        ]
+    )
+
+
+def _next_documents(
+    documents: Int[np.ndarray, "documents"], passes: float, epoch: int, rng: np.random.Generator
+) -> Int[np.ndarray, "chosen"]:
+    first, last = (round(passes * len(documents) * count) for count in (epoch, epoch + 1))
+    return rng.permutation(documents)[np.arange(first, last) % len(documents)] if len(documents) else documents
