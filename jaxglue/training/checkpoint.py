@@ -2,12 +2,14 @@
 
 import contextlib
 import gc
+import hashlib
 import json
 import logging
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +18,8 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.training.array_checks import check_arrays
+from jaxglue.training.durable import DurablePath
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +54,14 @@ class Checkpoints:
     """The checkpoints of one run, in a folder of their own; leaving the context finishes the save under way."""
 
     def __init__(
-        self, folder: Path, *, fingerprint: Mapping[str, Any], keep: int = 2, processes: Processes = SINGLE_PROCESS
+        self,
+        folder: Path,
+        *,
+        fingerprint: Mapping[str, Any],
+        keep: int = 2,
+        processes: Processes = SINGLE_PROCESS,
+        before_write: Callable[[Path], None] = lambda folder: None,
+        saved: Callable[[Path], None] = lambda folder: None,
     ):
         """Open the folder and remove remains of interrupted saves.
 
@@ -59,16 +70,19 @@ class Checkpoints:
             fingerprint: JSON values that a resumed run must share: model, data, seed, ….
             keep: number of latest checkpoints to keep, besides the one with the lowest eval loss.
             processes: all call every method alike; each writes its own shards.
+            before_write, saved: called with the folder of each checkpoint, before it is written and once it is on disk.
         """
         self._folder = folder.absolute()
         self._fingerprint = dict(fingerprint)
         self._processes = processes
+        self._before_write, self._saved = before_write, saved
         self._saving: int | None = None
         best = policies.BestN(get_metric_fn=_eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             best_fn=_eval_loss,
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
             cleanup_tmp_directories=True,
+            temporary_path_class=DurablePath,
         )
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(_quiet_orbax())
@@ -84,12 +98,18 @@ class Checkpoints:
             eval_loss: measured at this step, if any; the checkpoint with the lowest is kept.
 
         Raises:
+            NonFinite: an array of the state has infinite or NaN elements; nothing is written.
             OSError: this save or the previous one failed, as on a full disk; earlier checkpoints are intact.
         """
         self.wait()
-        self._saving = step
+        checks = check_arrays(state)
+        if bad := [name for name, check in checks.items() if not check.is_finite]:
+            raise NonFinite(bad)
         measured = eval_loss is not None and math.isfinite(eval_loss)
-        meta = {"host": dict(host), "fingerprint": self._fingerprint}
+        digests = {name: check.digest for name, check in checks.items()}
+        meta = _signed({"host": dict(host), "fingerprint": self._fingerprint, "arrays": digests})
+        self._before_write(self._folder / str(step))
+        self._saving = step
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with self._explained():
             self._manager.save(step, args=items, metrics={"eval_loss": eval_loss} if measured else None)
@@ -98,6 +118,9 @@ class Checkpoints:
         """Wait until the last save is on disk; `OSError` if it failed."""
         with self._explained():
             self._manager.wait_until_finished()
+        if self._saving is not None:
+            self._saved(self._folder / str(self._saving))
+            self._saving = None
 
     def restore_latest(self, abstract_state: PyTree) -> Restored | None:
         """Read the newest intact checkpoint; None without checkpoints.
@@ -113,17 +136,32 @@ class Checkpoints:
         """
         damaged: list[int] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
-            meta = self._read(step, "meta", ocp.args.JsonRestore())
-            if meta is not None:
+            signed = self._read(step, "meta", ocp.args.JsonRestore(), _check_meta)
+            if signed is not None:
+                meta = signed["content"]
                 check_fingerprint(meta["fingerprint"], self._fingerprint)
-                state = self._read(step, "state", ocp.args.StandardRestore(abstract_state))
+                args = ocp.args.StandardRestore(abstract_state)
+                state = self._read(step, "state", args, partial(_check_digests, meta["arrays"]))
                 if state is not None:
-                    self._set_aside(damaged)
+                    self._rename(damaged, "damaged")
                     return Restored(state, meta["host"], step)
             damaged.append(step)
         if damaged:
             raise ValueError(f"none of the checkpoints {damaged} in {self._folder} can be read: start a new run")
         return None
+
+    def reject(self, step: int) -> bool:
+        """Rename the checkpoint of a step to `<step>.diverged`, so that a resumed run begins at the one before.
+
+        Returns:
+            False, and nothing is renamed, without that checkpoint or one before it.
+        """
+        self.wait()
+        steps = self._manager.all_steps()
+        if step not in steps or min(steps) == step:
+            return False
+        self._rename([step], "diverged")
+        return True
 
     def close(self) -> None:
         """Finish the last save; `OSError` if it failed."""
@@ -139,7 +177,7 @@ class Checkpoints:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+    def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs, check: Callable[[Any], None]) -> Any:
         """Read one part of a checkpoint; None on every process, with a warning, if any process cannot.
 
         Orbax raises a plain `Exception` for truncated array data. Running out of memory is not damage.
@@ -147,21 +185,30 @@ class Checkpoints:
         found, reason = None, None
         try:
             found = self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-        except (RuntimeError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
             reason = _reason(error)
         reasons = list(filter(None, self._processes.all_gather_object(reason)))
         if not reasons:
-            return found
+            try:
+                check(found)
+                return found
+            except ValueError as error:
+                reasons = [str(error)]
         _log.warning("checkpoint %s is damaged, trying the one before: %s", self._folder / str(step), reasons[0])
         gc.collect()  # abandoned reads of Orbax log their errors on collection: now, while its loggers are silent
         return None
 
-    def _set_aside(self, steps: list[int]) -> None:
+    def _rename(self, steps: list[int], suffix: str) -> None:
         with self._processes.main_process_first():
             for step in steps if self._processes.is_main else ():
-                (self._folder / str(step)).rename(self._folder / f"{step}.damaged")
+                target = self._folder / f"{step}.{suffix}"
+                self._before_write(target)
+                shutil.rmtree(target, ignore_errors=True)
+                (self._folder / str(step)).rename(target)
         if steps:
             self._manager.reload()
 
@@ -171,14 +218,42 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
+            step, self._saving = self._saving, None
             for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free / 1e9
             raise OSError(
-                f"the checkpoint of step {self._saving} could not be written to {self._folder}: {_reason(error)} "
+                f"the checkpoint of step {step} could not be written to {self._folder}: {_reason(error)} "
                 f"({free:.2f} GB free). Earlier checkpoints are intact: {sorted(self._manager.all_steps())}. "
                 "Make room, then continue with --resume."
             ) from error
+
+
+class NonFinite(ValueError):  # noqa: N818
+    """Arrays of a state, `names`, have infinite or NaN elements."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(f"{len(names)} arrays are not finite, the first of them {names[0]}")
+        self.names = names
+
+
+def _signed(content: dict[str, Any]) -> dict[str, Any]:
+    return {"content": content, "digest": _digest(content)}
+
+
+def _check_meta(meta: Any) -> None:
+    if not isinstance(meta, dict) or meta.keys() != {"content", "digest"} or _digest(meta["content"]) != meta["digest"]:
+        raise ValueError("its settings and position differ from their digest")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _check_digests(saved: Mapping[str, str], state: PyTree) -> None:
+    found = {name: check.digest for name, check in check_arrays(state).items()}
+    if wrong := [name for name in {**saved, **found} if saved.get(name) != found.get(name)]:
+        raise ValueError(f"{len(wrong)} of {len(found)} arrays differ from their digests, the first of them {wrong[0]}")
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

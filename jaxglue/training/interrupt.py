@@ -1,22 +1,37 @@
-"""Ctrl-C and SIGTERM: finish the step, save, exit."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, exit."""
 
+import contextlib
 import os
 import signal
 from types import FrameType
 from typing import Self
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interrupt:
-    """Context in which a first SIGINT or SIGTERM sets `requested` and a second one raises KeyboardInterrupt.
+    """Context in which a first signal asks to stop and a second one raises KeyboardInterrupt.
 
-    Enter it in Python's main thread, the only one that receives signals.
+    SIGHUP, the end of the terminal, counts unless it is ignored, as under `nohup`. Enter it in Python's main thread, the
+    only one that receives signals.
     """
 
-    requested = False
-    """Whether to save and exit after the current step."""
+    number: int = 0
+    """The signal after which to save and exit; 0 without any."""
+
+    @property
+    def status(self) -> int:
+        """Return the exit status of a stopped run, as shells have it: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number
+
+    def output_closed(self) -> None:
+        """Ask to stop because nobody reads the output any more, unless told by `nohup` to go on."""
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            self.number = self.number or signal.SIGPIPE
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -25,8 +40,10 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.requested:
+        # A closed terminal sends SIGHUP after the write that found it closed, or twice: neither asks for haste.
+        if self.number and number != signal.SIGHUP:
             raise KeyboardInterrupt(f"second signal ({name}) before the checkpoint was saved")
-        self.requested = True
+        self.number = self.number or number
         # The handler may interrupt a print, which cannot be re-entered.
-        os.write(2, f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n".encode())
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n".encode())

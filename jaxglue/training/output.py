@@ -2,20 +2,29 @@
 
 import contextlib
 import os
-import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from jaxglue.distributed import Processes
+from jaxglue.training.previous_run import recover
+from jaxglue.training.run_files import MANIFEST, RunFiles
 
 _OWNER = ".jaxglue-run"
 """Marks a run folder and names its latest process."""
 _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
+_WRITTEN = (
+    *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "loss.png"),
+    *("adapter", "model", "checkpoints", "tensorboard", "profile"),
+    *(_OWNER, _LOCK, MANIFEST),
+)
+"""Everything that a run writes at the top of its folder."""
+_REPLACED_WHOLE = ("checkpoints", "model")
+"""Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""
 
@@ -27,18 +36,20 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
     Args:
         path: a new or empty folder, or with `resume` or `overwrite` the folder of an earlier run.
         resume: continue its run.
-        overwrite: delete its run.
+        overwrite: its run is to be replaced (see `previous_run`); nothing is moved or deleted here.
 
     Raises:
-        ValueError: the folder is in use, holds files of something else, or lacks a run to resume.
+        ValueError: the folder is in use, holds files of something else or symbolic links, or lacks a run to resume.
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: leave one out")
     _check_contents(path, resume=resume, overwrite=overwrite)
+    _check_links(path)
     path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
+        recover(path)
         if overwrite:
-            _clear(path)
+            _check_replaceable(path)
         (path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield path
 
@@ -81,11 +92,11 @@ def _check_contents(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"--resume: {path} holds no run to continue: check the folder, or start without --resume")
     if not path.exists() or resume:
         return
-    others = [entry.name for entry in path.iterdir() if entry.name not in (_OWNER, _LOCK)]
+    others = [entry.name for entry in path.iterdir() if entry.name not in (_OWNER, _LOCK, MANIFEST)]
     if others and not is_run:
         raise ValueError(f"output folder {path} holds files of something else ({min(others)}, …): choose another")
     if others and not overwrite:
-        raise ValueError(f"output folder {path} holds a run: continue it with --resume, or delete it with --overwrite")
+        raise ValueError(f"output folder {path} holds a run: continue it with --resume, or replace it with --overwrite")
 
 
 @contextlib.contextmanager
@@ -100,9 +111,33 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _clear(path: Path) -> None:
-    for entry in path.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name not in (_OWNER, _LOCK):
-            entry.unlink()
+def _check_links(path: Path) -> None:
+    """Refuse symbolic links where a run writes: what they point to is not the run's."""
+    for entry in filter(os.path.lexists, (path / name for name in _WRITTEN)):
+        within = (Path(parent, name) for parent, *names in os.walk(entry) for name in (*names[0], *names[1]))
+        if link := next((link for link in (entry, *within) if link.is_symlink()), None):
+            raise ValueError(
+                f"{link} is a symbolic link, and a run writes through none inside its folder: remove it, "
+                "or link the output folder itself"
+            )
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a run of unknown files, or one among whose files are others."""
+    others = [entry.name for entry in path.iterdir() if entry.name in _WRITTEN[:-3]]
+    if others and not (path / MANIFEST).exists():
+        raise ValueError(f"--overwrite: {path} has no list of the files that its run wrote: delete it by hand")
+    files = RunFiles(path)
+    for entry in (path / name for name in _REPLACED_WHOLE):
+        foreign = [name for name in files.walk(entry) if name not in files and ".orbax-checkpoint-tmp/" not in name]
+        if foreign:
+            raise ValueError(f"--overwrite: {path / min(foreign)} was not written by the run there: move it elsewhere")
+
+
+def check_inputs(path: Path, inputs: Iterable[str | Path]) -> None:
+    """Raise ValueError for an input that belongs to the run that `--overwrite` replaces."""
+    folder, files = path.resolve(), RunFiles(path).present()
+    for given in inputs:
+        resolved = Path(given).resolve()
+        if resolved.is_relative_to(folder) and any((folder / name).is_relative_to(resolved) for name in files):
+            raise ValueError(f"--overwrite would delete {given}, which this run reads: choose another --output")

@@ -1,0 +1,39 @@
+"""Publication of a checkpoint's folder: everything in it is on disk before its name is."""
+
+import os
+from pathlib import Path
+
+from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
+
+
+class DurablePath(AtomicRenameTemporaryPath):
+    """Orbax's temporary folder, synced to disk file by file before the rename that publishes it."""
+
+    async def finalize(self) -> None:
+        """Complete the folder under a temporary name, sync it, and rename it."""
+        final = self._final_path
+        self._final_path = final.parent / f"{final.name}.synced{self._tmp_path.suffix}"
+        try:
+            await super().finalize()
+            sync_tree(Path(self._final_path))
+            os.rename(self._final_path, final)
+        finally:
+            self._final_path = final
+        sync(Path(final.parent))
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync all files and folders below a folder, and the folder itself."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            sync(Path(parent, file))
+        sync(Path(parent))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

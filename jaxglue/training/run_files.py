@@ -1,0 +1,80 @@
+"""The list of files that a run wrote, kept in its folder: nothing else there is ever moved or deleted."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MANIFEST = ".jaxglue-run.files"
+"""One JSON object a line: a claimed `path`, with `files` once a folder is complete."""
+
+
+class RunFiles:
+    """The files of the run in a folder; other files in the same folders are the user's.
+
+    Args:
+        folder: of the run.
+        write: False on processes that only read the list.
+    """
+
+    def __init__(self, folder: Path, *, write: bool = True):
+        self._folder, self._write = folder, write
+        self._files: set[str] = set()
+        self._trees: set[str] = set()
+        self._foreign: dict[str, set[str]] = {}
+        for line in _read_lines(folder / MANIFEST):
+            self._apply(line)
+
+    def claim(self, path: Path) -> None:
+        """List a path before it is written; all that a folder without files of the user's receives is the run's."""
+        name = self._name(path)
+        if path.is_dir():
+            self._foreign[name] = {file for file in self.walk(path) if file not in self}
+        if not self._foreign.get(name):
+            self._append({"path": name})
+
+    def seal(self, path: Path) -> None:
+        """List the files of a claimed folder that is complete; files that appear in it later are the user's."""
+        name = self._name(path)
+        self._append({"path": name, "files": sorted(set(self.walk(path)) - self._foreign.get(name, set()))})
+
+    def present(self) -> list[str]:
+        """Return the existing files of the run, relative to its folder."""
+        trees = (name for tree in self._trees if (self._folder / tree).is_dir() for name in self.walk(Path(tree)))
+        return sorted({name for name in {*self._files, *trees} if _is_file(self._folder / name)})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files or any(name == tree or name.startswith(f"{tree}/") for tree in self._trees)
+
+    def _name(self, path: Path) -> str:
+        return path.absolute().relative_to(self._folder.absolute()).as_posix()
+
+    def walk(self, path: Path) -> Iterator[str]:
+        """Return all files below a path, relative to the run's folder."""
+        for parent, _, files in os.walk(self._folder / path):
+            yield from ((Path(parent) / file).relative_to(self._folder).as_posix() for file in files)
+
+    def _append(self, line: dict) -> None:
+        self._apply(line)
+        if self._write:
+            with (self._folder / MANIFEST).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _apply(self, line: dict) -> None:
+        self._trees.discard(line["path"])
+        if "files" in line:
+            self._files.update(line["files"])
+        else:
+            self._trees.add(line["path"])
+
+
+def _read_lines(path: Path) -> list[dict]:
+    """Return the list's lines; a last one cut short by a crash is skipped."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() or path.is_symlink()
