@@ -72,6 +72,11 @@ class TensorFiles:
         info = self.tensors[name]
         return self._handles[info.file].get_slice(name)[start : min(stop, info.shape[0])]
 
+    def read_line(self, name: str, index: tuple[int, ...]) -> np.ndarray:
+        """Read the values along a tensor's last axis at an index of the others."""
+        view = self._handles[self.tensors[name].file].get_slice(name)
+        return view[tuple(slice(int(i), int(i) + 1) for i in index)].reshape(-1)
+
 
 def _open(path: Path):
     try:

@@ -141,7 +141,7 @@ class RunConfig(Config):
     resume: bool = False
     """Continue the run in the output folder."""
     overwrite: Annotated[bool, Alias("overwrite_output_dir")] = False
-    """Delete the run in the output folder first."""
+    """Replace the run in the output folder: its files are deleted once the new run has a checkpoint, others stay."""
     dry_run: bool = False
     """Check everything, print the plan and train nothing."""
     profile: NonNegativeInt = 0
@@ -185,3 +185,9 @@ class TrainConfig(Config):
     def shared(self) -> "TrainConfig":
         """The configuration without this process's own part: equal on all processes, and when the run resumes."""
         return replace(self, distributed=DistributedConfig())
+
+    @property
+    def inputs(self) -> list[str]:
+        """Return the files and folders that the run reads."""
+        template = self.data.chat_template
+        return [self.model.model, *self.data.data, *self.data.eval_data, *([template] if template else [])]

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
@@ -11,8 +12,8 @@ class DurablePath(AtomicRenameTemporaryPath):
 
     async def finalize(self) -> None:
         """Complete the folder under a temporary name, sync it, and rename it."""
-        final = self._final_path
-        self._final_path = final.parent / f"{final.name}.synced{self._tmp_path.suffix}"
+        final = self.get_final()
+        self._final_path: Any = final.parent / f"{final.name}.synced{self._tmp_path.suffix}"
         try:
             await super().finalize()
             sync_tree(Path(self._final_path))

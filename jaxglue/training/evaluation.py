@@ -1,5 +1,7 @@
 """Evaluation between steps: loss on held-out data, and load of experts."""
 
+import math
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -45,7 +47,7 @@ class Evaluation:
         if self._batches is not None:
             losses = [self._executor.loss(trainable, frozen, place_batch(batch, self._mesh)) for batch in self._batches]
             loss = values["eval_loss"] = float(np.sum(jax.device_get(losses))) / self._batches.targets
-            if self.best is None or loss < self.best[0]:
+            if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
                 self.best = (loss, step)
         if self._probe is not None:
             batch = last_batch if self._batches is None else next(iter(self._batches))

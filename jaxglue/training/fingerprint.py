@@ -3,9 +3,8 @@
 import hashlib
 from typing import Any
 
-from jaxglue.hf.checkpoint import open_checkpoint
+from jaxglue.hf.fingerprint import weights_digest
 from jaxglue.recipe import as_dict
-from jaxglue.training.config import TrainConfig
 from jaxglue.training.setup import Setup
 
 
@@ -15,7 +14,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
     groups = as_dict(config)
     return {
         "model": _digest(repr(setup.model).encode()),
-        "weights": _weights_digest(config),
+        "weights": "random" if config.model.random_weights else weights_digest(config.model.model),
         "data": setup.data.fingerprint,
         "seed": config.data.seed,
         "method": config.model.method,
@@ -26,15 +25,6 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "steps": setup.total_steps,
         "batch": [config.run.gradient_accumulation_steps, config.run.batch_size, config.data.seq_len],
     }
-
-
-def _weights_digest(config: TrainConfig) -> str:
-    """Return a digest of the final norm and the first rows of the embedding: checkpoints are too large to read."""
-    if config.model.random_weights:
-        return "random"
-    files = open_checkpoint(config.model.model)
-    norm, embedding = files.read("model.norm.weight"), files.read_rows("model.embed_tokens.weight", 0, 64)
-    return _digest(norm.tobytes() + embedding.tobytes())
 
 
 def _digest(content: bytes) -> str:

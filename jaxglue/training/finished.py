@@ -1,6 +1,7 @@
 """Runs that have reached their end, which --resume leaves as they are."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from jaxglue.distributed import Processes
@@ -22,4 +23,5 @@ def _finished_summary(setup: Setup) -> dict[str, Any] | None:
         return None
     values = read_json(path)
     same = values.pop("fingerprint", None) == json.loads(json.dumps(fingerprint(setup)))
-    return values if same and values["steps"] >= setup.total_steps else None
+    whole = values.get("steps", 0) >= setup.total_steps and Path(values.get("adapter") or "").is_dir()
+    return values if same and whole else None

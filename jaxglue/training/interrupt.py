@@ -12,8 +12,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Interrupt:
     """Context in which a first signal asks to stop and a second one raises KeyboardInterrupt.
 
-    SIGHUP, the end of the terminal, counts unless it is ignored, as under `nohup`. Enter it in Python's main thread, the
-    only one that receives signals.
+    SIGHUP, the end of the terminal, counts unless it is ignored, as under `nohup`. Enter it in Python's main thread,
+    the only one that receives signals.
     """
 
     number: int = 0
@@ -45,5 +45,6 @@ class Interrupt:
             raise KeyboardInterrupt(f"second signal ({name}) before the checkpoint was saved")
         self.number = self.number or number
         # The handler may interrupt a print, which cannot be re-entered.
+        line = f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n"
         with contextlib.suppress(OSError):
-            os.write(2, f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n".encode())
+            os.write(2, line.encode())

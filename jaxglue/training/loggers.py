@@ -59,9 +59,10 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10, filename_suffix=suffix)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one event a value."""
+        """Write one event a value, but none for values that are not finite."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -13,11 +13,20 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     return (json.loads(line) for line in lines if line.endswith("\n"))
 
 
+class Diverged(ValueError):  # noqa: N818
+    """Reports that values of a step, or the arrays after it, are not finite; no later step recovers from that.
+
+    Args:
+        step: optimizer steps done with it.
+        found: which values, and what they are.
+    """
+
+    def __init__(self, step: int, found: str):
+        super().__init__(f"step {step}: {found}. Training has diverged and stops")
+        self.step, self.found = step, found
+
+
 def check_finite(step: int, values: Mapping[str, float]) -> None:
-    """Raise ValueError if training has diverged, from which no later step recovers."""
-    wrong = ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value))
-    if wrong:
-        raise ValueError(
-            f"step {step}: {wrong}. Training has diverged and stops; earlier checkpoints are intact. Try a lower "
-            "--learning-rate, a longer --warmup-ratio or a smaller --clip-norm, or look at this step's documents"
-        )
+    """Raise Diverged if a value is not finite."""
+    if wrong := ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)):
+        raise Diverged(step, wrong)

@@ -113,7 +113,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _check_links(path: Path) -> None:
     """Refuse symbolic links where a run writes: what they point to is not the run's."""
-    for entry in filter(os.path.lexists, (path / name for name in _WRITTEN)):
+    names = (*_WRITTEN, *(f".{name}.tmp" for name in _WRITTEN))
+    for entry in filter(os.path.lexists, (path / name for name in names)):
         within = (Path(parent, name) for parent, *names in os.walk(entry) for name in (*names[0], *names[1]))
         if link := next((link for link in (entry, *within) if link.is_symlink()), None):
             raise ValueError(

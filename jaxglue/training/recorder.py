@@ -7,7 +7,7 @@ import jax
 
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.loggers import Loggers
-from jaxglue.training.metrics import check_finite
+from jaxglue.training.metrics import Diverged, check_finite
 from jaxglue.training.progress import StepReport, TrainingProgress
 from jaxglue.training.setup import Setup
 from jaxglue.training.startup import StartupTimer
@@ -40,10 +40,17 @@ class Recorder:
             loggers, progress: of the run.
 
         Raises:
-            ValueError: a value is not finite.
+            Diverged: a value is not finite; it is logged before.
         """
         values: dict[str, Any] = {name: float(value) for name, value in result.values.items()}
-        check_finite(result.step, values)
+        if "skipped" in values:
+            progress.advance(result.step)
+            return loggers.log(result.step, values)
+        try:
+            check_finite(result.step, values)
+        except Diverged:
+            loggers.log(result.step, values)
+            raise
         self.last_loss = values["loss"]
         progress.advance(result.step)
         if not self.has_compiled:

@@ -40,8 +40,8 @@ class RunFiles:
 
     def present(self) -> list[str]:
         """Return the existing files of the run, relative to its folder."""
-        trees = (name for tree in self._trees if (self._folder / tree).is_dir() for name in self.walk(Path(tree)))
-        return sorted({name for name in {*self._files, *trees} if _is_file(self._folder / name)})
+        claimed = (name for tree in self._trees for name in (tree, *self.walk(Path(tree))))
+        return sorted({name for name in (*self._files, *claimed) if _is_file(self._folder / name)})
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or any(name == tree or name.startswith(f"{tree}/") for tree in self._trees)

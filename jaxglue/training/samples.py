@@ -8,7 +8,9 @@ from rich.console import Console
 from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.sampling import SamplingConfig
+from jaxglue.hf.files import atomic_file
 from jaxglue.models.parameters import ModelGraphDefs, Params
+from jaxglue.training.metrics import read_metrics
 from jaxglue.training.setup import Setup
 
 
@@ -35,11 +37,19 @@ class Samples:
 
     def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
         """Answer every prompt greedily."""
+        lines = []
         for prompt, tokens in self._prompts.items():
             stream = self._generator.stream(trainable, frozen, tokens, self._sampling, self._stops)
             answer = "".join(stream_text(self._tokenizer, stream))
             self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
-            if self._path:
-                line = {"step": step, "prompt": prompt, "answer": answer}
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.append({"step": step, "prompt": prompt, "answer": answer})
+        if self._path and lines:
+            _append(self._path, step, lines)
+
+
+def _append(path: Path, step: int, lines: list[dict]) -> None:
+    """Write the lines of a step after those of earlier ones; a resumed run may write them again."""
+    before = [line for line in read_metrics(path) if line["step"] < step]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*before, *lines])
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -2,18 +2,19 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import jax
 from rich.console import Console
 
 from jaxglue.data.batch import Batch
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.hf.files import atomic_file, write_json
+from jaxglue.hf.files import write_json
 from jaxglue.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.console import Output
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.expert_load import ExpertLoadProbe
@@ -22,11 +23,12 @@ from jaxglue.training.finished import finished_run
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.loggers import Loggers, open_loggers
-from jaxglue.training.output import shared_output_folder
+from jaxglue.training.output import check_inputs, shared_output_folder
 from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import TrainingProgress
 from jaxglue.training.recorder import Recorder
+from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.samples import Samples
 from jaxglue.training.setup import Setup, prepare
 from jaxglue.training.startup import StartupTimer
@@ -44,6 +46,7 @@ def train(
     console: Console | None = None,
     timer: StartupTimer | None = None,
     processes: Processes = SINGLE_PROCESS,
+    interrupt: Interrupt | None = None,
 ) -> RunSummary | None:
     """Train as configured and write adapter or model, checkpoints, metrics and curve to the output folder.
 
@@ -52,6 +55,7 @@ def train(
         console: where to print; by default standard output.
         timer: of a start-up that began before this call.
         processes: all call this; process 0 alone prints and writes, apart from checkpoints.
+        interrupt: tells after an interruption which signal it was.
 
     Returns:
         the results of the run; None after a dry run or an interruption.
@@ -60,7 +64,9 @@ def train(
         ValueError: bad input, before the accelerator is used.
         OSError: a file cannot be written, as on a full disk.
     """
-    console, timer = console or Console(quiet=not processes.is_main), timer or StartupTimer()
+    interrupt = interrupt or Interrupt()
+    console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
+    timer = timer or StartupTimer()
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
@@ -73,24 +79,33 @@ def train(
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
         return summary
     with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
+        if run.overwrite and processes.is_main:
+            check_inputs(folder, config.inputs)
         setup = setup or prepare(config, processes)
-        processes.agree("model and data", fingerprint(setup))
+        identity = fingerprint(setup)
+        processes.agree("model and data", identity)
         timer.stage("data")
         print_panel(console, "plan", plan_rows(setup))
-        if processes.is_main:
-            with atomic_file(folder / "config.toml") as temporary:
-                temporary.write_text(to_toml(config.shared), encoding="utf-8")
-        return Trainer(setup, folder, console, timer, processes).run()
+        trainer = Trainer(setup, identity, console, timer, processes, interrupt)
+        return trainer.run()
 
 
 class Trainer:
     """One run, from its loaded weights to the exported result."""
 
     def __init__(
-        self, setup: Setup, folder: Path, console: Console, timer: StartupTimer, processes: Processes = SINGLE_PROCESS
+        self,
+        setup: Setup,
+        identity: dict[str, Any],
+        console: Console,
+        timer: StartupTimer,
+        processes: Processes,
+        interrupt: Interrupt,
     ):
-        self._setup, self._run, self._processes = setup, setup.config.run, processes
-        self._folder, self._console, self._timer = folder, console, timer
+        self._setup, self._run, self._processes, self._identity = setup, setup.config.run, processes, identity
+        self._console, self._timer, self._interrupt = console, timer, interrupt
+        self._output = RunFolder(self._run.output, overwrite=self._run.overwrite, processes=processes)
+        self._folder = folder = self._run.output
         mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
         self._model = TrainStep(setup, mesh)
         timer.stage("weights")
@@ -107,26 +122,37 @@ class Trainer:
     def run(self) -> RunSummary | None:
         """Train to the end, or until an interruption, after which the run can be resumed."""
         begun = time.monotonic()
-        checkpoints = Checkpoints(
-            self._folder / "checkpoints",
-            fingerprint=fingerprint(self._setup),
-            keep=self._run.keep_checkpoints,
-            processes=self._processes,
-        )
-        with checkpoints:
+        with self._output.replacing(), self._open_checkpoints() as checkpoints:
             if self._run.resume:
                 self._resume(checkpoints)
-            with self._open_loggers() as loggers, Interrupt() as interrupt:
+            if self._model.step == self._setup.total_steps:
+                return self._finish(begun)
+            if self._processes.is_main:
+                self._output.begin(to_toml(self._setup.config.shared))
+            with (
+                self._output.writing("tensorboard", *(["profile"] if self._run.profile else [])),
+                self._open_loggers() as loggers,
+                self._interrupt,
+            ):
                 if self._model.step == 0:
                     self._answer_samples("before")
-                self._train(checkpoints, loggers, interrupt)
+                self._train(checkpoints, loggers)
         if self._model.step < self._setup.total_steps:
             self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
             return None
-        self._answer_samples("after")
         return self._finish(begun)
 
-    def _train(self, checkpoints: Checkpoints, loggers: Loggers, interrupt: Interrupt) -> None:
+    def _open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self._folder / "checkpoints",
+            fingerprint=self._identity,
+            keep=self._run.keep_checkpoints,
+            processes=self._processes,
+            before_write=self._output.before_checkpoint,
+            saved=self._output.checkpoint_saved,
+        )
+
+    def _train(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
         """Dispatch step after step, reading a step's loss while later ones run."""
         eval_every = self._run.eval_every or self._setup.batches.steps_per_epoch
         save_every = self._run.save_every or eval_every
@@ -137,7 +163,7 @@ class Trainer:
             while self._model.step < total and not stop:
                 profiler.before(self._model.step + 1)
                 in_flight.add(self._dispatch_step())
-                stop = self._must_stop(interrupt)
+                stop = self._must_stop()
                 evaluate = self._evaluation.is_needed and self._is_due(eval_every)
                 save = stop or self._is_due(save_every)
                 drain = evaluate or save or not self._recorder.has_compiled
@@ -158,11 +184,12 @@ class Trainer:
         self._last_batch = batch.micro_batches[-1]
         return self._model.dispatch(batch)
 
-    def _must_stop(self, interrupt: Interrupt) -> bool:
+    def _must_stop(self) -> bool:
         """Tell whether any process was asked to stop; several processes ask each other at the steps they log."""
         if self._processes.count > 1 and not self._recorder.is_log_due(self._model.step):
             return False
-        return any(self._processes.all_gather_object(interrupt.requested))
+        self._interrupt.number = max(self._processes.all_gather_object(self._interrupt.number))
+        return bool(self._interrupt.number)
 
     def _is_due(self, every: int) -> bool:
         return self._model.step % every == 0 or self._model.step == self._setup.total_steps
@@ -204,13 +231,15 @@ class Trainer:
         self._console.print(f"resumed from step {restored.step}", highlight=False)
 
     def _finish(self, begun: float) -> RunSummary:
-        """Export the result and write curve and summary; `begun` is the start of the run, `time.monotonic`."""
+        """Answer samples, export the result and write curve and summary; `begun` is the start, `time.monotonic`."""
         is_main = self._processes.is_main
-        result = export_result(self._setup, self._model.trainable, self._folder, write=is_main)
+        self._answer_samples("after")
+        with self._output.writing("adapter" if self._setup.config.model.method == "lora" else "model"):
+            result = export_result(self._setup, self._model.trainable, self._folder, write=is_main)
         summary = self._summarize(result, time.monotonic() - begun)
         if is_main:
             save_loss_curve(summary.metrics, summary.curve)
-            write_json(self._folder / "summary.json", summary_json(summary) | {"fingerprint": fingerprint(self._setup)})
+            write_json(self._folder / "summary.json", summary_json(summary) | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
         return summary
 

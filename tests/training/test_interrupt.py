@@ -5,12 +5,12 @@ import pytest
 from jaxglue.training.interrupt import Interrupt
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_asks_and_second_raises(number, capfd):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_first_signal_asks_and_second_raises(number, status, capfd):
     with Interrupt() as interrupt:
-        assert not interrupt.requested
+        assert not interrupt.number
         signal.raise_signal(number)
-        assert interrupt.requested
+        assert (interrupt.number, interrupt.status) == (number, status)
         assert f"{number.name}: saving a checkpoint and exiting after this step" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt, match="before the checkpoint was saved"):
             signal.raise_signal(number)
@@ -21,3 +21,18 @@ def test_previous_handlers_are_restored():
     with Interrupt():
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_hangup_asks_once_unless_ignored():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert interrupt.number == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            interrupt.output_closed()
+        assert not interrupt.number
+    finally:
+        signal.signal(signal.SIGHUP, before)

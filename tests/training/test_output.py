@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from jaxglue.training.output import output_folder
+from jaxglue.training.output import check_inputs, output_folder
+from jaxglue.training.run_files import RunFiles
 
 
 @pytest.fixture
@@ -47,12 +48,12 @@ def test_crash_frees_the_folder(tmp_path):
 
 
 def test_earlier_run_needs_resume_or_overwrite(run_folder):
-    with pytest.raises(ValueError, match="holds a run: continue it with --resume, or delete it with --overwrite"):
+    with pytest.raises(ValueError, match="holds a run: continue it with --resume, or replace it with --overwrite"):
         output_folder(run_folder).__enter__()
     with output_folder(run_folder, resume=True):
         assert files(run_folder) == ["checkpoints", "metrics.jsonl"]
-    with output_folder(run_folder, overwrite=True):
-        assert files(run_folder) == []
+    with pytest.raises(ValueError, match="has no list of the files that its run wrote"):
+        output_folder(run_folder, overwrite=True).__enter__()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -77,3 +78,26 @@ def test_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
         output_folder(tmp_path / "file").__enter__()
+
+
+@pytest.mark.parametrize("link", ["metrics.jsonl", "checkpoints", "adapter/tokenizer.json", ".config.toml.tmp"])
+def test_symbolic_links_are_refused(run_folder, tmp_path, link):
+    (tmp_path / "elsewhere").write_text("mine")
+    (run_folder / "metrics.jsonl").unlink()
+    (run_folder / "checkpoints" / "1").rmdir()
+    (run_folder / "checkpoints").rmdir()
+    (run_folder / link).parent.mkdir(exist_ok=True)
+    (run_folder / link).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is a symbolic link, and a run writes through none"):
+        output_folder(run_folder, resume=True).__enter__()
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+
+
+def test_inputs_inside_the_replaced_run_are_refused(run_folder):
+    files = RunFiles(run_folder)
+    files.claim(run_folder / "metrics.jsonl")
+    (run_folder / "chats.jsonl").touch()
+    check_inputs(run_folder, [run_folder / "chats.jsonl", run_folder.parent, "hf:owner/name"])
+    for path in (run_folder / "metrics.jsonl", run_folder):
+        with pytest.raises(ValueError, match=r"--overwrite would delete .*, which this run reads"):
+            check_inputs(run_folder, [path])

@@ -1,0 +1,142 @@
+"""Replacement of a run: nothing of the user's moves, and the run before survives until the new one has a checkpoint."""
+
+import os
+
+import pytest
+
+from jaxglue.training import previous_run
+from jaxglue.training.output import output_folder
+from jaxglue.training.run_files import RunFiles
+from jaxglue.training.run_folder import RunFolder
+
+
+def write_run(folder, text, *, checkpoint=True):
+    output = RunFolder(folder)
+    output.begin(text)
+    with output.writing("adapter"):
+        (folder / "adapter").mkdir(exist_ok=True)
+        (folder / "adapter" / "weights").write_text(text)
+    if checkpoint:
+        output.before_checkpoint(folder / "checkpoints" / "5")
+        (folder / "checkpoints" / "5").mkdir(parents=True)
+        (folder / "checkpoints" / "5" / "array").write_text(text)
+        output.checkpoint_saved(folder / "checkpoints" / "5")
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".jaxglue")
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    with output_folder(tmp_path / "run") as folder:
+        write_run(folder, "old")
+    (folder / "chats.jsonl").write_text("mine")
+    (folder / "adapter" / "notes.txt").write_text("mine")
+    return folder
+
+
+MINE = {"chats.jsonl": "mine", "adapter/notes.txt": "mine"}
+OLD = {**MINE, "config.toml": "old", "adapter/weights": "old", "checkpoints/5/array": "old"}
+
+
+def test_new_run_replaces_the_files_of_the_old_alone(run):
+    with output_folder(run, overwrite=True):
+        assert contents(run) == OLD
+        output = RunFolder(run, overwrite=True)
+        with output.replacing():
+            assert {name: text for name, text in contents(run).items() if "old-" not in name} == MINE
+            output.begin("new")
+            folder = run / "checkpoints" / "1"
+            output.before_checkpoint(folder)
+            folder.mkdir(parents=True)
+            (folder / "array").write_text("new")
+            output.checkpoint_saved(folder)
+    assert contents(run) == {**MINE, "config.toml": "new", "checkpoints/1/array": "new"}
+
+
+def test_failure_before_a_checkpoint_restores_the_old_run(run):
+    output = RunFolder(run, overwrite=True)
+    with pytest.raises(KeyboardInterrupt), output.replacing():
+        write_run(run, "new", checkpoint=False)
+        raise KeyboardInterrupt
+    assert contents(run) == OLD
+
+
+def test_kill_at_any_moment_leaves_one_whole_run(run, tmp_path, monkeypatch):
+    """Stop before each rename, deletion and write, and open the folder again."""
+    outcomes = []
+    for moment in range(1000):
+        folder = tmp_path / str(moment)
+        _copy(run, folder)
+        if _replace_until(moment, folder, monkeypatch):
+            break
+        with output_folder(folder, resume=True):
+            outcomes.append(contents(folder))
+    new = {**MINE, "config.toml": "new", "adapter/weights": "new", "checkpoints/5/array": "new"}
+    assert len(outcomes) > 15
+    assert [outcome for outcome in outcomes if outcome not in (OLD, new)] == []
+    assert outcomes[0] == OLD and outcomes[-1] == new
+
+
+class Killed(BaseException):
+    pass
+
+
+def _replace_until(moment, folder, monkeypatch):
+    """Replace the run, stopping dead before the call of this number; tell whether there were fewer calls."""
+    calls = iter(range(moment))
+
+    def dying(function):
+        def call(*args, **options):
+            if next(calls, None) is None:
+                raise Killed
+            return function(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        patch.setattr(previous_run, "restore_previous", dying(lambda folder: None))
+        patch.setattr("jaxglue.training.run_folder.restore_previous", lambda folder: None)
+        try:
+            output = RunFolder(folder, overwrite=True)
+            with output.replacing():
+                write_run(folder, "new")
+        except Killed:
+            return False
+    return True
+
+
+def _copy(source, target):
+    for path in source.rglob("*"):
+        if path.is_file():
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            (target / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+def test_files_added_to_a_folder_of_the_run_are_the_users(tmp_path):
+    files = RunFiles(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    files.claim(tmp_path / "adapter")
+    (tmp_path / "adapter" / "a").touch()
+    assert RunFiles(tmp_path).present() == ["adapter/a"]  # killed before it was complete
+    files.seal(tmp_path / "adapter")
+    (tmp_path / "adapter" / "mine").touch()
+    files = RunFiles(tmp_path)
+    assert files.present() == ["adapter/a"]
+    files.claim(tmp_path / "adapter")
+    (tmp_path / "adapter" / "b").touch()
+    files.seal(tmp_path / "adapter")
+    assert RunFiles(tmp_path).present() == ["adapter/a", "adapter/b"]
+
+
+def test_user_files_among_checkpoints_are_not_replaced(run):
+    (run / "checkpoints" / "5" / "mine.txt").touch()
+    with pytest.raises(ValueError, match=r"mine.txt was not written by the run there: move it elsewhere"):
+        output_folder(run, overwrite=True).__enter__()
