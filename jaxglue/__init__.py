@@ -5,10 +5,16 @@ Public names are imported on first use, so `import jaxglue` loads neither JAX no
 
 import importlib
 import os
+import sys
 from typing import Any
 
 # transformers only provides tokenizers here: its advice to install PyTorch does not apply.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+HIDES_TORCH = "JAXGLUE_HIDES_TORCH"
+"""Environment variable by which a command's worker processes know that torch is hidden from libraries."""
+if HIDES_TORCH in os.environ:
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 _MODULES = {
     "training.config": ("TrainConfig",),

@@ -169,6 +169,12 @@ def _sources(item: Mapping[str, Any]) -> list[str]:
     return ["hf:" + ":".join(filter(None, [path, item.get("name")]))] if hub else [path]
 
 
+def _lora_target(value: Any) -> Nested:
+    names = [value] if isinstance(value, str) else value
+    targets = [target.strip() for name in names for target in str(name).split(",")]
+    return {"lora": {"targets": tuple("all-linear" if target == "all" else target for target in targets)}}
+
+
 def _template(value: Any) -> Nested:
     if not str(value).startswith("tokenizer_default"):
         raise ValueError(f"{_TEMPLATE}; got {value!r}")
@@ -179,6 +185,7 @@ _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": _data_sets("data"),
     "test_datasets": _data_sets("eval_data"),
+    "lora_target": _lora_target,
     "chat_template": _template,
 }
 """Readers of settings whose values differ in kind."""

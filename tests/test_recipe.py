@@ -43,6 +43,7 @@ stage: sft
 do_train: true
 finetuning_type: lora
 lora_rank: 8
+lora_target: q_proj,v_proj
 cutoff_len: 2048
 dataset: identity
 template: qwen3
@@ -114,6 +115,7 @@ def test_axolotl_recipe_is_translated(write, caplog):
 def test_llama_factory_recipe_is_translated(write):
     config = parse_config(TrainConfig, ["--recipe", str(write(LLAMA_FACTORY)), "--data", "x"])
     assert (config.model.method, config.lora.rank, config.data.seq_len, config.run.epochs) == ("lora", 8, 2048, 3)
+    assert config.lora.targets == ("q_proj", "v_proj")
 
 
 def test_recipe_without_adapter_trains_all_weights(write):

@@ -67,19 +67,16 @@ def _exit_on_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _torch_hidden() -> Iterator[None]:
-    """Make torch appear not installed: libraries import it where it is, for seconds, and nothing here uses it."""
-    absent = "torch" not in sys.modules
-    if absent:
-        _hide_torch()
+    """Make torch appear not installed, here and in worker processes: libraries import it, for seconds, without use."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ[jaxglue.HIDES_TORCH] = "1"
     try:
         yield
     finally:
-        if absent:
-            del sys.modules["torch"]
-
-
-def _hide_torch() -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]
+        del sys.modules["torch"], os.environ[jaxglue.HIDES_TORCH]
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -106,8 +103,3 @@ def _help() -> str:
             "jaxglue COMMAND --help lists a command's flags; jaxglue --version prints the version.",
         ]
     )
-
-
-# Worker processes import the module of their parent's command line, and so this one, before anything else.
-if (multiprocessing := sys.modules.get("multiprocessing")) and multiprocessing.parent_process():
-    _hide_torch()

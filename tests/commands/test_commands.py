@@ -51,3 +51,29 @@ def test_torch_is_hidden_while_a_command_runs(monkeypatch):
     monkeypatch.setattr("jaxglue.commands.export.main", lambda argv: seen.append(importlib.util.find_spec("torch")))
     main(["export"])
     assert seen == [None] and "torch" not in sys.modules
+
+
+INTERRUPT = """
+import importlib, signal
+from jaxglue import commands
+importlib.import_module = lambda name: signal.raise_signal(signal.SIGINT)
+commands.run("train")
+"""
+
+
+def test_interrupt_inside_imports_is_one_line():
+    done = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.split("\n")) == (130, "", ["", "jaxglue: interrupted", ""])
+
+
+def test_worker_processes_see_no_torch(monkeypatch):
+    code = "import jaxglue, sys; print(sys.modules['torch'])"
+    seen = []
+
+    def worker(argv):
+        seen.append(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("jaxglue.commands.export.main", worker)
+    main(["export"])
+    assert seen == ["None"]
