@@ -20,6 +20,7 @@ _MODULES = {
     "training.config": ("TrainConfig",),
     "training.trainer": ("train",),
     "generation.chat": ("GenerateConfig", "generate"),
+    "engine.layer_stack": ("LayerStack",),
     "planner.plan": ("plan",),
     "planner.workload": ("Workload",),
     "hf.loading": ("load_model",),

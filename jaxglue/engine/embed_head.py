@@ -1,6 +1,6 @@
 """The compiled programs around the stack of layers: embedding and rotary tables; final norm, projection and loss."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,32 @@ from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 
+class EntryHead(Protocol):
+    """Compiled functions around the stack of layers; every tree argument is the whole model's."""
+
+    entry: str
+    """Key of the entry's parameters."""
+    programs: tuple[Any, ...]
+
+    def embed(self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, scale=None) -> tuple:
+        """Return (the first layer's input, every layer's context)."""
+
+    def embed_backward(
+        self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, dx, accumulated: Params | None
+    ) -> Params:
+        """Return `accumulated` plus the entry's gradients."""
+
+    def loss(self, trainable: Params, frozen: Params, x, batch: Any, scale) -> Array:
+        """Return scale · Σ loss of the last layer's output."""
+
+    def head_backward(self, trainable: Params, frozen: Params, x, batch: Any, scale, sums: Params) -> tuple:
+        """Return (loss, dx, the head's entries of `sums` plus gradients)."""
+
+
 class EmbedHead:
     """Compiled functions of the embedding and the head; every tree argument is the whole model's."""
+
+    entry = "embed_tokens"
 
     def __init__(
         self,
@@ -67,7 +91,13 @@ class EmbedHead:
         return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
 
     def embed_backward(
-        self, trainable: Params, batch: Batch, dx: Float[Array, "B T D"], accumulated: Params | None
+        self,
+        trainable: Params,
+        frozen: Params,
+        batch: Batch,
+        key: PRNGKeyArray | None,
+        dx: Float[Array, "B T D"],
+        accumulated: Params | None,
     ) -> Params:
         """Return `accumulated` of the embedding plus its gradient; empty when the embedding is frozen."""
         return self._embed_backward_program(trainable["embed_tokens"], batch, dx, accumulated)

@@ -11,21 +11,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.embed_head import EmbedHead
+from jaxglue.engine.embed_head import EmbedHead, EntryHead
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.engine.residuals import Residuals
+from jaxglue.engine.residuals import Layer, Residuals
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, set_part
 from jaxglue.ops.collectives import per_device
 from jaxglue.sharding.gather import gather, merge_gathered, select_to_gather, sum_partials, zero_partials
-from jaxglue.sharding.rules import Layout
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 Update = Callable[[ParamKey, Params], None]
 """Called with a part of the parameters (a name, or a layer's index) and its finished gradients."""
@@ -42,21 +43,17 @@ class SavedLayer(NamedTuple):
     residuals: Residuals
 
 
-class Executor:
+class LayerExecutor:
     """Compute loss and gradients over the micro-batches of one optimizer step.
 
     Args:
-        graphdefs: modules of `split_model`.
-        config: the model's shape.
+        layers: modules without parameters, or functions; equal ones share their compiled programs.
+        entry_head: the functions around them.
         policy: remat policy of all layers, or one for each.
-        dtype: of activations and matmuls.
-        attention: attention backend.
+        layout: of the model's arrays.
         stream_weights: the layers' frozen weights are in pinned host memory.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
             and layers one after another; None chooses (`default_prefetch_depth`).
-        router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
-            disables them. Their gradients are added to the loss's, their values are not.
-        mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
 
     Raises:
         ValueError: the number of policies differs from the number of layers, or the policy or the weights need pinned
@@ -65,24 +62,19 @@ class Executor:
 
     def __init__(
         self,
-        graphdefs: ModelGraphDefs,
-        config: DecoderConfig,
+        layers: Sequence[nnx.GraphDef | Layer],
+        entry_head: EntryHead,
         *,
         policy: RematPolicy | Sequence[RematPolicy],
-        dtype=jnp.bfloat16,
-        attention: str = "auto",
+        layout: Layout = SINGLE_DEVICE,
         stream_weights: bool = False,
         prefetch_depth: int | None = None,
-        router_losses: RouterLosses | None = None,
-        mesh: Mesh | None = None,
     ):
-        policies = [policy] * len(graphdefs.layers) if isinstance(policy, RematPolicy) else list(policy)
-        if len(policies) != len(graphdefs.layers):
-            raise ValueError(f"{len(policies)} remat policies for {len(graphdefs.layers)} layers: give one for each")
-        self._layout = layout = Layout(mesh, dtype)
-        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "router_losses": router_losses}
-        self._embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
-        types = list(zip(graphdefs.layers, policies, strict=True))
+        policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
+        if len(policies) != len(layers):
+            raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
+        self._layout, self._entry_head = layout, entry_head
+        types = list(zip(layers, policies, strict=True))
         self._layer_types = {kind: LayerFunctions(*kind, layout) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
         self._stream_weights = stream_weights
@@ -144,7 +136,7 @@ class Executor:
     def loss(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, ""]:
         """Return Σ loss over one batch, not divided by its weight; keep nothing for a backward pass."""
         trainable, frozen = transfer.commit((trainable, frozen))
-        x, contexts = self._embed_head.embed(trainable, frozen, batch, None)
+        x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
         running = self._run_ahead()
         stored = self._stored_weights(trainable, frozen)
         gathered = self._gather_first(stored)
@@ -154,11 +146,11 @@ class Executor:
             if self._stream_weights:
                 running.add(x)
             del weights
-        return self._total_loss(self._embed_head.loss(trainable, frozen, x, batch, np.float32(1)))
+        return self._total_loss(self._entry_head.loss(trainable, frozen, x, batch, np.float32(1)))
 
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
-        programs: list[Any] = list(self._embed_head.programs)
+        programs: list[Any] = list(self._entry_head.programs)
         for layer in self._layer_types.values():
             programs += [layer.forward, layer.backward, layer.apply]
         return sum(program._cache_size() for program in programs)
@@ -171,15 +163,16 @@ class Executor:
 
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
-        x, contexts = self._embed_head.embed(trainable, frozen, batch, key, scale)
+        x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
         x, saved = self._forward(trainable, frozen, x, contexts)
-        loss, dx, head = self._embed_head.head_backward(trainable, frozen, x, batch, scale, sums)
+        loss, dx, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
         del x
-        embed_sums = head.pop("embed_tokens", sums["embed_tokens"])
+        entry = self._entry_head.entry
+        entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
             finish(name, head.pop(name))
         dx = self._backward(saved, contexts, dx, sums["layers"], finish)
-        finish("embed_tokens", self._embed_head.embed_backward(trainable, batch, dx, embed_sums))
+        finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
 
     def _forward(self, trainable, frozen, x, contexts: list[PackedContext]) -> tuple[Array, list[SavedLayer]]:
@@ -263,3 +256,36 @@ class Executor:
         """Pop the last layer and start its copies from the host."""
         layer = saved.pop()
         return transfer.to_device(layer) if self._uses_host else layer
+
+
+class Executor(LayerExecutor):
+    """Compute loss and gradients of a causal language model.
+
+    Args:
+        graphdefs: modules of `split_model`.
+        config: the model's shape.
+        policy: remat policy of all layers, or one for each.
+        dtype: of activations and matmuls.
+        attention: attention backend.
+        router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
+            disables them. Their gradients are added to the loss's, their values are not.
+        mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
+        options: of `LayerExecutor`.
+    """
+
+    def __init__(
+        self,
+        graphdefs: ModelGraphDefs,
+        config: DecoderConfig,
+        *,
+        policy: RematPolicy | Sequence[RematPolicy],
+        dtype=jnp.bfloat16,
+        attention: str = "auto",
+        router_losses: RouterLosses | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        layout = Layout(mesh, dtype)
+        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "router_losses": router_losses}
+        embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
+        super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)

@@ -1,6 +1,7 @@
 """The compiled programs of one layer type: forward, backward, and evaluation."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.engine.compiler import jit_exchanging, jit_step
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.engine.residuals import Residuals, differentiate
+from jaxglue.engine.residuals import Layer, Residuals, differentiate
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops.collectives import device_key, per_device
@@ -25,10 +26,16 @@ class LayerFunctions:
 
     On a mesh each is one program per device. With FSDP it also gathers the weights of the layer that runs next
     (`ahead`: the arrays to gather of its trainable and frozen parameters) while this one computes.
+
+    Args:
+        layer: the module without its parameters, or a function of trainable and frozen parameters, x and context.
+        policy: of its values for the backward pass.
+        layout: of its arrays.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, policy: RematPolicy, layout: Layout = SINGLE_DEVICE):
-        self._graphdef, self._layout = graphdef, layout
+    def __init__(self, layer: nnx.GraphDef | Layer, policy: RematPolicy, layout: Layout = SINGLE_DEVICE):
+        self._run: Layer = partial(_run_module, layer) if isinstance(layer, nnx.GraphDef) else layer
+        self._layout = layout
         self.policy = policy
         jit = jit_exchanging if layout.gathers else jit_step
         self.forward = jit(self._forward)
@@ -97,7 +104,11 @@ class LayerFunctions:
     def _layer(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
         if context.dropout_key is not None:
             context = replace(context, dropout_key=device_key(context.dropout_key))
-        return merge_module(self._graphdef, trainable, frozen)(x, context)
+        return self._run(trainable, frozen, x, context)
+
+
+def _run_module(graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
+    return merge_module(graphdef, trainable, frozen)(x, context)
 
 
 def add_trees(accumulated: Params | None, gradients: Params) -> Params:
