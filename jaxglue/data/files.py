@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 class ReadMeter:
-    """Bytes read so far."""
+    """Count of the bytes read so far, of compressed files decompressed."""
 
     bytes: float = 0
 
@@ -36,9 +36,14 @@ class ReadMeter:
             yield line
 
 
+def is_compressed(path: Path) -> bool:
+    """Tell from the name whether a file is compressed."""
+    return path.suffix in _COMPRESSION
+
+
 def file_type(path: Path) -> str:
     """Return the suffix of a file without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in _COMPRESSION else path.suffix
+    return Path(path.stem).suffix if is_compressed(path) else path.suffix
 
 
 def file_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
@@ -65,7 +70,7 @@ def expected_files() -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file, decompressed."""
-    if path.suffix not in _COMPRESSION:
+    if not is_compressed(path):
         with path.open("rb") as file:
             yield file
         return

@@ -11,10 +11,11 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
 from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
+from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
 from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
-from jaxglue.data.tokenize import Progress, Tokenized, tokenize
+from jaxglue.data.tokenize import Tokenized, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def prepare_data(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
-    progress: Progress | None = None,
+    progress: DataProgress | None = None,
 ) -> PreparedData:
     """Read, template, tokenize, mask, truncate and split the data, on the host only.
 
@@ -107,13 +108,14 @@ def prepare_data(
         config: data sources and processing.
         tokenizer: of the model; adopts `config.chat_template`, so that generation and export agree with training.
         vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
-        progress: called with the number of rows tokenized so far.
+        progress: shows hashing, tokenizing and packing; by default nothing does.
 
     Raises:
         ValueError: unusable data, naming file and line where possible.
     """
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    progress = progress or NoProgress()
     groups = [
         [_select(source, config, tokenizer, vocab_size, progress) for source in sources]
         for sources in filter(None, (config.sources, config.eval_sources))
@@ -123,7 +125,8 @@ def prepare_data(
     train = _mix(splits[0].dataset, config)
     datasets = [train, *(split.dataset for split in splits[1:])]
     tokenized = [one for group in groups for one, _ in group]
-    plans = [plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0) for data in datasets]
+    with progress.stage("packing"):
+        plans = [plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0) for data in datasets]
     sizes = [_split_report(*pair, config.seq_len) for pair in zip(datasets, plans, strict=True)]
     report = DataReport(
         format=", ".join(dict.fromkeys(one.format for one in tokenized)),
@@ -144,7 +147,7 @@ def _select(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
-    progress: Progress | None,
+    progress: DataProgress,
 ) -> tuple[Tokenized, Selection]:
     tokenized = tokenize(source, config, tokenizer, progress)
     _check_vocabulary(tokenized.store, vocab_size)

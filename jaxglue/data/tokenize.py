@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import batched, chain, islice
@@ -16,14 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.cache import content_key, file_digest, open_or_write
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
-from jaxglue.data.files import Row
+from jaxglue.data.files import ReadMeter, Row, is_compressed
 from jaxglue.data.formats import detect_format
+from jaxglue.data.progress import Advance, DataProgress
 from jaxglue.data.readers import data_files, hub_fingerprint, read_rows
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore, write_store
-
-Progress = Callable[[int], None]
-"""Callback with the number of rows tokenized so far."""
 
 _VERSION = 3
 """Increment when the same rows yield different tokens or masks, to invalidate caches."""
@@ -47,14 +45,14 @@ class Tokenized:
 
 
 def tokenize(
-    source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
+    source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: DataProgress
 ) -> Tokenized:
     """Tokenize a source, or open the cached result.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
-    digests = _digests(source)
+    digests = _digests(source, progress)
     folder = Path(config.cache_dir) / _cache_key(digests, source, tokenizer)
     fresh = []
 
@@ -72,15 +70,17 @@ def _write(
     source: Source,
     workers: int | None,
     tokenizer: PreTrainedTokenizerBase,
-    progress: Progress | None,
+    progress: DataProgress,
 ) -> None:
-    rows = read_rows(source)
+    meter = ReadMeter()
+    rows = read_rows(source, meter)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     format = _find_format(head, source)
     encoder = Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system)
     workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
-    write_store(folder, _counted(encoded, progress), format=format)
+    with progress.stage(f"tokenizing {source}", _size(source)) as advance:
+        write_store(folder, _metered(encoded, meter, advance), format=format)
 
 
 def _find_format(head: list[Row], source: Source) -> str:
@@ -130,12 +130,9 @@ def _encode_chunk(rows: tuple[Row, ...]) -> Encoded:
     return _encoder.encode(rows)
 
 
-def _counted(chunks: Iterable[Encoded], progress: Progress | None) -> Iterator[Encoded]:
-    done = 0
+def _metered(chunks: Iterable[Encoded], meter: ReadMeter, advance: Advance) -> Iterator[Encoded]:
     for chunk in chunks:
-        done += len(chunk.lengths)
-        if progress:
-            progress(done)
+        advance(meter.bytes)
         yield chunk
 
 
@@ -146,7 +143,19 @@ def _cache_key(digests: list[tuple[str, str]], source: Source, tokenizer: PreTra
     return content_key(_VERSION, files, *settings, *model)
 
 
-def _digests(source: Source) -> list[tuple[str, str]]:
+def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:
     if source.name.startswith(HUB_PREFIX):
         return [(source.name, hub_fingerprint(source))]
-    return [(str(path), file_digest(path)) for path in data_files(source.name)]
+    digests, done = [], 0
+    with progress.stage(f"hashing {source}") as advance:
+        for path in data_files(source.name):
+            digests.append((str(path), file_digest(path)))
+            done += path.stat().st_size
+            advance(done)
+    return digests
+
+
+def _size(source: Source) -> int | None:
+    """Return the bytes of a source; None where they are only known when read."""
+    files = [] if source.name.startswith(HUB_PREFIX) else data_files(source.name)
+    return None if any(map(is_compressed, files)) else sum(path.stat().st_size for path in files) or None

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
+from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
@@ -67,7 +68,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         open_checkpoint(config.model.model)
     tokenizer = load_tokenizer(config.model.model)
     with processes.main_process_first():
-        data = prepare_data(config.data, tokenizer, model.vocab_size)
+        data = prepare_data(config.data, tokenizer, model.vocab_size, DataProgress() if processes.is_main else None)
     visible_keys = mean_visible_keys(data.train.lengths)
     mesh, remat = agree_on_mesh(config, model, visible_keys, processes)
     batches, eval_batches = _make_batches(config, data, mesh)

@@ -5,9 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxglue.data import BatchIterator, DataConfig, prepare_data
 from jaxglue.data.batch import build_batch
+from jaxglue.data.config import DataConfig
+from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.mixing import epoch_documents, plan_dataset_epoch
+from jaxglue.data.prepare import prepare_data
 
 
 @pytest.fixture

@@ -1,12 +1,17 @@
 """Data preparation from files to data sets: report, cache and errors."""
 
+import io
+import itertools
 import json
+import re
 
 import pytest
+from rich.console import Console
 
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
+from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
 
 
@@ -22,13 +27,15 @@ def prepare(tmp_path, make_tokenizer):
 
 
 def test_the_report_counts(prepare, write_jsonl, chat_rows):
-    seen = []
-    prepared = prepare(write_jsonl(chat_rows(50)), eval_fraction=0.1, progress=seen.append)
+    console = Console(file=io.StringIO())
+    progress = DataProgress(console, clock=itertools.count(0, 10).__next__)
+    prepared = prepare(write_jsonl(chat_rows(50)), eval_fraction=0.1, progress=progress)
     report = prepared.report
     assert (report.format, report.rows, report.train.documents, report.eval.documents) == ("messages", 50, 45, 5)
     assert report.train.tokens == prepared.train.lengths.sum()
     assert report.train.efficiency == report.train.tokens / (128 * report.train.packed_rows)
-    assert seen == [50]
+    line = r"tokenizing \S*data.jsonl: 0.0 of 0.0 MB, 0.00 MB/s, 0:00:00 left\n"
+    assert re.search(line, console.file.getvalue().replace("\n\n", "\n"))
     assert "50 rows of format messages" in str(report)
     assert len(list(epoch(prepared))) == -(-report.train.packed_rows // 2)
     with_loss = sum(batch.loss_weights.sum() for step in epoch(prepared) for batch in step.micro_batches)

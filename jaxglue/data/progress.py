@@ -1,0 +1,72 @@
+"""Progress of the preparation: a bar on a terminal, a line now and then elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+Advance = Callable[[float], None]
+"""Callback with the bytes done so far in a stage."""
+_SECONDS_BETWEEN_LINES = 10
+
+
+class DataProgress:
+    """Shows each stage of the preparation with its rate and the time left."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        """Prepare the display.
+
+        Args:
+            console: by default standard error.
+            clock: seconds.
+        """
+        self._console, self._clock = console or Console(stderr=True), clock
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Advance]:
+        """Show a stage while its context lasts.
+
+        Args:
+            name: "tokenizing chats.jsonl".
+            total: bytes; None if unknown.
+        """
+        if not self._console.is_terminal:
+            yield self._lines(name, total)
+            return
+        columns = (BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda done: bar.update(task, completed=done)
+
+    def _lines(self, name: str, total: float | None) -> Advance:
+        begun = printed = self._clock()
+
+        def advance(done: float) -> None:
+            nonlocal printed
+            now = self._clock()
+            if now - printed >= _SECONDS_BETWEEN_LINES:
+                printed = now
+                line = _line(name, done, total, now - begun)
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        return advance
+
+
+class NoProgress(DataProgress):
+    """Shows nothing."""
+
+    @contextmanager
+    def stage(self, name: str, total: float | None = None) -> Iterator[Advance]:
+        """Ignore the stage."""
+        yield lambda done: None
+
+
+def _line(name: str, done: float, total: float | None, seconds: float) -> str:
+    rate = done / seconds
+    parts = [f"{done / 1e6:,.1f}" + (f" of {total / 1e6:,.1f} MB" if total else " MB"), f"{rate / 1e6:.2f} MB/s"]
+    if total and rate:
+        parts.append(f"{timedelta(seconds=round(max(0, total - done) / rate))} left")
+    return f"{name}: {', '.join(parts)}"
