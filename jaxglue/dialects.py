@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jaxglue.config import KEEP, Kind, groups, nearest, plain_fields
 
@@ -133,40 +134,61 @@ def _adapter(value: Any) -> Nested:
     return {"model": {"method": "lora", **({"quantize": "nf4"} if value == "qlora" else {})}}
 
 
+_FORMATS = {
+    **dict.fromkeys(("chat_template", "sharegpt", "chat"), "auto"),
+    **{"alpaca": "alpaca", "alpaca_chat.load_qa": "question_answer", "completion": "text", "pretrain": "text"},
+}
+"""Row formats by axolotl's types."""
+_ROWS = {"role": ("role", "from"), "content": ("content", "value")}
+"""Names of a message's keys that are read without renaming."""
+
+
 def _data_sets(field: str) -> Callable[[Any], Nested]:
-    """Return the reader of a list of data sets into a field of the table [data]."""
+    """Return the reader of axolotl's list of data sets into a field of the table [data]."""
 
     def read(value: Any) -> Nested:
         if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):
             raise ValueError("expected a list of data sets, each with its path")
-        if unknown := {key for item in value for key in item} - {
-            "path",
-            "type",
-            "split",
-            "name",
-            "data_files",
-            "ds_type",
-        }:
-            raise ValueError(
-                f"settings that jaxglue does not know: {', '.join(sorted(unknown))}. Rows of messages, conversations, "
-                "prompt and completion, or text are read as they are; remove the settings if yours are such rows"
-            )
-        sources = [source for item in value for source in _sources(item)]
-        splits = {item["split"] for item in value if "split" in item}
-        if len(splits) > 1:
-            raise ValueError(f"all data sets are read from one split, got {', '.join(sorted(splits))}")
-        return {"data": {field: tuple(sources), **({"split": splits.pop()} if splits else {})}}
+        return {"data": {field: tuple(source for item in value for source in _sources(dict(item)))}}
 
     return read
 
 
-def _sources(item: Mapping[str, Any]) -> list[str]:
-    """Return a data set's files, or its name on the hub."""
-    path, files = str(item["path"]), item.get("data_files", [])
-    if files:
-        return [files] if isinstance(files, str) else [str(file) for file in files]
+def _sources(item: dict[str, Any]) -> list[str]:
+    """Return a data set's files, or its name on the hub, with the settings of its rows."""
+    path, files, subset = str(item.pop("path")), item.pop("data_files", []), item.pop("name", None)
+    item.pop("ds_type", None)
     hub = not Path(path).exists() and not Path(path).suffix and path.count("/") == 1
-    return ["hf:" + ":".join(filter(None, [path, item.get("name")]))] if hub else [path]
+    names = [files] if isinstance(files, str) else files
+    names = names or ["hf:" + ":".join(filter(None, [path, subset])) if hub else path]
+    options = "&".join(f"{key}={quote(value, safe='[]%:,=')}" for key, value in _row_options(path, item).items())
+    return [f"{name}?{options}" if options else str(name) for name in names]
+
+
+def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
+    """Return the settings of a data set's rows that differ from the defaults; takes them out of `item`."""
+    options: dict[str, str] = {}
+    if (kind := item.pop("type", "chat_template")) not in _FORMATS:
+        raise ValueError(f"{path}: type: expected {' | '.join(_FORMATS)}, got {kind!r}")
+    if _FORMATS[kind] != "auto":
+        options["format"] = _FORMATS[kind]
+    if (split := item.pop("split", "train")) != "train":
+        options["split"] = str(split)
+    columns = {"messages": item.pop("field_messages", "messages"), "text": item.pop("field", "text")}
+    renamed = [f"{new}={old}" for new, old in columns.items() if old not in (new, "conversations")]
+    if renamed:
+        options["columns"] = ",".join(renamed)
+    mapping = item.pop("message_property_mappings", {})
+    for key, known in _ROWS.items():
+        given = item.pop(f"message_field_{key}", mapping.pop(key, known[0]))
+        if given not in known:
+            raise ValueError(f"{path}: {key} of a message: expected {' | '.join(known)}, got {given!r}: rename it")
+    if item.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
+        raise ValueError(f"{path}: roles_to_train: the loss is on the assistant's turns, or on all: --loss-on all")
+    _template(item.pop("chat_template", "tokenizer_default"))
+    if unknown := [*item, *mapping]:
+        raise ValueError(f"{path}: settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+    return options
 
 
 def _lora_target(value: Any) -> Nested:

@@ -18,7 +18,13 @@ datasets:
   - path: tatsu/chats
     type: chat_template
     split: train[:90%]
+    field_messages: conversations
+    message_property_mappings:
+      role: from
+      content: value
   - path: data/mine.jsonl
+    type: completion
+    field: body
 val_set_size: 0.05
 dataset_prepared_path:
 sequence_len: 2048
@@ -104,7 +110,9 @@ def test_axolotl_recipe_is_translated(write, caplog):
     config = load_config(TrainConfig, write(AXOLOTL))
     model, data, lora, run = config.model, config.data, config.lora, config.run
     assert (model.model, model.method, model.quantize) == ("Qwen/Qwen3-8B", "lora", "nf4")
-    assert data.data == ("hf:tatsu/chats", "data/mine.jsonl") and data.split == "train[:90%]"
+    hub, file = data.sources
+    assert (hub.name, hub.split, hub.format) == ("hf:tatsu/chats", "train[:90%]", "auto")
+    assert (file.name, file.format, file.columns) == ("data/mine.jsonl", "text", {"text": "body"})
     assert (data.eval_fraction, data.seq_len, data.loss_on) == (0.05, 2048, "assistant")
     assert (lora.rank, lora.alpha, lora.dropout, lora.targets) == (32, 16.0, 0.05, ("all-linear",))
     assert (run.gradient_accumulation_steps, run.per_device_batch_size, run.epochs) == (4, 2, 3)
@@ -127,5 +135,5 @@ def test_recipe_without_adapter_trains_all_weights(write):
 def test_unknown_settings_are_named_together(write):
     with pytest.raises(ValueError, match=r"does not know: rl, roles_to_train\. Remove them"):
         load_config(TrainConfig, write("base_model: m\nrl: dpo\nroles_to_train: [a]\n"))
-    with pytest.raises(ValueError, match="datasets: settings that jaxglue does not know: field_messages"):
-        load_config(TrainConfig, write("base_model: m\ndatasets:\n  - path: a.jsonl\n    field_messages: x\n"))
+    with pytest.raises(ValueError, match=r"datasets: a.jsonl: settings that jaxglue does not know: shards"):
+        load_config(TrainConfig, write("base_model: m\ndatasets:\n  - path: a.jsonl\n    shards: 2\n"))

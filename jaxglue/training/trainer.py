@@ -129,13 +129,13 @@ class Trainer:
                 return self._finish(begun)
             if self._processes.is_main:
                 self._output.begin(to_toml(self._setup.config.shared))
+            if self._model.step == 0:
+                self._answer_samples("before")
             with (
                 self._output.writing("tensorboard", *(["profile"] if self._run.profile else [])),
                 self._open_loggers() as loggers,
                 self._interrupt,
             ):
-                if self._model.step == 0:
-                    self._answer_samples("before")
                 self._train(checkpoints, loggers)
         if self._model.step < self._setup.total_steps:
             self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
