@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the merged or quantized folder."""
     config = parse_config(ExportConfig, argv, command="export")
     if config.adapter is not None:
-        export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes)
+        print(export_adapter(config.adapter, config.base, config.output, config.max_shard_bytes))
     else:
         quantize_folder(config.base, config.output, config.quantize, config.max_shard_bytes)
     print(f"wrote {config.output}")

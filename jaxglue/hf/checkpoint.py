@@ -1,6 +1,6 @@
 """Model folders in Hugging Face's layout: config.json, and safetensors streamed to and from parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.experts import find_source
@@ -88,6 +89,8 @@ def load_tensors(
     folder: str | Path,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     put: Callable[[str, Any], Any] | None = None,
+    *,
+    complete: bool = True,
 ) -> dict[str, Any]:
     """Stream the wanted parameters from a folder, casting each to its wanted dtype.
 
@@ -101,13 +104,18 @@ def load_tensors(
             this process's devices is read once and placed accordingly.
         put: places a cast array without sharding, or a quantized one; by default on the default device. The array is on
             the host unless expanded. Called from several threads.
+        complete: refuse further tensors in the folder.
 
     Raises:
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors, all named before any is loaded.
     """
     files = open_checkpoint(folder)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
-    _check_tensors(folder, files, {name: shape for source in sources.values() for name, shape in source.shapes.items()})
+    shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
+    _check_tensors(folder, files, shapes, complete=complete)
+    for name, source in sources.items():
+        if not source.packed and jnp.issubdtype(wanted[name].dtype, jnp.floating):
+            _require_floats(files, source.shapes)
     put = put or (lambda name, array: jax.device_put(array))
 
     def load(name: str) -> Any:
@@ -137,12 +145,22 @@ def _load_parts(read_rows: Callable[[int, int], Any], wanted: jax.ShapeDtypeStru
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
 
-def _check_tensors(folder: str | Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _require_floats(files: TensorFiles, names: Iterable[str]) -> None:
+    for name in names:
+        if (info := files.tensors[name]).dtype.kind in "iub":
+            raise ValueError(
+                f"{name} in {info.file} holds {info.dtype}, expected floating-point numbers: use the original model "
+                "folder, or one quantized by jaxglue export --quantize"
+            )
+
+
+def _check_tensors(
+    folder: str | Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]], *, complete: bool
+) -> None:
     found = files.tensors
     missing = [name for name in shapes if name not in found]
-    extra = [
-        f"{name} in {found[name].file.name}" for name in found if name not in shapes and not _ignored(name, shapes)
-    ]
+    unknown = [name for name in found if name not in shapes and not _ignored(name, shapes)] if complete else []
+    extra = [f"{name} in {found[name].file.name}" for name in unknown]
     misshaped = [
         f"{name} in {found[name].file.name} is {list(found[name].shape)}, config.json says {list(shape)}"
         for name, shape in shapes.items()
@@ -152,7 +170,7 @@ def _check_tensors(folder: str | Path, files: TensorFiles, shapes: Mapping[str, 
     if any(problems.values()):
         lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         raise ValueError("\n".join([f"the tensors in {folder} do not match its config.json:", *lines]))
-    if _HEAD in found and _HEAD not in shapes:
+    if complete and _HEAD in found and _HEAD not in shapes:
         _check_tied(files)
 
 

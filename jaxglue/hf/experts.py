@@ -34,6 +34,8 @@ class Source:
     read: Callable[[TensorFiles], np.ndarray | jax.Array | Quantized]
     read_rows: Callable[[TensorFiles, int, int], np.ndarray | jax.Array] | None = None
     """Reads rows start:stop of the first axis; None if the parameter must be read whole."""
+    packed: bool = False
+    """The tensors hold a quantized format's integers, not the values themselves."""
 
 
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
@@ -45,7 +47,7 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
         if parts and next(iter(parts)) in files.tensors:
             return _stacked(parts, shape)
     elif quantized := find_quantized(files, name, shape):
-        return Source(shapes=quantized[0], read=quantized[1])
+        return Source(shapes=quantized[0], read=quantized[1], packed=True)
     return Source(
         shapes={name: shape},
         read=lambda files: files.read(name),
@@ -110,7 +112,7 @@ def _expanded(name: str, shape: Shape) -> Source:
     def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
         return _expand(*(files.read_rows(part, start, stop) for part in shapes))
 
-    return Source(shapes=shapes, read=partial(read_expanded, name=name), read_rows=read_rows)
+    return Source(shapes=shapes, read=partial(read_expanded, name=name), read_rows=read_rows, packed=True)
 
 
 def read_expanded(files: TensorFiles, name: str) -> jax.Array:

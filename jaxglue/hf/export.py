@@ -18,6 +18,7 @@ from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape, read_expanded
+from jaxglue.hf.export_check import ExportCheck, check_merge
 from jaxglue.hf.files import atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas
@@ -44,10 +45,11 @@ _COPIED = (  # other files of the base folder are not copied
 
 def export_adapter(
     adapter: str | Path, base: str | Path, output: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
+) -> ExportCheck:
     """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
-    An adapter on MXFP4 experts makes all experts be written in bfloat16.
+    An adapter on MXFP4 experts makes all experts be written in bfloat16. The folder is read back before it appears, and
+    must predict as base and adapter apart.
 
     Args:
         adapter: a PEFT folder.
@@ -56,7 +58,7 @@ def export_adapter(
         max_shard_bytes: shard limit in bytes.
 
     Raises:
-        ValueError: an adapter of another model, bad input folders, or a non-empty output folder.
+        ValueError: an adapter of another model, bad input folders, a non-empty output folder, or other predictions.
         OSError: a failed write, such as on a full disk.
     """
     require_empty(Path(output))
@@ -75,6 +77,7 @@ def export_adapter(
     with atomic_folder(Path(output)) as temporary:
         _copy_files(base, temporary, specs)
         write_shards(temporary, specs, merged, max_shard_bytes)
+        return check_merge(base, loaded, temporary, {specs[name].dtype for name in deltas})
 
 
 def base_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:

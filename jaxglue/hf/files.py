@@ -1,8 +1,11 @@
 """Atomic writes of files and folders."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +37,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, renamed to `path` on success and removed on any error.
 
+    Remains of killed processes are removed first.
+
     Args:
         path: absent or empty, unless `replace`.
         replace: delete an existing folder once the new one is complete.
@@ -45,7 +50,8 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     if not replace:
         require_empty(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    _clean_up(path)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{_prefix(path)}{os.getpid()}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp's 0o700 would exclude other users
@@ -57,6 +63,35 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         raise OSError(error.errno, f"{error.strerror}: {path} was not written") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _prefix(path: Path) -> str:
+    """Return the start of temporary folders' names, of this host."""
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    return f".{path.name}.{host}-"
+
+
+def _clean_up(path: Path) -> None:
+    """Remove temporary folders of dead processes; one killed between its two renames gets the old folder back."""
+    pattern = re.compile(re.escape(_prefix(path)) + r"(\d+)\.\w+\.(tmp|old)")
+    for entry in list(path.parent.iterdir()):
+        match = pattern.fullmatch(entry.name)
+        if not match or entry.is_symlink() or not entry.is_dir() or _is_alive(int(match[1])):
+            continue
+        if match[2] == "old" and not path.exists():
+            os.replace(entry, path)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
 
 
 def require_empty(path: Path) -> None:

@@ -2,6 +2,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,8 +15,11 @@ from safetensors.numpy import load_file, save_file
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import export_adapter, quantize_folder, save_model
+from jaxglue.hf.export_check import CHECK_FILE
+from jaxglue.hf.files import _prefix, atomic_folder
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import add_adapter, load_model, random_model
+from jaxglue.hf.merge import Delta
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
@@ -80,7 +84,7 @@ def test_merges_in_float32_and_keeps_the_dtype(tmp_path, base, adapter, lora):
 
 def test_export_copies_config_and_tokenizer(tmp_path, base, adapter):
     export_adapter(adapter, base, tmp_path / "merged")
-    copied = {path.name for path in (tmp_path / "merged").iterdir()} - {"model.safetensors"}
+    copied = {path.name for path in (tmp_path / "merged").iterdir()} - {"model.safetensors", CHECK_FILE}
     assert copied == {path.name for path in base.iterdir()} - {"model.safetensors", "optimizer.pt"}
     assert (tmp_path / "merged/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
@@ -227,3 +231,49 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path, base, adapter):
     with pytest.raises(ValueError, match=r"tokenizer_extra is a link to .*secret, outside its folder"):
         export_adapter(adapter, base, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_merge_is_read_back_and_compared(tmp_path, base, adapter):
+    check = export_adapter(adapter, base, tmp_path / "merged")
+    kept = json.loads((tmp_path / "merged" / CHECK_FILE).read_text())
+    assert kept["kl"] == check.kl <= check.limit
+    assert kept["max_logit_difference"] > 0
+    assert kept["tokens"] == 128
+
+
+@pytest.mark.parametrize("change", [lambda delta: 0 * delta.b, lambda delta: -delta.b])
+def test_a_merge_that_loses_the_adapter_fails(tmp_path, base, lora, change, monkeypatch):
+    lora = {name: 4 * tensor for name, tensor in lora.items()}
+    save_adapter(tmp_path / "strong", lora, CONFIG, "base")
+    add_to = Delta.add_to
+    monkeypatch.setattr(Delta, "add_to", lambda delta, weight: add_to(replace(delta, b=change(delta)), weight))
+    with pytest.raises(ValueError, match="does not predict as its origin: read back: KL"):
+        export_adapter(tmp_path / "strong", base, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_remains_of_a_killed_export_are_removed(tmp_path, base, adapter):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    mine, alive = (f"{_prefix(tmp_path / 'merged')}{pid}.abc.tmp" for pid in (int(dead.stdout), 1))
+    for name in (mine, alive, ".merged.other.tmp"):
+        (tmp_path / name).mkdir()
+    export_adapter(adapter, base, tmp_path / "merged")
+    assert not (tmp_path / mine).exists()
+    assert (tmp_path / alive).exists()
+    assert (tmp_path / ".merged.other.tmp").exists()
+
+
+def test_a_folder_lost_between_two_renames_comes_back(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    (tmp_path / f"{_prefix(tmp_path / 'model')}{int(dead.stdout)}.abc.old").mkdir()
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "model", replace=True):
+        raise ZeroDivisionError
+    assert (tmp_path / "model").is_dir()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.bool_])
+def test_integers_are_not_loaded_as_weights(base, dtype):
+    path = base / "model.safetensors"
+    save_file(load_file(path) | {LINEAR: np.ones((8, 8), dtype)}, path)
+    with pytest.raises(ValueError, match=rf"q_proj\.weight in .* holds {np.dtype(dtype)}, expected floating-point"):
+        load_model(base)

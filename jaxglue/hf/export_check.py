@@ -1,0 +1,216 @@
+"""Proof of an export: files, read back layer by layer, must predict as the model that they were written from."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.hf.files import write_json
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.decoder import packed_context
+from jaxglue.models.layers import project
+from jaxglue.models.lora import add_lora
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
+from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
+from jaxglue.ops.segments import PackedSegments, pack_segments
+
+CHECK_FILE = "export_check.json"
+_LARGEST = 0.05
+"""KL that never passes, nats per token."""
+_TF32 = 2.0**-10
+"""Precision of float32 matmuls on GPUs."""
+_RELATIVE = 2.0
+"""Errors of logits that rounding explains, in units of the dtype's precision and of the logits' deviation."""
+_ROWS, _TOKENS = 2, 64
+
+Part = tuple[nnx.GraphDef, tuple[Params, ...]]
+Parts = Callable[[ParamKey], Part]
+"""Returns a module of a model by its key, with its parameters: only one layer's need to be in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Packed rows to predict."""
+
+    tokens: Int[np.ndarray, "B T"]
+    segments: PackedSegments
+    source: str
+    """held-out, trained or random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCheck:
+    """Comparison of exported files with their origin on a few rows."""
+
+    kl: float
+    """Mean of KL(origin ‖ files) per token, nats."""
+    max_logit_difference: float
+    limit: float
+    """Largest KL that passes."""
+    tokens: int
+    rows: str
+
+    def __str__(self) -> str:
+        return (
+            f"read back: KL {self.kl:.1e} (limit {self.limit:.1e}), largest logit difference "
+            f"{self.max_logit_difference:.1e} on {self.tokens} {self.rows} tokens"
+        )
+
+    def require(self, what: str | Path) -> None:
+        """Raise ValueError above the limit, or where logits are not finite."""
+        if not self.kl <= self.limit:
+            raise ValueError(f"{what} does not predict as its origin: {self}; the export failed")
+
+    def save(self, folder: Path) -> None:
+        """Write the comparison into the exported folder."""
+        write_json(folder / CHECK_FILE, asdict(self))
+
+
+def random_rows(vocab_size: int) -> Rows:
+    """Return rows of random tokens, for models without data at hand."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (_ROWS, _TOKENS), dtype=np.int32)
+    return Rows(tokens=tokens, segments=pack_segments([[_TOKENS]] * _ROWS, seq_len=_TOKENS), source="random")
+
+
+def first_rows(tokens: Int[np.ndarray, "B T"], segments: PackedSegments, source: str) -> Rows:
+    """Return the start of a batch's first rows: whole documents' beginnings, as causal models see them."""
+    ids = np.asarray(segments.segment_ids)[:_ROWS, :_TOKENS]
+    lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
+    T = ids.shape[1]
+    return Rows(tokens=np.asarray(tokens)[:_ROWS, :_TOKENS], segments=pack_segments(lengths, seq_len=T), source=source)
+
+
+def live_parts(graphdefs: ModelGraphDefs, *trees: Params) -> Parts:
+    """Return the parts of a model in memory."""
+
+    def part(key: ParamKey) -> Part:
+        graphdef = graphdefs.layers[key] if isinstance(key, int) else getattr(graphdefs, key)
+        return graphdef, tuple(get_part(tree, key) for tree in trees)
+
+    return part
+
+
+def folder_parts(folder: str | Path, config: DecoderConfig, *, dtype, adapter: Adapter | None = None) -> Parts:
+    """Return the parts of a model folder and an adapter, read from the files at each call.
+
+    Args:
+        folder: of the base or the merged model.
+        config: its shape; with `quantize`, linear layers are quantized as they are read.
+        dtype: of weights.
+        adapter: to add.
+    """
+
+    def make() -> Any:
+        model = build_model(config, dtype=dtype, rngs=nnx.Rngs(0))
+        if adapter is not None:
+            add_lora(model, adapter.config, rngs=nnx.Rngs(0))
+        return model
+
+    model = nnx.eval_shape(make)
+
+    def part(key: ParamKey) -> Part:
+        module = model.layers[key] if isinstance(key, int) else getattr(model, key)
+        prefix = f"layers.{key}" if isinstance(key, int) else key
+        graphdef, state = nnx.split(module)
+        named = {hf_name(".".join(map(str, (prefix, *path)))): (path, v) for path, v in nnx.to_flat_state(state)}
+        stored = {name: v for name, (_, v) in named.items() if not isinstance(v, nnx.LoRAParam)}
+        quantized = {name for name, v in stored.items() if is_quantized(v.get_value())}
+
+        def put(name: str, array: Any) -> Any:
+            array = quantize_matrix(array, config.quantize) if name in quantized and not is_quantized(array) else array
+            return jax.device_put(array)
+
+        specs = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in stored.items()}
+        values = load_tensors(folder, specs, put, complete=False)
+        if adapter is not None:
+            values |= {name: jnp.asarray(adapter.tensors[name]) for name in named.keys() - stored.keys()}
+        flat = [(path, v.replace(values[name])) for name, (path, v) in named.items()]
+        return graphdef, (nnx.to_pure_dict(nnx.from_flat_state(flat)),)
+
+    return part
+
+
+def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Array, "B T V"]:
+    """Compute float32 logits, one layer's parameters at a time, with activations in `dtype`."""
+    context = packed_context(config, rows.segments)
+    graphdef, trees = parts("embed_tokens")
+    x = _embed(graphdef, trees, rows.tokens, dtype)
+    for index in range(config.num_hidden_layers):
+        x = _layer(*parts(index), x, context)
+    x = _norm(*parts("norm"), x)
+    return _project(*parts("embed_tokens" if config.tie_word_embeddings else "lm_head"), x)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _embed(graphdef, trees, tokens, dtype):
+    return merge_module(graphdef, *trees)(tokens, dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def _layer(graphdef, trees, x, context):
+    return merge_module(graphdef, *trees)(x, context)
+
+
+@partial(jax.jit, static_argnums=0)
+def _norm(graphdef, trees, x):
+    return merge_module(graphdef, *trees)(x)
+
+
+@partial(jax.jit, static_argnums=0)
+def _project(graphdef, trees, x):
+    return project(x, merge_module(graphdef, *trees).weight[...], jnp.float32)
+
+
+def compare(origin: Array, files: Array, rows: Rows, limit: float) -> ExportCheck:
+    """Compare the logits of files with those of their origin."""
+    kl, largest = _divergence(origin, files, rows.segments.segment_ids > 0)
+    tokens = int((np.asarray(rows.segments.segment_ids) > 0).sum())
+    return ExportCheck(kl=float(kl), max_logit_difference=float(largest), limit=limit, tokens=tokens, rows=rows.source)
+
+
+@jax.jit
+def _divergence(origin, files, mask):
+    p, q = jax.nn.log_softmax(origin), jax.nn.log_softmax(files)
+    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    largest = jnp.max(jnp.where(mask[..., None], jnp.abs(origin - files), 0))
+    return jnp.maximum(jnp.sum(jnp.where(mask, kl, 0)) / jnp.sum(mask), 0), largest
+
+
+def rounding_limit(logits: Float[Array, "B T V"], dtypes: Iterable[Any], effect: float = 0.0) -> float:
+    """Return the largest KL that rounding explains, nats per token: half the square of the logits' error.
+
+    Args:
+        logits: of the origin.
+        dtypes: that weights or activations are rounded to.
+        effect: KL between the trained model and its base, of which a quarter may be lost to rounding.
+    """
+    precision = max([_TF32, *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])
+    floor = (_RELATIVE * precision * float(jnp.std(logits))) ** 2 / 2
+    return min(_LARGEST, max(floor, effect / 4))
+
+
+def check_merge(base: str | Path, adapter: Adapter, merged: Path, dtypes: Iterable[Any]) -> ExportCheck:
+    """Compare a merged folder with its base and adapter apart, in float32; write the result into the folder.
+
+    Raises:
+        ValueError: they differ by more than rounding explains.
+    """
+    config, after = config_from_hf(read_config(base)), config_from_hf(read_config(merged))
+    rows, dtype = random_rows(config.vocab_size), jnp.dtype(jnp.float32)
+    apart = predict(config, folder_parts(base, config, dtype=dtype, adapter=adapter), rows, dtype)
+    effect = compare(apart, predict(config, folder_parts(base, config, dtype=dtype), rows, dtype), rows, 0.0).kl
+    together = predict(after, folder_parts(merged, after, dtype=dtype), rows, dtype)
+    check = compare(apart, together, rows, rounding_limit(apart, dtypes, effect))
+    check.require(merged)
+    check.save(merged)
+    return check
