@@ -22,6 +22,7 @@ from jaxglue.config import Alias, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.flops import mean_visible_keys
@@ -89,7 +90,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
     run = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh)))).run
     config = replace(config, run=run)
-    model = config_from_hf(read_config(config.model.model))
+    model = config_from_hf(read_config(model_path(config.model.model, config.model.revision, weights=False)))
     model = (model.expanded if config.model.expand_experts else model).quantized(config.model.storage)
     check_model(config, model)
     gpu = find_gpu(config.gpu)

@@ -38,7 +38,7 @@ def data_files(name: str) -> list[Path]:
             p for p in path.rglob("*") if p.is_file() and (_is_saved_dataset(path) or file_type(p) in SUFFIXES)
         )
     else:
-        hint = f"a data set of the Hugging Face hub is named {HUB_PREFIX}owner/name"
+        hint = f"a data set of the Hugging Face hub is named {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset"
         raise ValueError(f"data: no such file or folder: {name} ({hint})")
     if not files:
         raise ValueError(f"data: no data file in {name}: expected {expected_files()}")
@@ -85,7 +85,8 @@ def _load_from_hub(source: Source) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(source.name.removeprefix(HUB_PREFIX), split=source.split)
+        name, _, subset = source.name.removeprefix(HUB_PREFIX).partition(":")
+        return datasets.load_dataset(name, *([subset] if subset else []), split=source.split)
     except (OSError, ValueError) as error:
         raise ValueError(f"data: cannot load {source.name}, split {source.split!r}, from the hub: {error}") from error
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxglue.hf.expert_adapter import from_peft, target_parameters, to_peft
 from jaxglue.hf.files import atomic_file, write_json
+from jaxglue.hf.hub import BaseReference, base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.json_file import parse_json, read_json
@@ -72,7 +73,7 @@ def save_adapter(
     folder: str | Path,
     tensors: Mapping[str, jax.Array | np.ndarray],
     config: LoraConfig,
-    base_model: str,
+    base_model: str | Path,
     base: Identity | None = None,
 ) -> None:
     """Write an adapter for `peft.PeftModel.from_pretrained`.
@@ -82,7 +83,7 @@ def save_adapter(
         tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R], …; for experts
             `model.layers.0.mlp.experts.down_proj.lora_A` [E, R, in], `….lora_B` [E, out, R].
         config: of the adapter.
-        base_model: folder or hub name of the base model.
+        base_model: folder or hub name of the base model; recorded as absolute path, or as hub name and commit.
         base: identity of the base, to be recorded.
 
     Raises:
@@ -98,7 +99,7 @@ def save_adapter(
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
     linears = _target_modules([name for name, tensor in tensors.items() if tensor.ndim == 2], config)
-    write_json(folder / CONFIG, _to_peft(config, linears, experts, base_model))
+    write_json(folder / CONFIG, _to_peft(config, linears, experts, base_reference(base_model)))
 
 
 def _key(name: str) -> str:
@@ -127,9 +128,10 @@ def _short(number: float) -> float:
     return int(number) if float(number).is_integer() else number
 
 
-def _to_peft(config: LoraConfig, targets: list[str], experts: list[str], base_model: str) -> dict[str, Any]:
+def _to_peft(config: LoraConfig, targets: list[str], experts: list[str], base: BaseReference) -> dict[str, Any]:
     return {
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": base.name,
+        **({"revision": base.revision} if base.revision else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -181,6 +183,33 @@ def _require_finite(path: Path, tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if not np.isfinite(np.asarray(tensor)).all():
             raise ValueError(f"{path}: {name} holds values that are not finite (NaN or infinity): train it again")
+
+
+def find_base(folder: str | Path, *, weights: bool = True) -> Path:
+    """Return the folder of an adapter's base model, downloaded if it is on the hub.
+
+    Args:
+        folder: of the adapter.
+        weights: also download the base's weights.
+
+    Raises:
+        ValueError: not an adapter folder, no recorded base, or one that is not found.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(_not_an_adapter(folder, CONFIG))
+    raw = read_json(folder / CONFIG)
+    name = str(raw.get("base_model_name_or_path") or "")
+    if not Path(name).is_dir() and not is_hub_id(name):
+        raise ValueError(f"{folder} names {name or 'no'} base, which is not a folder here: give the base model's")
+    return model_path(name, raw.get("revision"), weights=weights)
+
+
+def random_seed(folder: str | Path) -> int | None:
+    """Return the seed of the random weights that an adapter was trained on; None for loaded weights."""
+    base = _recorded_base(Path(folder), TensorFiles([Path(folder) / TENSORS])) or {}
+    kind, *rest = base.get("weights", "").split() or [""]
+    return int(rest[0]) if kind == "random" else None
 
 
 def _recorded_base(folder: Path, files: TensorFiles) -> Identity | None:

@@ -20,6 +20,7 @@ from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape, read_expanded
 from jaxglue.hf.export_check import ExportCheck, check_merge
 from jaxglue.hf.files import atomic_folder, require_empty, write_json
+from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
@@ -28,19 +29,6 @@ from jaxglue.models.lora import linear_shapes
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.quant.formats import Quantize, quantize_matrix
 from jaxglue.ops.quant.mxfp4 import BLOCK
-
-_COPIED = (  # other files of the base folder are not copied
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 def export_adapter(
@@ -218,7 +206,7 @@ def _refuse_link_out(path: Path, folder: Path) -> None:
 
 def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:
     """Copy the base's non-weight files; `names` are the weights in `output`."""
-    for pattern in _COPIED:
+    for pattern in TEXTS:  # no other files of the base are copied
         for path in filter(Path.is_file, Path(base).glob(pattern)):
             _refuse_link_out(path, Path(base))
             shutil.copyfile(path, output / path.name)

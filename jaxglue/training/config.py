@@ -11,6 +11,7 @@ from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, NonNegative
 from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.engine.policy import check_remat
+from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.attention import BACKENDS
@@ -24,7 +25,9 @@ class ModelConfig(Config):
     """The model to start from, and how it runs."""
 
     model: Annotated[str, Alias("base_model", "model_name_or_path", "model_name")]
-    """A Hugging Face model folder: config.json, tokenizer and safetensors."""
+    """A Hugging Face model folder with config.json, tokenizer and safetensors, or owner/name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; a run records the commit."""
     random_weights: bool = False
     """Start from random weights, so that the folder needs no safetensors."""
     method: Annotated[
@@ -89,6 +92,16 @@ class ModelConfig(Config):
                 )
         if self.matmul == "fp8" and self.quantize != "none":
             raise ValueError(f"--matmul fp8 stores weights in FP8, not {self.quantize}: leave out --quantize")
+
+    @property
+    def folder(self) -> Path:
+        """Return the model's folder, downloaded if it is on the hub."""
+        return model_path(self.model, self.revision, weights=not self.random_weights)
+
+    @property
+    def pinned(self) -> "ModelConfig":
+        """Return the configuration with the commit of a model on the hub."""
+        return replace(self, revision=base_reference(self.folder).revision) if is_hub_id(self.model) else self
 
     @property
     def storage(self) -> Storage:

@@ -65,8 +65,8 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     config = with_global_batch(config)
     model = _read_model(config)
     if not config.model.random_weights:
-        open_checkpoint(config.model.model)
-    tokenizer = load_tokenizer(config.model.model)
+        open_checkpoint(config.model.folder)
+    tokenizer = load_tokenizer(config.model.folder)
     with processes.main_process_first():
         data = prepare_data(config.data, tokenizer, model.vocab_size, DataProgress() if processes.is_main else None)
     visible_keys = mean_visible_keys(data.train.lengths)
@@ -88,7 +88,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
 
 def _read_model(config: TrainConfig) -> DecoderConfig:
     """Return the model's shape, as its experts and linear layers are stored in this run."""
-    raw = read_config(config.model.model)
+    raw = read_config(config.model.folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, raw)
     if config.model.expand_experts:

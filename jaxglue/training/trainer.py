@@ -1,6 +1,7 @@
 """The training run from its configuration to the exported result."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -67,6 +68,7 @@ def train(
     interrupt = interrupt or Interrupt()
     console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
     timer = timer or StartupTimer()
+    config = replace(config, model=config.model.pinned)
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))

@@ -32,7 +32,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
-        model = load_model(config.model.model, dtype=dtype, place=place, **options)
+        model = load_model(config.model.folder, dtype=dtype, place=place, **options)
     if workload.lora is not None:
         add_lora(model, workload.lora, rngs=nnx.Rngs(seed))
     graphdefs, trainable, frozen = split_model(model, workload.trainable_type)
@@ -55,7 +55,7 @@ def base_identity(setup: Setup) -> Identity:
     """Return the identity of the run's base, which its adapter records."""
     if setup.config.model.random_weights:
         return identify_random(setup.model, setup.config.data.seed)
-    return identify(setup.config.model.model)
+    return identify(setup.config.model.folder)
 
 
 def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool = True) -> Path:
@@ -63,7 +63,7 @@ def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool 
 
     All processes must call it, as each has a part of the arrays; one of them writes.
     """
-    tensors, base = flatten_names(trainable), setup.config.model.model
+    tensors, base = flatten_names(trainable), setup.config.model.folder
     if setup.config.model.method == "full":
         dtype = jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16
         save_model(folder / "model", tensors, base, dtype=dtype, write=write)

@@ -1,0 +1,109 @@
+"""Models of the Hugging Face hub: downloaded by name, recorded by commit, uploaded with a card.
+
+The network is used only for a name that is no local folder; `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN`
+have huggingface_hub's meaning.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+TEXTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Files of a model folder beside its weights that are downloaded and exported."""
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
+
+
+class BaseReference(NamedTuple):
+    """Name by which a base model is found again."""
+
+    name: str
+    """Absolute folder, or a hub id."""
+    revision: str | None = None
+    """Commit on the hub; None for a folder."""
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Tell whether a name is no local folder and may be `owner/name` on the hub."""
+    return not Path(name).exists() and _ID.fullmatch(str(name)) is not None
+
+
+def model_path(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return a model's local folder: the named one where it exists, else the hub's snapshot, downloaded if need be.
+
+    Args:
+        name: folder, or `owner/name` on the hub.
+        revision: branch, tag or commit on the hub; by default its main branch.
+        weights: also download safetensors.
+
+    Raises:
+        ValueError: the hub does not have it, withholds it, or cannot be reached.
+    """
+    return _download(str(name), revision, weights) if is_hub_id(name) else Path(name)
+
+
+@lru_cache
+def _download(name: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*TEXTS, *(WEIGHTS if weights else ())]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except Exception as error:
+        raise ValueError(_explain(error, name, revision)) from error
+
+
+def _explain(error: Exception, name: str, revision: str | None) -> str:
+    """Describe a failed download or upload with its remedy; raise errors of other kinds again."""
+    from httpx2 import TransportError
+    from huggingface_hub import errors
+
+    chain = [error, *_causes(error)]
+
+    def is_any(*kinds: type[Exception]) -> bool:
+        return any(isinstance(each, kinds) for each in chain)
+
+    if is_any(errors.GatedRepoError):
+        return f"{name} is gated: accept its terms on its page of the hub, then log in with `hf auth login` or HF_TOKEN"
+    if is_any(errors.RevisionNotFoundError):
+        return f"{name} has no revision {revision!r} on the hub: leave out --revision, or name a branch, tag or commit"
+    if is_any(errors.RepositoryNotFoundError):
+        return (
+            f"{name} is neither a folder here nor a model on the hub: check its name; "
+            "a private one needs `hf auth login` or HF_TOKEN"
+        )
+    if is_any(errors.OfflineModeIsEnabled):
+        return f"{name} is not in the cache, and HF_HUB_OFFLINE forbids downloads: unset it once, or name a folder"
+    if is_any(errors.LocalEntryNotFoundError, TransportError):
+        return f"{name} is not a folder here, and the hub cannot be reached: check the network, or name a folder"
+    if is_any(errors.HfHubHTTPError, OSError, ValueError):
+        return f"{name}: the hub refused: {' '.join(str(error).split())}"
+    raise error
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    cause = error.__cause__ or error.__context__
+    return [] if cause is None else [cause, *_causes(cause)]
+
+
+def base_reference(folder: str | Path) -> BaseReference:
+    """Return the name of a base: a hub id and commit for a snapshot, an absolute path for another folder."""
+    path = Path(folder)
+    if not path.is_dir():
+        return BaseReference(str(folder))
+    if match := _SNAPSHOT.search(path.absolute().as_posix()):
+        return BaseReference(f"{match['owner']}/{match['name']}", match["revision"])
+    return BaseReference(str(path.resolve()))
