@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._error(404, "EntryNotFound")
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -20,7 +20,8 @@ class DataConfig(Config):
 
     data: tuple[str, ...]
     """Files or folders (JSONL, JSON, CSV, TSV, Parquet, saved `datasets`), or `hf:owner/name` and
-    `hf:owner/name:subset` on the Hugging Face hub, the only source that uses the network. Each may have settings of its own, `chats.jsonl?format=messages&weight=2`."""
+    `hf:owner/name:subset` on the Hugging Face hub, the only source that uses the network. Each may have settings of
+    its own, `chats.jsonl?format=messages&weight=2`."""
     eval_data: Annotated[tuple[str, ...], Alias("eval_dataset")] = ()
     """Held-out data, from the same kinds of sources."""
     eval_fraction: Annotated[float, Range(ge=0, lt=1), Alias("val_set_size", "val_size")] = 0.0

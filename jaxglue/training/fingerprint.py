@@ -14,7 +14,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
     groups = as_dict(config)
     return {
         "model": _digest(repr(setup.model).encode()),
-        "weights": "random" if config.model.random_weights else weights_digest(config.model.model),
+        "weights": "random" if config.model.random_weights else weights_digest(config.model.folder),
         "data": setup.data.fingerprint,
         "seed": config.data.seed,
         "method": config.model.method,
