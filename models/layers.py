@@ -21,7 +21,7 @@ from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantized, Storage, quantize_matrix
-from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -123,7 +123,7 @@ def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array
 def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
     """Return (base outputs without adapters and biases, low-rank values of the adapters or None)."""
     weights: list[Any] = [linear.weight.get_value() for linear in linears]
-    in_fp8 = all(isinstance(weight, FP8Weight) for weight in weights)
+    in_fp8 = all(map(is_multiplied_in_fp8, weights))
     groups = [weights] if in_fp8 else [[weight] for weight in weights]  # FP8 weights share a quantized x
     x, *copies = fan_out(x, 1 + len(groups))
     outputs = [y for group, copy in zip(groups, copies, strict=True) for y in _multiply(copy, group)]
@@ -133,7 +133,7 @@ def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[
 def _multiply(x, weights: Sequence[Any]) -> list[Array]:
     """Compute x·Wᵀ of weights in FP8, or of a single one in another format."""
     first = weights[0]
-    if isinstance(first, FP8Weight):
+    if is_multiplied_in_fp8(first):
         return project_fp8(x, weights)
     return [project_quantized(x, first) if isinstance(first, Quantized) else project(x, first)]
 
@@ -253,7 +253,7 @@ class GatedMLP(nnx.Module):
         """Apply the feed-forward with the adapters' products computed inside `lora_swiglu`."""
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights: Any = tuple(linear.weight.get_value() for linear in linears)
-        if all(isinstance(weight, FP8Weight) for weight in weights):
+        if all(map(is_multiplied_in_fp8, weights)):
             x, copy = fan_out(x, 2)
             hidden = _shrink_to_ranks(linears[:2], x, context)
             assert hidden is not None

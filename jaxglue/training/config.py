@@ -71,6 +71,9 @@ class ModelConfig(Config):
     matmul: Matmul = "bf16"
     """Products of the decoder layers' frozen linear layers: in the activations' dtype, or in FP8 (1 byte a weight,
     about twice the rate; Ada, Hopper and newer GPUs)."""
+    fp8_max_error: PositiveFloat = 0.2
+    """Relative error of a layer's output, measured on the first batch, above which --matmul fp8 multiplies this layer's
+    weights in the activations' dtype; says so."""
     router_balance_loss: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0

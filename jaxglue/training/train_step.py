@@ -9,9 +9,12 @@ from jax.sharding import Mesh
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.executor import Executor
+from jaxglue.engine.layer_errors import layer_errors
 from jaxglue.models.parameters import ParamKey, Params
+from jaxglue.ops.quant.fp8 import expand_products
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.fp8_check import expand_inaccurate
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.setup import Setup
@@ -59,6 +62,18 @@ class TrainStep:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._has_compiled = True
         return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
+
+    def check_fp8(self, batch: Batch) -> str | None:
+        """Expand the products of layers in which FP8 is too inaccurate on a batch; return what was found.
+
+        None where nothing is multiplied in FP8.
+        """
+        if self._config.model.matmul != "fp8":
+            return None
+        placed = place_batch(batch, self._mesh)
+        errors = layer_errors(self.executor, self.trainable, self.frozen, placed, expand_products)
+        self.frozen, note = expand_inaccurate(self.frozen, errors, self._config.model.fp8_max_error)
+        return note
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds."""

@@ -183,6 +183,8 @@ class Trainer:
     def _dispatch_step(self) -> StepResult:
         with self._recorder.meter.waiting():
             batch = next(self._setup.batches)
+        if self._last_batch is None and (note := self._model.check_fp8(batch.micro_batches[-1])):
+            self._console.print(note, highlight=False)
         self._last_batch = batch.micro_batches[-1]
         return self._model.dispatch(batch)
 

@@ -10,12 +10,13 @@ from flax import nnx
 from jax.flatten_util import ravel_pytree
 
 from jaxglue.engine.executor import Executor
+from jaxglue.engine.layer_errors import layer_errors
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig, add_lora
 from jaxglue.models.parameters import split_model
-from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.fp8 import FP8Weight, expand_products
 
 LENGTHS = [[5, 1, 7], [12]]
 
@@ -44,3 +45,15 @@ def test_gradients_of_adapters_point_as_in_float32(results):
 def test_every_projection_is_stored_in_fp8(results):
     leaves = jax.tree.leaves(results["fp8"][2]["layers"], is_leaf=lambda leaf: isinstance(leaf, FP8Weight))
     assert sum(isinstance(leaf, FP8Weight) for leaf in leaves) == 2 * 7
+
+
+def test_layer_errors_are_those_of_the_products(tiny_config, random_batch):
+    config = replace(config_from_hf({**tiny_config, "model_type": "qwen3", "num_hidden_layers": 2}), quantize="fp8")
+    model = random_model(config, dtype=jnp.float32)
+    add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32)
+    inputs = trainable, frozen, random_batch(LENGTHS, 14)
+    errors = layer_errors(executor, *inputs, expand_products)
+    assert len(errors) == 2 and all(0.01 < error < 0.2 for error in errors)
+    assert layer_errors(executor, *inputs, lambda tree: tree) == [0.0, 0.0]

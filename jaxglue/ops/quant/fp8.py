@@ -1,7 +1,8 @@
 """FP8 weights: e4m3 values (arXiv 2209.05433) with a scale for each output channel."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,27 @@ class FP8Weight:
     """Factor of each row, float32."""
     dtype: jnp.dtype = field(metadata={"static": True})
     """Dtype of the original matrix."""
+    expand: bool = field(default=False, metadata={"static": True})
+    """Multiply in the activations' dtype, after dequantization, instead of in FP8."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """Return the shape of the dequantized matrix."""
         return self.codes.shape[0], self.codes.shape[1]
+
+
+def is_multiplied_in_fp8(weight: object) -> bool:
+    """Return whether this is a matrix for FP8 products."""
+    return isinstance(weight, FP8Weight) and not weight.expand
+
+
+def expand_products(tree: Any) -> Any:
+    """Return a parameter tree whose FP8 matrices are dequantized for every product."""
+
+    def is_fp8(leaf):
+        return isinstance(leaf, FP8Weight)
+
+    return jax.tree.map(lambda leaf: replace(leaf, expand=True) if is_fp8(leaf) else leaf, tree, is_leaf=is_fp8)
 
 
 @jax.jit

@@ -1,0 +1,20 @@
+"""Layers that FP8 does not suit."""
+
+import jax.numpy as jnp
+
+from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8, quantize_fp8
+from jaxglue.training.fp8_check import expand_inaccurate
+
+
+def test_only_inaccurate_layers_are_expanded():
+    layer = {"weight": quantize_fp8(jnp.ones((4, 16)))}
+    frozen, note = expand_inaccurate({"layers": [layer] * 4, "norm": {}}, [0.05, 0.3, float("nan"), 0.1], 0.2)
+    assert [is_multiplied_in_fp8(layer["weight"]) for layer in frozen["layers"]] == [True, False, False, True]
+    assert "layers above 20% multiply in the activations' dtype: 1, 2" in note
+
+
+def test_nothing_changes_below_the_threshold():
+    layer = {"weight": quantize_fp8(jnp.ones((4, 16)))}
+    frozen, note = expand_inaccurate({"layers": [layer, layer]}, [0.05, 0.07], 0.2)
+    assert frozen["layers"] == [layer, layer]
+    assert note == "fp8: largest relative error of a layer 7.0%, in layer 1"
