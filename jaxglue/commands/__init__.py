@@ -1,6 +1,7 @@
 """The `jaxglue` command: one module for each subcommand, imported when it is called."""
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,8 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
         name: of the command.
         argv: its arguments, by default those of the process.
     """
+    # Before the imports, some of which would configure it otherwise.
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         with _torch_hidden():
             with _exit_on_interrupt():

@@ -1,6 +1,5 @@
 """Fine-tune a model: `jaxglue train --model FOLDER --data chats.jsonl`, or `--config RECIPE.toml`."""
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train as the flags say, with the run's other processes if there are any; exit with 130 or 143 if interrupted."""
     # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     config = parse_config(TrainConfig, argv, command="train")
     timer, interrupt = StartupTimer.since_process_start(), Interrupt()
     with join_processes(find_process_info(config.distributed, os.environ)) as processes:
