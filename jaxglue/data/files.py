@@ -3,7 +3,7 @@
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -22,18 +22,8 @@ class Row(NamedTuple):
     origin: str
     """`file:line`, or file and row number, for error messages."""
     value: dict[str, Any]
-
-
-class ReadMeter:
-    """Count of the bytes read so far, of compressed files decompressed."""
-
-    bytes: float = 0
-
-    def counted[T](self, lines: Iterable[T], sizes: float | None = None) -> Iterator[T]:
-        """Yield the lines and count their bytes, or `sizes` for each."""
-        for line in lines:
-            self.bytes += sizes if sizes is not None else len(line)  # type: ignore[arg-type]
-            yield line
+    size: float = 0
+    """Bytes that it takes in the file, decompressed."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -46,7 +36,7 @@ def file_type(path: Path) -> str:
     return Path(path.stem).suffix if is_compressed(path) else path.suffix
 
 
-def file_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+def file_rows(path: Path) -> Iterator[Row]:
     """Read the rows of a file.
 
     Raises:
@@ -54,12 +44,12 @@ def file_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
     """
     kind = file_type(path)
     if kind == ".parquet" and path.suffix == kind:
-        return _parquet_rows(path, meter)
+        return _parquet_rows(path)
     if kind not in SUFFIXES or kind == ".parquet":
         raise ValueError(f"data: {path} has an unknown file type: expected {expected_files()}")
     if kind in _DELIMITERS:
-        return _table_rows(path, _DELIMITERS[kind], meter)
-    return _json_rows(path, meter) if kind == ".json" else _jsonl_rows(path, meter)
+        return _table_rows(path, _DELIMITERS[kind])
+    return _json_rows(path) if kind == ".json" else _jsonl_rows(path)
 
 
 def expected_files() -> str:
@@ -84,40 +74,40 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path}: damaged {compression} file: {error}") from error
 
 
-def _jsonl_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[Row]:
     with _opened(path) as file:
-        for number, line in enumerate(meter.counted(file), 1):
+        for number, line in enumerate(file, 1):
             if line.strip():
                 origin = f"{path}:{number}"
-                yield _checked(origin, _parse(line, origin))
+                yield _checked(origin, _parse(line, origin), len(line))
 
 
-def _json_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[Row]:
     """Read a `.json` file holding an array of rows or JSON lines."""
     with _opened(path) as file:
         is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_array:
-        yield from _jsonl_rows(path, meter)
+        yield from _jsonl_rows(path)
         return
     with _opened(path) as file:
         text = file.read()
     values = _parse(text, str(path))
-    for number, value in enumerate(meter.counted(values, len(text) / max(1, len(values))), 1):
-        yield _checked(f"{path}, row {number}", value)
+    for number, value in enumerate(values, 1):
+        yield _checked(f"{path}, row {number}", value, len(text) / len(values))
 
 
-def _table_rows(path: Path, delimiter: str, meter: ReadMeter) -> Iterator[Row]:
+def _table_rows(path: Path, delimiter: str) -> Iterator[Row]:
     """Read a table whose first line names its columns; all values are strings."""
     csv.field_size_limit(sys.maxsize)
     with _opened(path) as file:
-        lines = meter.counted(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
         try:
             names = list(reader.fieldnames or ())
             if len(set(names)) < len(names):
                 raise ValueError("two columns have the same name")
             for row in reader:
-                yield Row(f"{path}:{reader.line_num}", _full_row(row))
+                yield Row(f"{path}:{reader.line_num}", _full_row(row), sum(map(len, row.values())) + len(row))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 after line {reader.line_num}: save the file as UTF-8") from error
         except (csv.Error, ValueError) as error:
@@ -139,7 +129,7 @@ def _parse(data: bytes, origin: str) -> Any:
         raise ValueError(f"{origin}: {error}") from error
 
 
-def _parquet_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -151,8 +141,8 @@ def _parquet_rows(path: Path, meter: ReadMeter) -> Iterator[Row]:
     size = path.stat().st_size / max(1, file.metadata.num_rows)
     values = (value for batch in batches for value in batch.to_pylist())
     try:
-        for number, value in enumerate(meter.counted(values, size), 1):
-            yield Row(f"{path}, row {number}", without_nulls(value))
+        for number, value in enumerate(values, 1):
+            yield Row(f"{path}, row {number}", without_nulls(value), size)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged Parquet file: {error}") from error
 
@@ -166,7 +156,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _checked(origin: str, value: Any) -> Row:
+def _checked(origin: str, value: Any, size: float) -> Row:
     if not isinstance(value, dict):
         raise ValueError(f"{origin}: a row must be a JSON object, got {type(value).__name__}")
-    return Row(origin, value)
+    return Row(origin, value, size)

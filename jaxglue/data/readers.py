@@ -4,23 +4,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxglue.data.files import SUFFIXES, ReadMeter, Row, expected_files, file_rows, file_type, without_nulls
+from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_type, without_nulls
 from jaxglue.data.messages import listed
 from jaxglue.data.sources import HUB_PREFIX, Source
 
 
-def read_rows(source: Source, meter: ReadMeter | None = None) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[Row]:
     """Read the rows of a source in order, their columns renamed; files of a folder by name.
-
-    Args:
-        source: to read.
-        meter: counts the bytes read.
 
     Raises:
         ValueError: a missing source, an unknown file type, malformed content (with file and line), a row that is not an
             object, or one without a column to rename.
     """
-    rows = _source_rows(source, meter or ReadMeter())
+    rows = _source_rows(source)
     return (_renamed(row, source.columns) for row in rows) if source.columns else rows
 
 
@@ -54,12 +50,12 @@ def hub_fingerprint(source: Source) -> str:
     return _load_from_hub(source)._fingerprint
 
 
-def _source_rows(source: Source, meter: ReadMeter) -> Iterator[Row]:
+def _source_rows(source: Source) -> Iterator[Row]:
     if source.name.startswith(HUB_PREFIX):
         return _arrow_rows(_load_from_hub(source), source.name)
     if _is_saved_dataset(Path(source.name)):
         return _arrow_rows(_load_saved(source), source.name)
-    return (row for path in data_files(source.name) for row in file_rows(path, meter))
+    return (row for path in data_files(source.name) for row in file_rows(path))
 
 
 def _renamed(row: Row, columns: dict[str, str]) -> Row:
@@ -67,7 +63,7 @@ def _renamed(row: Row, columns: dict[str, str]) -> Row:
     if missing := [old for old in columns.values() if old not in row.value]:
         raise ValueError(f"{row.origin}: no column {listed(missing)} to rename; the columns are {listed(row.value)}")
     kept = {key: value for key, value in row.value.items() if key not in columns.values()}
-    return Row(row.origin, {**kept, **{new: row.value[old] for new, old in columns.items()}})
+    return Row(row.origin, {**kept, **{new: row.value[old] for new, old in columns.items()}}, row.size)
 
 
 def _load_saved(source: Source) -> Any:

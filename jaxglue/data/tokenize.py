@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.cache import content_key, file_digest, open_or_write
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
-from jaxglue.data.files import ReadMeter, Row, is_compressed
+from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import detect_format
 from jaxglue.data.progress import Advance, DataProgress
 from jaxglue.data.readers import data_files, hub_fingerprint, read_rows
@@ -72,15 +72,14 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     progress: DataProgress,
 ) -> None:
-    meter = ReadMeter()
-    rows = read_rows(source, meter)
+    rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     format = _find_format(head, source)
     encoder = Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system)
     workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
-        write_store(folder, _metered(encoded, meter, advance), format=format)
+        write_store(folder, _metered(encoded, advance), format=format)
 
 
 def _find_format(head: list[Row], source: Source) -> str:
@@ -94,18 +93,25 @@ def _find_format(head: list[Row], source: Source) -> str:
         raise ValueError(f"{head[0].origin}: {error}") from error
 
 
-def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[Encoded]:
+def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
+    """Yield documents and the bytes of their rows."""
     chunks = batched(rows, _CHUNK)
     if workers == 1:
-        yield from map(encoder.encode, chunks)
+        yield from ((encoder.encode(chunk), _bytes(chunk)) for chunk in chunks)
         return
     context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
-        pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 2 * workers))
+        jobs = ((pool.submit(_encode_chunk, chunk), _bytes(chunk)) for chunk in chunks)
+        pending = deque(islice(jobs, 2 * workers))
         while pending:
-            result = pending.popleft().result()
-            pending.extend(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 1))
-            yield result
+            job, size = pending.popleft()
+            result = job.result()
+            pending.extend(islice(jobs, 1))
+            yield result, size
+
+
+def _bytes(rows: Iterable[Row]) -> float:
+    return sum(row.size for row in rows)
 
 
 _encoder: Encoder
@@ -115,6 +121,7 @@ _encoder: Encoder
 def _install(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -130,9 +137,11 @@ def _encode_chunk(rows: tuple[Row, ...]) -> Encoded:
     return _encoder.encode(rows)
 
 
-def _metered(chunks: Iterable[Encoded], meter: ReadMeter, advance: Advance) -> Iterator[Encoded]:
-    for chunk in chunks:
-        advance(meter.bytes)
+def _metered(chunks: Iterable[tuple[Encoded, float]], advance: Advance) -> Iterator[Encoded]:
+    done = 0.0
+    for chunk, size in chunks:
+        done += size
+        advance(done)
         yield chunk
 
 

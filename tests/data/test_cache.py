@@ -124,10 +124,11 @@ def test_files_given_twice_are_noted(tmp_path, prepare, write_jsonl):
 WORKERS = """
 import sys, time
 from jaxglue.data import tokenize
+from jaxglue.data.files import Row
 class Encoder:
     def encode(self, rows): time.sleep(60)
 if __name__ == "__main__":
-    list(tokenize._encode(Encoder(), [0] * 2000, 2))
+    list(tokenize._encode(Encoder(), [Row('', {})] * 2000, 2))
 """
 
 
