@@ -13,6 +13,7 @@ import jaxglue
 
 COMMANDS = {
     "train": "fine-tune a model",
+    "chat": "talk with a model in the terminal",
     "generate": "answer prompts with a model and an adapter",
     "export": "merge an adapter into its base, or quantize a model",
     "estimate": "predict time and memory of training on a GPU",

@@ -1,17 +1,42 @@
-"""Answer prompts: `jaxglue generate --model FOLDER --adapter runs/first/adapter --prompt "Why is the sky blue?"`."""
+"""Answer prompts: `jaxglue generate --adapter runs/first/adapter --prompt "Why is the sky blue?"`."""
 
+import json
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import IO, Any
 
 from jaxglue.cli import parse_config
-from jaxglue.generation.chat import GenerateConfig, generate
+from jaxglue.generation.chat import STDIN, GenerateConfig, answer_rows, generate
+from jaxglue.hf.files import atomic_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the prompts' answers piece by piece."""
+    """Print the answers piece by piece, or write them as JSON lines."""
     config = parse_config(GenerateConfig, argv, command="generate")
+    if config.output is None:
+        _print_answers(config)
+        return
+    file: Any = nullcontext(sys.stdout) if config.output == STDIN else atomic_file(config.output)
+    with file as target:
+        if config.output == STDIN:
+            _write_lines(config, target)
+        else:
+            with target.open("w", encoding="utf-8") as lines:
+                _write_lines(config, lines)
+
+
+def _print_answers(config: GenerateConfig) -> None:
+    several = config.prompt_file is not None or len(config.prompt) > 1
     for prompt, answer in generate(config):
-        if len(config.prompts) > 1:
+        if several:
             print(f"> {prompt}")
         for piece in answer:
             print(piece, end="", flush=True)
         print()
+
+
+def _write_lines(config: GenerateConfig, file: IO[str]) -> None:
+    """Write each row with its `answer`."""
+    for row, answer in answer_rows(config):
+        print(json.dumps({**row, "answer": "".join(answer)}, ensure_ascii=False), file=file, flush=True)
