@@ -37,7 +37,7 @@ STEPS, KILLS = 100, 2
 SEEDS = (0, 1, 2)
 """The first is checked; the spread of all is the tolerance of its losses."""
 SPEED_BAND, MEMORY_BAND = 0.08, 0.03
-MERGED_KL = 2e-3
+MERGED_KL = 1e-3
 """Nats a token between an adapter and its merged export, whose weights are rounded to bfloat16 once more."""
 SPEED_CASES = {
     "dots": {**LORA, "remat": "dots"},
@@ -150,14 +150,14 @@ def _record_losses(check: Check, name: str, flags: dict, first: Path) -> None:
 
 def run_export(check: Check) -> list[Row]:
     """Train a base and an adapter on it, merge, and compare next-token distributions."""
-    runs, short = check.runs, {"steps": 30}
+    runs, short = check.runs, {"steps": 60}
     base = runs.train("export-base", CASES["llama-full"] | short) / "run/model"
-    adapted = {"model": base, "learning-rate": 5e-3, "remat": "full"}
+    adapted = {"model": base, "learning-rate": 1e-2, "remat": "full"}
     adapter = runs.train("export-adapter", adapted | short) / "run/adapter"
     merged = runs.folder("export-merged") / str(time.time_ns())
     runs.python("scripts/export.py", "--adapter", adapter, "--base", base, "--output", merged)
     kl = json.loads(runs.python("benchmarks/check_export.py", base, adapter, merged))
-    learned = kl["base"] > 10 * MERGED_KL
+    learned = kl["base"] > 5 * MERGED_KL
     return [
         Row("export", "adapter read again", f"KL {kl['again']:.1e}", "KL 0", kl["again"] == 0),
         Row("export", "merged", f"KL {kl['merged']:.1e} (base {kl['base']:.1e})", f"KL < {MERGED_KL}",
