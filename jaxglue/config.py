@@ -20,6 +20,8 @@ NONE = "none"
 """Stands for None, which flags and TOML cannot express, wherever a field is optional."""
 KEEP = object()
 """Stands for no change to a field."""
+_SHOWN = 200
+"""Longest part of a wrong value in an error, in characters."""
 _ACCEPTS: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float), bool: (bool,), Path: (str,)}
 """Types that each field type is converted from, besides itself."""
 
@@ -118,7 +120,7 @@ class Kind:
         values = self.aliases.get(name)
         if values is None:
             return value
-        if value in values:
+        if isinstance(value, str | bool) and value in values:
             return values[value]
         if value is False:
             return KEEP
@@ -128,7 +130,10 @@ class Kind:
         """Convert one item; raises like `read`."""
         if type(value) not in _ACCEPTS[self.scalar] and not (self.scalar is Path and isinstance(value, Path)):
             raise self._unexpected(value)
-        result = self.scalar(value)
+        try:
+            result = self.scalar(value)
+        except OverflowError:
+            raise self._unexpected(value) from None
         if self.choices and result not in self.choices:
             raise self._unexpected(value, self._remedy(str(value)))
         if isinstance(result, float) and not math.isfinite(result):
@@ -141,7 +146,7 @@ class Kind:
         return f": {self.remedies[value]}" if value in self.remedies else nearest(value, map(str, self.choices))
 
     def _unexpected(self, value: Any, hint: str = "") -> ValueError:
-        return ValueError(f"expected {self}, got {value!r}{hint}")
+        return ValueError(f"expected {self}, got {value!r:.{_SHOWN}}{hint:.{_SHOWN}}")
 
 
 class Config:

@@ -42,13 +42,13 @@ def parse_json(text: str | bytes, source: str) -> Any:
         raise ValueError(too_deep) from None
     except ValueError as error:
         raise ValueError(f"{source} is not valid JSON: {error}") from error
-    if _is_deeper(content, MAX_DEPTH):
+    if is_deeper(content, MAX_DEPTH):
         raise ValueError(too_deep)
     return content
 
 
-def _is_deeper(content: Any, levels: int) -> bool:
-    """Tell whether containers nest beyond `levels`; level by level, as recursion would overflow."""
+def is_deeper(content: Any, levels: int) -> bool:
+    """Return whether containers nest beyond `levels`; level by level, as recursion would overflow."""
     containers = [content]
     for _ in range(levels):
         values = (c.values() if isinstance(c, dict) else c for c in containers if isinstance(c, dict | list))

@@ -17,11 +17,14 @@ from typing import Any
 
 from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
 from jaxglue.dialects import translate
+from jaxglue.json_file import MAX_DEPTH, is_deeper
 
 SHIPPED = Path(__file__).parent / "recipes"
 """Recipes that come with the library."""
 _FOLDER = "{recipe}"
 _YAML = (".yaml", ".yml")
+_MAX_BYTES, _MAX_DOTS = 2**18, 1000
+"""Of a recipe, and of one of its lines."""
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -30,10 +33,14 @@ def find_recipe(name: str | Path) -> Path:
     Raises:
         ValueError: neither; lists the shipped recipes.
     """
-    path, shipped = Path(name), SHIPPED / f"{name}.toml"
-    if not path.is_file() and str(name) in shipped_recipes():
-        return shipped
-    if not path.exists() and path.suffix not in (".toml", *_YAML):
+    path = Path(name)
+    try:
+        is_file, exists = path.is_file(), path.exists()
+    except OSError as error:
+        raise ValueError(f"{name}: cannot read this recipe: {error.strerror}") from error
+    if not is_file and str(name) in shipped_recipes():
+        return SHIPPED / f"{name}.toml"
+    if not exists and path.suffix not in (".toml", *_YAML):
         raise ValueError(f"no recipe named {name}: give a file, or one of {', '.join(shipped_recipes())}")
     return path
 
@@ -121,21 +128,53 @@ def _assignments(values: dict[str, Any]) -> str:
 
 
 def _parse(path: Path) -> dict[str, Any]:
+    too_deep = f"{path}: nested more than {MAX_DEPTH} levels deep"
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES:,} bytes")
         text = path.read_text(encoding="utf-8")
-        return _parse_yaml(text) if path.suffix in _YAML else tomllib.loads(text)
+        values = _parse_yaml(text) if path.suffix in _YAML else _parse_toml(text)
     except OSError as error:
         raise ValueError(f"{path}: cannot read this recipe: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(too_deep) from None
     except ValueError as error:
         raise ValueError(f"{path}: not valid {'YAML' if path.suffix in _YAML else 'TOML'}: {error}") from error
+    if is_deeper(values, MAX_DEPTH):
+        raise ValueError(too_deep)
+    _check_keys(values, path)
+    return values
+
+
+def _check_keys(value: Any, path: Path) -> None:
+    """Raise ValueError for a key that is no text of one line, at any depth."""
+    if isinstance(value, dict):
+        for key in value:
+            if not (isinstance(key, str) and key.isprintable()):
+                raise ValueError(f"{path}: the key {key!r:.100} is no text of one line")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_keys(item, path)
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    # tomllib takes time that grows with the square of a dotted key's length.
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line of more than {_MAX_DOTS:,} dots")
+    return tomllib.loads(text)
 
 
 def _parse_yaml(text: str) -> dict[str, Any]:
     """Parse YAML, with keys that have no value left out."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):  # nested ones multiply
+                raise yaml.YAMLError("aliases (*name) are not read: write the value out")
+            return super().compose_node(parent, index)
+
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(values, dict):
