@@ -17,11 +17,10 @@ if HIDES_TORCH in os.environ:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 _MODULES = {
+    "api": ("generate", "plan", "train"),
     "training.config": ("TrainConfig",),
-    "training.trainer": ("train",),
-    "generation.chat": ("GenerateConfig", "generate"),
+    "generation.chat": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),
-    "planner.plan": ("plan",),
     "planner.workload": ("Workload",),
     "hf.loading": ("load_model",),
     "ops.attention": ("packed_attention",),
@@ -30,6 +29,8 @@ _MODULES = {
     "ops.lora_swiglu": ("lora_swiglu",),
     "ops.moe": ("auxiliary_loss", "grouped_matmul", "moe_mlp", "route", "z_loss"),
     "ops.norm_rope": ("rms_norm", "rotate_heads"),
+    "ops.quant": ("dequantize", "project_quantized"),
+    "ops.quant.nf4": ("quantize_nf4",),
     "ops.rope": ("rope_tables",),
     "ops.segments": ("pack_segments",),
 }

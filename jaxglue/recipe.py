@@ -92,6 +92,32 @@ def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, An
     return cls(**values | nested)
 
 
+def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Path | None = None) -> C:
+    """Build a configuration from settings by the names of its fields or their aliases, without groups.
+
+    Args:
+        cls: class of the configuration.
+        settings: Python values; they win over the recipe's.
+        recipe: file or shipped name.
+
+    Raises:
+        ValueError: an unknown name, a bad value, or a missing field.
+    """
+    values = read_recipe(cls, find_recipe(recipe)) if recipe else {}
+    fields = {name: kind for group in (cls, *groups(cls).values()) for name, (_, kind) in plain_fields(group).items()}
+    names = {key: name for name, kind in fields.items() for key in (name, *kind.aliases)}
+    flags: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in names:
+            raise ValueError(f"unknown setting {key!r}{nearest(key, names)}")
+        read = _read_value(fields[names[key]], key, value, "")
+        if names[key] in flags:
+            raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
+        if read is not KEEP:
+            flags[names[key]] = read
+    return construct(cls, values, flags)
+
+
 def is_required(field: dataclasses.Field) -> bool:
     """Tell whether a field has no default."""
     return field.default is field.default_factory is dataclasses.MISSING

@@ -10,7 +10,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Embedding, Linear, RMSNorm, project
 from jaxglue.ops.rope import rope_tables
-from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.segments import PackedSegments, pack_segments
 
 
 class CausalLM(nnx.Module):
@@ -26,9 +26,16 @@ class CausalLM(nnx.Module):
         self.lm_head = None if tied else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], segments: PackedSegments, *, dtype=jnp.float32, backend: str = "auto"
+        self,
+        tokens: Int[Array, "B T"],
+        segments: PackedSegments | None = None,
+        *,
+        dtype=jnp.float32,
+        backend: str = "auto",
     ) -> Float[Array, "B T V"]:
-        """Compute float32 logits of packed rows in one pass, for tests and small models."""
+        """Compute float32 logits of packed rows in one pass; without segments each row is one document."""
+        if segments is None:
+            segments = pack_segments([[tokens.shape[1]]] * tokens.shape[0], seq_len=tokens.shape[1])
         context = packed_context(self.config, segments, backend=backend)
         x = self.embed_tokens(tokens, dtype)
         for layer in self.layers:

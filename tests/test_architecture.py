@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"__main__"},
+    {"__main__", "api"},
     {"commands"},
     {"training"},
     {"generation", "planner"},

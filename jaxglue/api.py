@@ -1,0 +1,79 @@
+"""Functions of the package root that take settings by name, as the command's flags do."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.commands.estimate import STREAM, EstimateConfig, make_planner
+from jaxglue.generation import chat
+from jaxglue.planner import plan as planner_plan
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.planner import Plan
+from jaxglue.planner.workload import Workload
+from jaxglue.recipe import from_settings
+from jaxglue.training import trainer
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.summary import RunSummary
+
+
+def train(
+    config: TrainConfig | Mapping[str, Any] | None = None, *, recipe: str | Path | None = None, **settings: Any
+) -> RunSummary | None:
+    """Train, and write adapter or model, checkpoints, metrics and curve to the output folder.
+
+    Args:
+        config: the run, as a `TrainConfig` or a dictionary of settings.
+        recipe: file or shipped name, as in `--recipe`; settings win over it.
+        settings: by the names of the command's flags: `model`, `data`, `steps`, `lora_r`, …
+
+    Returns:
+        the results; None after a dry run or an interruption.
+
+    Raises:
+        ValueError: a bad setting or bad input, before the accelerator is used.
+    """
+    if isinstance(config, TrainConfig):
+        _refuse_settings(recipe, settings)
+        return trainer.train(config)
+    return trainer.train(from_settings(TrainConfig, {**(config or {}), **settings}, recipe))
+
+
+def generate(config: chat.GenerateConfig | None = None, **settings: Any) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield each prompt with its answer, streamed in pieces.
+
+    Args:
+        config: model, prompts and sampling.
+        settings: instead, by the names of the command's flags: `model`, `adapter`, `prompt`, `max_tokens`, …
+
+    Raises:
+        ValueError: bad settings, folders, tensors, tokenizer or prompts.
+    """
+    if config is not None:
+        _refuse_settings(None, settings)
+    return chat.generate(config or from_settings(chat.GenerateConfig, settings))
+
+
+def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = None, **settings: Any) -> Plan:
+    """Predict time and memory of a training step on a GPU, with the fastest policy that fits.
+
+    Args:
+        model: a model folder, of which config.json is enough, or a `Workload`.
+        gpu: a GPU's name, such as "4090"; it need not be present.
+        recipe: of a training run; settings win over it.
+        settings: by the names of `jaxglue estimate`'s flags: `seq_len`, `method`, `quantize`, `remat`, …; with a
+            `Workload`, the options of `jaxglue.planner.plan.plan`.
+
+    Raises:
+        ValueError: a bad setting, an unknown model or GPU, or nothing fits.
+    """
+    if isinstance(model, Workload):
+        return planner_plan.plan(model, gpu, **settings)
+    config = from_settings(EstimateConfig, {"model": str(model), "gpu": gpu, **settings}, recipe)
+    host_memory, stream = config.host_memory_gib * GIB, STREAM[config.model.weights]
+    return make_planner(config).resolve(config.model.remat, stream_weights=stream, host_memory=host_memory)
+
+
+def _refuse_settings(recipe: str | Path | None, settings: Mapping[str, Any]) -> None:
+    if recipe is not None or settings:
+        names = ", ".join([*(["recipe"] if recipe is not None else []), *settings])
+        raise ValueError(f"a configuration is complete, and {names} would be ignored: use dataclasses.replace")
