@@ -52,7 +52,7 @@ class RunFiles:
     def walk(self, path: Path) -> Iterator[str]:
         """Return all files below a path, relative to the run's folder."""
         for parent, _, files in os.walk(self._folder / path):
-            yield from ((Path(parent) / file).relative_to(self._folder).as_posix() for file in files)
+            yield from (self._name(Path(parent) / file) for file in files)
 
     def _append(self, line: dict) -> None:
         self._apply(line)
