@@ -13,56 +13,52 @@ from jaxglue.config import KEEP, Kind, groups, nearest, plain_fields
 
 _logger = logging.getLogger(__name__)
 
-_PACKED = "documents are always packed, and see only themselves"
-_REMAT = "--remat decides what is recomputed"
-_ATTENTION = "--attention chooses the kernel; auto takes the fastest"
-_MESH = "--mesh says how GPUs share the work"
-_DATA = "name files, folders or hf:owner/name with --data"
-_RECORD = "metrics.jsonl and tensorboard/ are always written"
-_TEMPLATE = "the tokenizer's own template is used, or the Jinja file of --chat-template"
-_KERNELS = "kernels are chosen by GPU and shape"
-_WHOLE = "evaluations and checkpoints are counted in steps: --eval-every, --save-every"
-NOTES = {
-    **dict.fromkeys(
-        ("packing", "sample_packing", "eval_sample_packing", "pad_to_sequence_len", "neat_packing", "group_by_length"),
-        _PACKED,
+_REASONS = {
+    "documents are always packed, and see only themselves": (
+        *("packing", "sample_packing", "eval_sample_packing", "pad_to_sequence_len", "neat_packing", "group_by_length"),
+        *("padding_free", "multipack_real_batches", "remove_unused_columns", "dataloader_num_workers"),
+        *("dataloader_prefetch_factor", "dataloader_pin_memory", "pad_to_multiple_of"),
     ),
-    **dict.fromkeys(
-        (
-            "gradient_checkpointing",
-            "gradient_checkpointing_kwargs",
-            "use_gradient_checkpointing",
-            "activation_offloading",
-        ),
-        _REMAT,
+    "--remat decides what is recomputed": (
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
+        "activation_offloading",
     ),
-    **dict.fromkeys(
-        ("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"), _ATTENTION
+    "--attention chooses the kernel; auto takes the fastest": (
+        *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
     ),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp"), _MESH),
-    **dict.fromkeys(("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field"), _DATA),
-    **dict.fromkeys(
-        (
-            *("report_to", "logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
-            *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
-        ),
-        _RECORD,
+    "kernels are chosen by GPU and shape": (
+        *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
+        *("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm", "cut_cross_entropy"),
+        *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
     ),
-    **dict.fromkeys(("template", "tokenizer_type", "model_type"), _TEMPLATE),
-    **dict.fromkeys(("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile"), _KERNELS),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"), _WHOLE
+    "--mesh says how GPUs share the work": (
+        *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
     ),
-    **dict.fromkeys(
-        ("saves_per_epoch", "per_device_eval_batch_size", "eval_batch_size", "save_safetensors", "save_only_model"),
-        _WHOLE,
+    "name files, folders or hf:owner/name with --data": (
+        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field"),
     ),
-    **dict.fromkeys(("do_train", "do_eval", "stage", "strict", "load_best_model_at_end"), "this is what training does"),
-    **dict.fromkeys(("bias", "fp16"), "adapters have no biases, and dtypes are bfloat16 and float32: --dtype"),
-    "trust_remote_code": "no remote code is ever run",
-    "resume_from_checkpoint": "--resume continues the latest checkpoint of --output",
-    "auto_resume_from_checkpoints": "--resume continues the latest checkpoint of --output",
+    "metrics.jsonl and tensorboard/ are always written": (
+        *("report_to", "logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
+        *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
+    ),
+    "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
+    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template",),
+    "config.json names the model's family": ("model_type", "tokenizer_type", "is_llama_derived_model"),
+    "evaluations and checkpoints are counted in steps: --eval-every, --save-every": (
+        *("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"),
+        "saves_per_epoch",
+    ),
+    "evaluation takes the training's batch size": ("per_device_eval_batch_size", "eval_batch_size"),
+    "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
+    "this is what training does": ("do_train", "do_eval", "stage", "strict", "load_best_model_at_end"),
+    "adapters have no biases": ("bias", "lora_bias"),
+    "dtypes are bfloat16 and float32: --dtype": ("fp16",),
+    "no remote code is ever run": ("trust_remote_code",),
+    "--resume continues the latest checkpoint of --output": (
+        *("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    ),
 }
+NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 """Remedies for settings of other programs, by name."""
 
 Nested = dict[str, Any]
@@ -89,6 +85,8 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                     _merge(values, {group: {field: kind.read(read)}})
             elif key in NOTES:
                 left_out.append(f"{key} ({NOTES[key]})")
+            elif value is False:
+                left_out.append(f"{key} (off)")
             else:
                 unknown.append(f"{key}{nearest(key, places)}")
         except ValueError as error:
@@ -199,8 +197,14 @@ def _lora_target(value: Any) -> Nested:
 
 def _template(value: Any) -> Nested:
     if not str(value).startswith("tokenizer_default"):
-        raise ValueError(f"{_TEMPLATE}; got {value!r}")
+        raise ValueError(f"{NOTES['template']}; got {value!r}")
     return {}
+
+
+def _special_tokens(value: Any) -> Nested:
+    if not isinstance(value, dict) or value.keys() - {"pad_token"}:
+        raise ValueError(f"the tokenizer's own are used, got {value!r}: save a tokenizer that has them with the model")
+    return {}  # packed rows need no padding token
 
 
 _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
@@ -209,5 +213,6 @@ _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "test_datasets": _data_sets("eval_data"),
     "lora_target": _lora_target,
     "chat_template": _template,
+    "special_tokens": _special_tokens,
 }
 """Readers of settings whose values differ in kind."""

@@ -41,6 +41,9 @@ tf32: false
 wandb_project:
 gradient_checkpointing: true
 warmup_steps: 10
+s2_attention: false
+special_tokens:
+  pad_token: <|end|>
 output_dir: ./outputs/qlora
 """
 LLAMA_FACTORY = """

@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 import jaxglue
+from jaxglue.commands.interrupts import STATUS, Interrupts
 
 COMMANDS = {
     "train": "fine-tune a model",
@@ -20,9 +20,6 @@ COMMANDS = {
     "doctor": "check driver, CUDA, GPU, JAX, Triton and memory",
 }
 """Summaries by name; a command is `main(argv)` in the module of its name."""
-
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,26 +44,18 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
     """
     # Before the imports, some of which would configure it otherwise.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
-        with _torch_hidden():
-            with _exit_on_interrupt():
-                command = importlib.import_module(f"jaxglue.commands.{name}")
+    with Interrupts() as interrupts, _torch_hidden():
+        try:
+            command = importlib.import_module(f"jaxglue.commands.{name}")
+            interrupts.importing = False
             command.main(argv)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the clean-up at once
-        _end(f"jaxglue {name}: interrupted", status=INTERRUPTED)
-    except (ValueError, OSError) as error:
-        _end(f"error: {error}", status=1)
-
-
-@contextmanager
-def _exit_on_interrupt() -> Iterator[None]:
-    """Exit at once on Ctrl-C: a KeyboardInterrupt inside an import may be caught there, or printed as a traceback."""
-    before = signal.signal(signal.SIGINT, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        except (KeyboardInterrupt, Exception) as error:
+            if interrupts.received or isinstance(error, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the clean-up at once
+                _end(f"jaxglue {name}: interrupted", status=STATUS)
+            if isinstance(error, (ValueError, OSError)):
+                _end(f"error: {error}", status=1)
+            raise
 
 
 @contextmanager
@@ -81,11 +70,6 @@ def _torch_hidden() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch"], os.environ[jaxglue.HIDES_TORCH]
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"\njaxglue: interrupted\n")
-    os._exit(INTERRUPTED)
 
 
 def _end(line: str, *, status: int) -> None:

@@ -61,6 +61,26 @@ commands.run("train")
 """
 
 
+SWALLOWED = """
+import gc, signal, sys, time
+from jaxglue import commands
+
+def main(argv):
+    gc.callbacks.append(lambda *args: gc.callbacks.clear() or signal.raise_signal(signal.SIGINT))
+    gc.collect()
+    time.sleep(30)
+
+sys.modules["jaxglue.commands.train"] = type(sys)("train")
+sys.modules["jaxglue.commands.train"].main = main
+commands.run("train")
+"""
+
+
+def test_interrupt_inside_a_callback_is_raised_again():
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (130, "jaxglue train: interrupted\n")
+
+
 def test_interrupt_inside_imports_is_one_line():
     done = subprocess.run([sys.executable, "-c", INTERRUPT], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.split("\n")) == (130, "", ["", "jaxglue: interrupted", ""])
