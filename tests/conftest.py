@@ -155,7 +155,13 @@ def chat_rows():
 class _Buffer:
     """The torch tensor interface used by Triton's interpreter."""
 
-    _NAMES = {"float32": "fp32", "float16": "fp16", "int32": "i32", "uint8": "u8"}  # noqa: RUF012
+    _NAMES = {  # noqa: RUF012
+        "float32": "fp32",
+        "float16": "fp16",
+        "float8_e4m3fn": "fp8e4nv",
+        "int32": "i32",
+        "uint8": "u8",
+    }
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, self._NAMES[str(array.dtype)]

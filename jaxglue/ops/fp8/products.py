@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.quant.fp8 import FP8Weight, encode_rows
+from jaxglue.ops.fp8.encode import encode
+from jaxglue.ops.quant.fp8 import FP8Weight
 
 
 def dot(rows: Float[Array, "*B n"], matrix: Float[Array, "a b"], dimension: int, dtype) -> Float[Array, "*B m"]:
@@ -23,16 +24,11 @@ def rescale(product: Float[Array, "*B n"], *scales: Float[Array, "..."]) -> Floa
     return total.astype(product.dtype)
 
 
-def fold_scales(dy: Float[Array, "*B out"], weight: FP8Weight) -> Float[Array, "*B out"]:
-    """Multiply a cotangent by the weight's scales, in float32."""
-    return dy.astype(jnp.float32) * weight.scales
-
-
 def input_gradient(
     cotangents: Sequence[Float[Array, "*B out"]], weights: Sequence[FP8Weight], scales: Float[Array, "*B 1"]
 ) -> Float[Array, "*B in"]:
     """Compute Σ dy·W, with every dy·(W's scales) quantized by the same row scales so that matmuls accumulate."""
-    codes = [encode_rows(fold_scales(dy, weight), scales)[0] for dy, weight in zip(cotangents, weights, strict=True)]
+    codes = [encode(dy, weight.scales, scales)[0] for dy, weight in zip(cotangents, weights, strict=True)]
     dtype = cotangents[0].dtype
     total, *others = (dot(dy, weight.codes, 0, dtype) for dy, weight in zip(codes, weights, strict=True))
     for other in others:

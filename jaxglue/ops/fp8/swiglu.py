@@ -13,12 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.fp8.products import dot, fold_scales, input_gradient, rescale
+from jaxglue.ops.fp8.encode import encode
+from jaxglue.ops.fp8.products import dot, input_gradient, rescale
 from jaxglue.ops.lora import lora_expand_gradients
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import ScaledProducts
-from jaxglue.ops.quant.fp8 import FP8Weight, encode_rows, quantize_rows, row_scales
+from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
 
 Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
@@ -93,7 +94,7 @@ def _feed_forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, mat
 
 def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices: Matrices):
     gate, up, down = weights
-    codes, scales = quantize_rows(x)
+    codes, scales = encode(x)
     products = ScaledProducts(
         gate=checkpoint_name(dot(codes, gate.codes, 1, x.dtype), names.GATE),
         up=checkpoint_name(dot(codes, up.codes, 1, x.dtype), names.UP),
@@ -102,7 +103,7 @@ def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices
         up_scales=up.scales,
     )
     y, low, absmax = backend.scaled_forward(products, hidden, matrices)
-    codes, scales = encode_rows(y, row_scales(absmax))
+    codes, scales = encode(y, scales=row_scales(absmax))
     out = rescale(dot(codes, down.codes, 1, x.dtype), scales, down.scales)
     return (out, low), (products, hidden, weights, matrices)
 
@@ -110,7 +111,7 @@ def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices
 def _backward(backend: ScaledSwigluBackend, residuals, cotangents):
     products, hidden, (gate, up, down), matrices = residuals
     dout, dlow = cotangents
-    codes, scales = quantize_rows(fold_scales(dout, down))
+    codes, scales = encode(dout, down.scales)
     dy = dot(codes, down.codes, 0, dout.dtype)
     dgate, dup, ddown, absmax = backend.scaled_backward(products, hidden, matrices, dy, scales, dlow)
     dx = input_gradient((dgate, dup), (gate, up), row_scales(absmax))

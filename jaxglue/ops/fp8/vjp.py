@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.fp8.products import dot, fold_scales, input_gradient, rescale
-from jaxglue.ops.quant.fp8 import FP8Weight, quantize_rows, row_scales
+from jaxglue.ops.fp8.encode import encode
+from jaxglue.ops.fp8.products import dot, input_gradient, rescale
+from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
 
 
 @jax.custom_vjp
 def project_rows(x: Float[Array, "*B in"], weights: tuple[FP8Weight, ...]) -> tuple[Float[Array, "*B out"], ...]:
     """See `project_fp8`."""
-    codes, scales = quantize_rows(x)
+    codes, scales = encode(x)
     return tuple(rescale(dot(codes, weight.codes, 1, x.dtype), scales, weight.scales) for weight in weights)
 
 
@@ -20,7 +21,10 @@ def _forward(x, weights):
 
 
 def _backward(weights, cotangents):
-    folded = [fold_scales(dy, weight) for dy, weight in zip(cotangents, weights, strict=True)]
+    if len(weights) == 1:
+        codes, scales = encode(cotangents[0], weights[0].scales)
+        return rescale(dot(codes, weights[0].codes, 0, cotangents[0].dtype), scales), None
+    folded = [dy.astype(jnp.float32) * weight.scales for dy, weight in zip(cotangents, weights, strict=True)]
     absmax = jnp.stack([jnp.abs(dy).max(axis=-1, keepdims=True) for dy in folded]).max(axis=0)
     return input_gradient(cotangents, weights, row_scales(absmax)), None
 
