@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "answer prompts with a model and an adapter",
     "export": "merge an adapter into its base, or quantize a model",
     "estimate": "predict time and memory of training on a GPU",
+    "data": "preview training data: tokens with loss, lengths, packing, duplicates",
     "doctor": "check driver, CUDA, GPU, JAX, Triton and memory",
 }
 """Summaries by name; a command is `main(argv)` in the module of its name."""

@@ -41,6 +41,7 @@ class ChatTemplate:
         self._specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         longest_first = sorted(filter(lambda token: len(token) > 1, self._specials), key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, [PLAIN, *longest_first])))
+        self._sources: dict[bool, str] = {}
         self._context: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
     @property
@@ -106,8 +107,11 @@ class ChatTemplate:
 
     def _source(self, tools: Tools) -> str:
         """Return the template with the fixed date substituted for today's."""
-        source = self._tokenizer.get_chat_template(tools=tools)
-        return _DATE.sub(lambda call: repr(_TODAY.strftime(call["format"])), source)
+        with_tools = tools is not None
+        if with_tools not in self._sources:
+            source = self._tokenizer.get_chat_template(tools=tools)
+            self._sources[with_tools] = _DATE.sub(lambda call: repr(_TODAY.strftime(call["format"])), source)
+        return self._sources[with_tools]
 
     def _render(self, messages: Messages, tools: Tools, **options: Any) -> tuple[str, list[Span]]:
         try:

@@ -1,0 +1,107 @@
+"""Look at training data as the model would see them, without GPU or weights.
+
+jaxglue data preview --model models/Qwen3-8B --data chats.jsonl
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.cli import parse_config
+from jaxglue.config import Config, PositiveInt
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.config import DataConfig
+from jaxglue.data.prepare import prepare_data
+from jaxglue.data.preview import Bin, count_duplicates, length_bins, longest, trained_parts
+from jaxglue.data.progress import DataProgress
+from jaxglue.data.tokenizer import load_tokenizer
+
+_BAR = 40
+_SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")
+"""Styles of trained and of other tokens, in turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewConfig(Config):
+    """Show documents with their loss mask, and the data's lengths, packing, duplicates and longest rows."""
+
+    model: str
+    """A model folder with a tokenizer."""
+    data: DataConfig
+    rows: PositiveInt = 3
+    """Documents to show, and longest rows to name."""
+    max_tokens: PositiveInt = 400
+    """Tokens to show of each document."""
+    picture: Path | None = None
+    """PNG or SVG file for the histogram of lengths."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `jaxglue data preview`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] not in (["preview"], ["-h"], ["--help"]):
+        raise ValueError("jaxglue data: use jaxglue data preview --model FOLDER --data FILE")
+    preview(parse_config(PreviewConfig, words[words[0] == "preview" :], command="data preview"))
+
+
+def preview(config: PreviewConfig, console: Console | None = None) -> None:
+    """Print a preview.
+
+    Raises:
+        ValueError: an unusable model folder or data.
+    """
+    console = console or Console()
+    tokenizer = load_tokenizer(config.model)
+    prepared = prepare_data(config.data, tokenizer, progress=DataProgress())
+    data = prepared.train
+    for document in range(min(config.rows, len(data))):
+        console.rule(f"document {document + 1}: {data.lengths[document]:,} tokens, {data.targets[document]:,} targets")
+        console.print(_colored(data, document, tokenizer, config.max_tokens, console.color_system is not None))
+    console.rule("all documents")
+    bins = length_bins(data.lengths)
+    lines = [*_bars(bins), "", str(prepared.report), f"duplicates: {count_duplicates(data):,} documents"]
+    lines += [
+        f"longest: {length:,} tokens, {origin}" for length, origin in longest(data, config.data.sources, config.rows)
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if config.picture:
+        _draw(bins, config.picture)
+
+
+def _colored(
+    data: TokenDataset, document: int, tokenizer: PreTrainedTokenizerBase, max_tokens: int, colors: bool
+) -> Text:
+    """Return a document's tokens in alternating shades; without colors, trained parts stand in ⟦ ⟧."""
+    text, before = Text(), False
+    for index, (part, trained) in enumerate(trained_parts(data, document, tokenizer)):
+        if index == max_tokens:
+            text.append(" …")
+            break
+        if not colors and trained != before:
+            text.append("⟦" if trained else "⟧")
+        text.append(part, style=_SHADES[not trained][index % 2])
+        before = trained
+    return text.append("⟧" if before and not colors else "")
+
+
+def _bars(bins: list[Bin]) -> list[str]:
+    most = max(bar.documents for bar in bins)
+    width = len(f"{bins[-1].high:,}")
+    rows = ((bar, "█" * -(-bar.documents * _BAR // most)) for bar in bins)
+    return [f"{bar.low:>{width},}–{bar.high:>{width},} {line:<{_BAR}} {bar.documents:,}" for bar, line in rows]
+
+
+def _draw(bins: list[Bin], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.bar([bar.low for bar in bins], [bar.documents for bar in bins], width=bins[0].high, align="edge")
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("documents")
+    figure.savefig(path)

@@ -1,0 +1,47 @@
+"""`jaxglue data preview`: documents with their masks, and statistics."""
+
+import numpy as np
+import pytest
+
+from jaxglue.commands import data as command
+from jaxglue.data.preview import length_bins
+
+
+@pytest.fixture
+def preview(tmp_path, make_tokenizer, capsys):
+    make_tokenizer().save_pretrained(tmp_path / "model")
+
+    def run(data, *flags):
+        cache = str(tmp_path / "cache")
+        argv = ["preview", "--model", str(tmp_path / "model"), "--data", data, "--cache-dir", cache, "--seq-len", "64"]
+        command.main([*argv, *flags])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_shows_masks_lengths_packing_duplicates_and_longest_rows(tmp_path, preview, write_jsonl):
+    row = {"messages": [{"role": "user", "content": "Grüße?"}, {"role": "assistant", "content": "It is 2. ✓"}]}
+    long = {"messages": [{"role": "user", "content": "What " * 20}, {"role": "assistant", "content": "Good"}]}
+    shown = preview(write_jsonl([row, row, long]), "--rows", "1", "--picture", str(tmp_path / "lengths.png"))
+    assert "<|im_start|>user\nGrüße?<|im_end|>\n<|im_start|>assistant\n⟦It is 2. ✓<|im_end|>⟧" in shown
+    assert "3 rows of format messages" in shown and "% full" in shown
+    assert "duplicates: 1 documents" in shown
+    assert "data.jsonl:3" in shown.split("longest: ")[1]
+    assert (tmp_path / "lengths.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_long_documents_are_cut(preview, write_jsonl):
+    assert "⟦What …" in preview(write_jsonl([{"text": "What is 1?"}]), "--max-tokens", "1")
+
+
+def test_every_length_is_in_one_bin():
+    lengths = np.array([1, 5, 12, 13, 24])
+    bins = length_bins(lengths)
+    assert sum(bar.documents for bar in bins) == 5
+    assert all(bar.documents == ((lengths >= bar.low) & (lengths <= bar.high)).sum() for bar in bins)
+
+
+def test_unknown_words_are_refused():
+    with pytest.raises(ValueError, match="jaxglue data: use jaxglue data preview"):
+        command.main(["show"])
