@@ -5,6 +5,7 @@ have huggingface_hub's meaning.
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -107,3 +108,44 @@ def base_reference(folder: str | Path) -> BaseReference:
     if match := _SNAPSHOT.search(path.absolute().as_posix()):
         return BaseReference(f"{match['owner']}/{match['name']}", match["revision"])
     return BaseReference(str(path.resolve()))
+
+
+def push_folder(folder: str | Path, name: str, card: str, *, extra: Sequence[Path] = (), private: bool = False) -> str:
+    """Upload a folder's files and a card to the hub in one commit; return the repository's address.
+
+    Args:
+        folder: its own files go up, but no hidden ones and no README.md.
+        name: of the repository, `owner/name`, created if absent.
+        card: README.md.
+        extra: further files.
+        private: create the repository as private.
+
+    Raises:
+        ValueError: the name is malformed, or the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    if not _ID.fullmatch(name):
+        raise ValueError(f"--push {name}: expected owner/name")
+    paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file() and not path.name.startswith(".")]
+    files = {path.name: path for path in (*paths, *extra)}
+    files.pop("README.md", None)
+    operations = [CommitOperationAdd(path_in_repo=key, path_or_fileobj=path) for key, path in files.items()]
+    operations.append(CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=card.encode()))
+    try:
+        api = HfApi()
+        url = api.create_repo(name, private=private, exist_ok=True)
+        api.create_commit(name, operations, commit_message="Upload from jaxglue")
+    except Exception as error:
+        raise ValueError(_explain_push(error, name)) from error
+    return str(url)
+
+
+def _explain_push(error: Exception, name: str) -> str:
+    """Describe a failed upload with its remedy; raise errors of other kinds again."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):
+        return f"--push {name}: the hub refused: log in with `hf auth login` or HF_TOKEN, with a token that may write"
+    return f"--push {_explain(error, name, None)}"

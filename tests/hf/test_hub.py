@@ -4,10 +4,13 @@ import json
 
 import huggingface_hub.constants as hub_constants
 import pytest
+import yaml
 from hub_server import SHA, start_hub
 
+from jaxglue.commands import main
 from jaxglue.hf import hub as hub_module
-from jaxglue.hf.hub import base_reference, model_path
+from jaxglue.hf.adapter import find_base
+from jaxglue.hf.hub import base_reference, model_path, push_folder
 
 FILES = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")
 OTHERS = ("pytorch_model.bin", "README.md", "original/model.safetensors", "modeling.py")
@@ -86,3 +89,56 @@ def test_unreachable_hub_is_named(hub, monkeypatch):
     monkeypatch.setattr(hub_constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match="the hub cannot be reached: check the network"):
         model_path("acme/tiny")
+
+
+CONFIG = """
+[model]
+method = "lora"
+quantize = "none"
+[lora]
+rank = 16
+targets = ["q_proj", "v_proj"]
+[data]
+data = ["hf:acme/chats:fine", "/home/me/secret/more.jsonl"]
+seq_len = 4096
+[optimizer]
+learning_rate = 0.0002
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with an adapter."""
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (run / "config.toml").write_text(CONFIG)
+    (run / "summary.json").write_text(json.dumps({"steps": 9, "first_loss": 2.5, "last_loss": 1.25}))
+    (run / "loss.png").write_bytes(b"picture")
+    (run / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/tiny"}')
+    (run / "adapter" / "adapter_model.safetensors").write_bytes(b"tensors")
+    return run
+
+
+def test_adapter_is_pushed_with_a_card_of_its_run(hub, run, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    main(["export", "--adapter", str(run / "adapter"), "--push", "me/mine"])
+    assert f"uploaded to {hub.url}/me/mine" in capsys.readouterr().out
+    files = hub.uploads["me/mine"]
+    assert set(files) == {"README.md", "loss.png", "adapter_config.json", "adapter_model.safetensors"}
+    assert files["adapter_model.safetensors"] == b"tensors"
+    card = files["README.md"].decode()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["base_model"] == "acme/tiny" and front["datasets"] == ["acme/chats"]
+    assert front["library_name"] == "peft" and front["base_model_relation"] == "adapter"
+    for line in ("- `more.jsonl`", "| rank | 16 |", "| learning rate | 0.0002 |", "| last loss | 1.25 |", "(loss.png)"):
+        assert line in card
+    assert "secret" not in card
+
+
+def test_push_to_a_malformed_name_is_refused(hub, run):
+    with pytest.raises(ValueError, match="--push mine: expected owner/name"):
+        push_folder(run / "adapter", "mine", "card")
+
+
+def test_base_of_an_adapter_is_downloaded(hub, run):
+    assert base_reference(find_base(run / "adapter", weights=False)) == ("acme/tiny", SHA)
