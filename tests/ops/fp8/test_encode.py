@@ -30,7 +30,7 @@ def assert_kernel_matches(call, dtype, *, interpreted):
     if interpreted:  # Triton 3.7.1's interpreter loses the carry into the exponent
         values = np.where(2 * values == reference, reference, values)
     assert np.mean(values != reference) < 0.01  # ties, after a quotient's last bit
-    np.testing.assert_allclose(values, reference, rtol=0.13)
+    np.testing.assert_allclose(values, reference, rtol=0.13, atol=2**-9)
 
 
 @pytest.mark.parametrize("call", CALLS)
