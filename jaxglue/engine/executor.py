@@ -4,7 +4,8 @@ Compile time is one layer's at any depth, and the executor, not the compiler, de
 they are copied: XLA delays copies to the host until they save nothing, or serializes them.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,7 +137,13 @@ class LayerExecutor:
     def loss(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, ""]:
         """Return Σ loss over one batch, not divided by its weight; keep nothing for a backward pass."""
         trainable, frozen = transfer.commit((trainable, frozen))
+        (x,) = deque(self.hidden_states(trainable, frozen, batch), maxlen=1)
+        return self._total_loss(self._entry_head.loss(trainable, frozen, x, batch, np.float32(1)))
+
+    def hidden_states(self, trainable: Params, frozen: Params, batch: Batch) -> Iterator[Float[Array, "B T D"]]:
+        """Yield the embedded tokens of a batch, then the output of each layer."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
+        yield x
         running = self._run_ahead()
         stored = self._stored_weights(trainable, frozen)
         gathered = self._gather_first(stored)
@@ -146,7 +153,7 @@ class LayerExecutor:
             if self._stream_weights:
                 running.add(x)
             del weights
-        return self._total_loss(self._entry_head.loss(trainable, frozen, x, batch, np.float32(1)))
+            yield x
 
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""

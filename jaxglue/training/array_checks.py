@@ -24,7 +24,10 @@ def check_arrays(tree: PyTree[Array]) -> dict[str, ArrayCheck]:
     """Return the checks of all arrays of a tree by name; on several processes all must call."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     found = jax.device_get([_check(leaf) for _, leaf in leaves])
-    return {jax.tree_util.keystr(path): _read(row) for (path, _), row in zip(leaves, found, strict=True)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): _read(row)
+        for (path, _), row in zip(leaves, found, strict=True)
+    }
 
 
 def non_finite(tree: PyTree[Any]) -> list[str]:

@@ -68,7 +68,8 @@ class Checkpoints:
         Args:
             folder: created if missing.
             fingerprint: JSON values that a resumed run must share: model, data, seed, ….
-            keep: number of latest checkpoints to keep, besides the one with the lowest eval loss.
+            keep: number of latest checkpoints to keep, besides the one with the lowest eval loss; at least 2, as the
+                latest may turn out to precede a divergence.
             processes: all call every method alike; each writes its own shards.
             before_write, saved: called with the folder of each checkpoint, before it is written and once it is on disk.
         """
@@ -80,7 +81,7 @@ class Checkpoints:
         best = policies.BestN(get_metric_fn=_eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             best_fn=_eval_loss,
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(max(keep, 2)), best]),
             cleanup_tmp_directories=True,
             temporary_path_class=DurablePath,
         )
@@ -150,15 +151,20 @@ class Checkpoints:
             raise ValueError(f"none of the checkpoints {damaged} in {self._folder} can be read: start a new run")
         return None
 
+    @property
+    def latest_step(self) -> int | None:
+        """Return the step of the newest checkpoint, waiting for one under way; None without checkpoints."""
+        self.wait()
+        return max(self._manager.all_steps(), default=None)
+
     def reject(self, step: int) -> bool:
         """Rename the checkpoint of a step to `<step>.diverged`, so that a resumed run begins at the one before.
 
         Returns:
-            False, and nothing is renamed, without that checkpoint or one before it.
+            False without that checkpoint.
         """
         self.wait()
-        steps = self._manager.all_steps()
-        if step not in steps or min(steps) == step:
+        if step not in self._manager.all_steps():
             return False
         self._rename([step], "diverged")
         return True

@@ -153,7 +153,12 @@ class RunConfig(Config):
     save_every: Annotated[PositiveInt, Alias("save_steps")] | None = None
     """Optimizer steps between checkpoints; by default as many as between evaluations."""
     keep_checkpoints: Annotated[PositiveInt, Alias("save_total_limit")] = 2
-    """Latest checkpoints to keep, besides the best one."""
+    """Latest checkpoints to keep, besides the best one; at least 2, as the latest may precede a divergence."""
+    on_spike: Literal["nothing", "skip", "rewind"] = "nothing"
+    """When loss or gradient norm of a step is a spike: leave out its update; or also return to the last checkpoint's
+    weights and go on with the rows after it. The host then waits for each step."""
+    spike_sigma: PositiveFloat = 6.0
+    """Standard deviations above the mean of the latest 128 steps that make a spike."""
     resume: bool = False
     """Continue the run in the output folder."""
     overwrite: Annotated[bool, Alias("overwrite_output_dir")] = False
@@ -193,6 +198,11 @@ class TrainConfig(Config):
         if self.optimizer.learning_rate is None:
             optimizer = replace(self.optimizer, learning_rate=LEARNING_RATES[self.model.method])
             object.__setattr__(self, "optimizer", optimizer)
+        if self.run.on_spike != "nothing" and self.optimizer.update_in_backward:
+            raise ValueError(
+                f"--on-spike {self.run.on_spike} decides before the update, and --update-in-backward updates before "
+                "the gradient norm is known: leave one out"
+            )
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")

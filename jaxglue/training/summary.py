@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class RunSummary:
     checkpoints: Path | None
     metrics: Path
     curve: Path
+    skipped_steps: list[int] = field(default_factory=list)
+    """Steps whose update was left out as a spike's."""
 
 
 def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> None:
@@ -54,6 +56,7 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
     return {
         "train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} in {summary.steps:,} steps",
         "best eval loss": best if best is None else f"{best:.4f} at step {summary.best_eval_step:,}",
+        "spikes": f"{len(summary.skipped_steps)} steps left out" if summary.skipped_steps else None,
         "tokens/s": f"{summary.tokens_per_second:,.0f}",
         "MFU": summary.mfu if summary.mfu is None else f"{summary.mfu:.1%}",
         "peak memory": f"{summary.peak_memory_gb:.1f} GB",

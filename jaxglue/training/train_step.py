@@ -1,14 +1,17 @@
 """The optimizer step of a run: forward, backward and update, with the state that it advances."""
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.engine.executor import Executor
+from jaxglue.engine.executor import Executor, Update
 from jaxglue.engine.layer_errors import layer_errors
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.quant.fp8 import expand_products
@@ -20,6 +23,8 @@ from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
 
+Accepts = Callable[[int, Mapping[str, float]], bool]
+"""Tells of a step's loss and gradient norm whether its update may be applied."""
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +37,7 @@ class TrainStep:
     """
 
     def __init__(self, setup: Setup, mesh: Mesh | None):
-        self._config, self._mesh = setup.config, mesh
+        self._setup, self._config, self._mesh = setup, setup.config, mesh
         self.layout = Layout(mesh, setup.config.model.compute_dtype)
         self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
         self.executor = Executor(
@@ -47,16 +52,22 @@ class TrainStep:
         )
         self._optimizer = Optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         self._optimizer_state = self._optimizer.init(self.trainable)
+        self._norm = jax.jit(optax.tree.norm)
         self._has_compiled = False
         self.step = 0
         """Optimizer steps done."""
 
-    def dispatch(self, batch: Step) -> StepResult:
-        """Run one optimizer step; its values may still be computing on return."""
+    def dispatch(self, batch: Step, accepts: Accepts | None = None) -> StepResult:
+        """Run one optimizer step; its values may still be computing on return.
+
+        Args:
+            batch: of the step.
+            accepts: asked with step, loss and gradient norm before the update; if it refuses, nothing is updated and
+                the values have `skipped`. The host then waits for the gradients.
+        """
         compilations = self.executor.compilations()
-        loss, values = (
-            self._update_in_backward(batch) if self._config.optimizer.update_in_backward else self._update(batch)
-        )
+        in_backward = self._config.optimizer.update_in_backward
+        loss, values = self._update_in_backward(batch) if in_backward else self._update(batch, accepts)
         self.step += 1
         if self._has_compiled and self.executor.compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
@@ -83,9 +94,33 @@ class TrainStep:
         """Continue from the state of a checkpoint after `step` optimizer steps."""
         self.trainable, self._optimizer_state, self.step = state["trainable"], state["optimizer"], step
 
-    def _update(self, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def release(self) -> None:
+        """Free the state, before `restore` or `restart`."""
+        self.trainable, self._optimizer_state = {}, {}
+
+    def restart(self) -> None:
+        """Return to the state before step 1."""
+        self.release()
+        self.frozen = {}
+        _, self.trainable, self.frozen = build_parameters(self._setup, self.layout)
+        self._optimizer_state, self.step = self._optimizer.init(self.trainable), 0
+
+    def place(self, batch: Step) -> tuple[Batch, ...]:
+        """Return a step's micro-batches on the devices."""
+        return place_batch(batch.micro_batches, self._mesh)
+
+    def visit_gradients(self, batch: Step, visit: Update) -> jax.Array:
+        """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
+        return self.executor.loss_and_update(*self._arguments(batch), visit, self._dropout_key())
+
+    def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
         loss, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._dropout_key())
+        if accepts is not None:
+            norm = self._norm(gradients)
+            if not accepts(self.step + 1, {"loss": float(loss), "grad_norm": float(norm)}):
+                skipped = {"grad_norm": norm, **self._optimizer.learning_rate(self.step), "skipped": jnp.int32(1)}
+                return loss, skipped
         self.trainable, self._optimizer_state, values = self._optimizer.update(
             self.trainable, self._optimizer_state, gradients, self.step
         )
@@ -104,7 +139,7 @@ class TrainStep:
         return loss, self._optimizer.learning_rate(self.step)
 
     def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
-        return self.trainable, self.frozen, place_batch(batch.micro_batches, self._mesh), float(batch.targets)
+        return self.trainable, self.frozen, self.place(batch), float(batch.targets)
 
     def _dropout_key(self) -> jax.Array | None:
         if self._config.model.method == "full" or not self._config.lora.dropout:

@@ -1,0 +1,269 @@
+"""One run, from its loaded weights to the exported result."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxglue.data.batch import Batch
+from jaxglue.data.iterator import Step
+from jaxglue.distributed import Processes
+from jaxglue.hf.files import write_json
+from jaxglue.recipe import to_toml
+from jaxglue.sharding.mesh import make_mesh
+from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training.curve import save_loss_curve
+from jaxglue.training.evaluation import Evaluation
+from jaxglue.training.expert_load import ExpertLoadProbe
+from jaxglue.training.failed_step import save_step
+from jaxglue.training.in_flight import StepResult, StepsInFlight
+from jaxglue.training.interrupt import Interrupt
+from jaxglue.training.loggers import Loggers, open_loggers
+from jaxglue.training.metrics import Diverged, check_finite
+from jaxglue.training.postmortem import Postmortem
+from jaxglue.training.profile import StepProfiler
+from jaxglue.training.progress import TrainingProgress
+from jaxglue.training.recorder import Recorder
+from jaxglue.training.run_folder import RunFolder
+from jaxglue.training.samples import Samples
+from jaxglue.training.setup import Setup
+from jaxglue.training.spikes import Spikes
+from jaxglue.training.startup import StartupTimer
+from jaxglue.training.summary import RunSummary, print_panel, summary_json, summary_rows
+from jaxglue.training.throughput import memory_use
+from jaxglue.training.train_step import TrainStep
+from jaxglue.training.weights import export_result
+
+_STEPS_IN_FLIGHT = 2
+"""Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
+
+
+class Trainer:
+    """One run, from its loaded weights to the exported result."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        identity: dict[str, Any],
+        console: Console,
+        timer: StartupTimer,
+        processes: Processes,
+        interrupt: Interrupt,
+    ):
+        self._setup, self._run, self._processes, self._identity = setup, setup.config.run, processes, identity
+        self._console, self._timer, self._interrupt = console, timer, interrupt
+        self._output = RunFolder(self._run.output, overwrite=self._run.overwrite, processes=processes)
+        self._folder = folder = self._run.output
+        mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
+        self._model = TrainStep(setup, mesh)
+        timer.stage("weights")
+        shared: dict[str, Any] = {
+            "dtype": setup.config.model.compute_dtype,
+            "attention": setup.config.model.attention,
+        }
+        probe = ExpertLoadProbe(self._model.graphdefs, setup.model, **shared, layout=self._model.layout)
+        self._evaluation = Evaluation(setup, self._model.executor, probe, mesh)
+        self._samples = Samples(setup, self._model.graphdefs, folder if processes.is_main else None, console)
+        self._recorder = Recorder(setup, timer)
+        self._last_batch: Batch | None = None
+        self._recent: dict[int, Step] = {}
+        self._spikes = None if self._run.on_spike == "nothing" else Spikes(self._run.spike_sigma)
+
+    def run(self) -> RunSummary | None:
+        """Train to the end, or until an interruption, after which the run can be resumed."""
+        begun = time.monotonic()
+        with self._output.replacing(), self._open_checkpoints() as checkpoints:
+            if self._run.resume:
+                self._resume(checkpoints)
+            if self._model.step == self._setup.total_steps:
+                return self._finish(begun)
+            if self._processes.is_main:
+                self._output.begin(to_toml(self._setup.config.shared))
+            if self._model.step == 0:
+                self._answer_samples("before")
+            with (
+                self._output.writing("tensorboard", *(["profile"] if self._run.profile else [])),
+                self._open_loggers() as loggers,
+                self._interrupt,
+            ):
+                self._train(checkpoints, loggers)
+        if self._model.step < self._setup.total_steps:
+            self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
+            return None
+        return self._finish(begun)
+
+    def _open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self._folder / "checkpoints",
+            fingerprint=self._identity,
+            keep=self._run.keep_checkpoints,
+            processes=self._processes,
+            before_write=self._output.before_checkpoint,
+            saved=self._output.checkpoint_saved,
+        )
+
+    def _train(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
+        """Train to the end or an interruption; explain a divergence."""
+        start = self._setup.batches.get_state() if self._model.step == 0 else {}
+        try:
+            self._run_steps(checkpoints, loggers)
+        except Diverged as error:
+            rows = self._save_rows(error.step)
+            self._console.print(f"step {error.step} diverged: looking for the cause", highlight=False)
+            postmortem = Postmortem(self._setup, self._model, checkpoints, start)
+            alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
+            raise ValueError(f"{error}.{rows} {postmortem.explain(error, replay=alone)}.") from error
+
+    def _save_rows(self, step: int) -> str:
+        """Write the rows of a recent step for a replay; return a sentence that names the file."""
+        path = self._folder / f"failed-step-{step}.npz"
+        if step not in self._recent or not self._processes.is_main:
+            return ""
+        save_step(path, self._recent[step])
+        return f" Its rows are in {path}."
+
+    def _run_steps(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
+        """Dispatch step after step, reading a step's loss while later ones run."""
+        eval_every = self._run.eval_every or self._setup.batches.steps_per_epoch
+        save_every = self._run.save_every or eval_every
+        profiled = self._run.profile if self._processes.is_main else 0
+        profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
+        total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
+        with TrainingProgress(total, first_step=self._model.step, console=self._console) as progress, profiler:
+            while self._model.step < total and not stop:
+                profiler.before(self._model.step + 1)
+                in_flight.add(self._dispatch_step(checkpoints, progress))
+                stop = self._must_stop()
+                evaluate = self._evaluation.is_needed and self._is_due(eval_every)
+                save = stop or self._is_due(save_every)
+                drain = evaluate or save or not self._recorder.has_compiled
+                for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
+                    self._recorder.record(result, done, loggers, progress)
+                with self._recorder.meter.paused():
+                    eval_loss = self._evaluate(loggers, progress) if evaluate else None
+                    # Only after the finite checks, so a diverged step is never saved.
+                    if save:
+                        self._save(checkpoints, eval_loss)
+
+    def _open_loggers(self) -> Loggers:
+        return open_loggers(self._folder, resume_step=self._model.step) if self._processes.is_main else Loggers()
+
+    def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
+        with self._recorder.meter.waiting():
+            batch = next(self._setup.batches)
+        if self._last_batch is None and (note := self._model.check_fp8(batch.micro_batches[-1])):
+            self._console.print(note, highlight=False)
+        self._last_batch = batch.micro_batches[-1]
+        self._recent = {**dict(list(self._recent.items())[-_STEPS_IN_FLIGHT:]), self._model.step + 1: batch}
+        if self._spikes is None:
+            return self._model.dispatch(batch)
+        result = self._model.dispatch(batch, self._spikes.accepts)
+        if "skipped" in result.values:
+            self._skip(result, checkpoints, progress)
+        return result
+
+    def _skip(self, result: StepResult, checkpoints: Checkpoints, progress: TrainingProgress) -> None:
+        """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint."""
+        values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
+        saved = checkpoints.latest_step if self._run.on_spike == "rewind" else None
+        if saved is not None:
+            abstract = _abstract(self._model.state())
+            self._model.release()
+            restored = checkpoints.restore_latest(abstract)
+            assert restored is not None
+            self._model.restore(restored.state, result.step)
+            progress.say(f"step {result.step}: spike ({values}); back to the weights of step {restored.step}")
+        else:
+            progress.say(f"step {result.step}: spike ({values}); its update is left out")
+
+    def _must_stop(self) -> bool:
+        """Tell whether any process was asked to stop; several processes ask each other at the steps they log."""
+        if self._processes.count > 1 and not self._recorder.is_log_due(self._model.step):
+            return False
+        self._interrupt.number = max(self._processes.all_gather_object(self._interrupt.number))
+        return bool(self._interrupt.number)
+
+    def _is_due(self, every: int) -> bool:
+        return self._model.step % every == 0 or self._model.step == self._setup.total_steps
+
+    def _evaluate(self, loggers: Loggers, progress: TrainingProgress) -> float | None:
+        """Log an evaluation of the model; return its held-out loss, None without held-out data."""
+        step = self._model.step
+        values = self._evaluation.read(step, self._model.trainable, self._model.frozen, self._last_batch)
+        loggers.log(step, values)
+        eval_loss = values.get("eval_loss")
+        if eval_loss is not None:
+            progress.say(f"step {step}: eval loss {eval_loss:.4f}")
+            check_finite(step, {"eval_loss": eval_loss})
+        return eval_loss
+
+    def _answer_samples(self, when: str) -> None:
+        self._samples.answer(when, self._model.step, self._model.trainable, self._model.frozen)
+
+    def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
+        host = {
+            "batches": self._setup.batches.get_state(),
+            "best_eval": self._evaluation.best,
+            "first_loss": self._recorder.first_loss,
+            "last_loss": self._recorder.last_loss,
+            "spikes": self._spikes and self._spikes.get_state(),
+        }
+        try:
+            checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
+        except NonFinite as error:
+            raise Diverged(self._model.step, f"after its update {error}") from error
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        restored = checkpoints.restore_latest(_abstract(self._model.state()))
+        if restored is None:
+            self._console.print("no checkpoint yet: starting from step 0", highlight=False)
+            return
+        host = restored.host
+        self._model.restore(restored.state, restored.step)
+        self._setup.batches.set_state(host["batches"])
+        self._evaluation.best = host["best_eval"] and tuple(host["best_eval"])
+        self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
+        if self._spikes and host.get("spikes"):
+            self._spikes.set_state(host["spikes"])
+        self._console.print(f"resumed from step {restored.step}", highlight=False)
+
+    def _finish(self, begun: float) -> RunSummary:
+        """Answer samples, export the result and write curve and summary; `begun` is the start, `time.monotonic`."""
+        is_main = self._processes.is_main
+        self._answer_samples("after")
+        with self._output.writing("adapter" if self._setup.config.model.method == "lora" else "model"):
+            result = export_result(self._setup, self._model.trainable, self._folder, write=is_main)
+        summary = self._summarize(result, time.monotonic() - begun)
+        if is_main:
+            save_loss_curve(summary.metrics, summary.curve)
+            write_json(self._folder / "summary.json", summary_json(summary) | {"fingerprint": self._identity})
+        print_panel(self._console, "done", summary_rows(summary))
+        return summary
+
+    def _summarize(self, result: Path, seconds: float) -> RunSummary:
+        recorder, speed = self._recorder, self._recorder.meter.total()
+        best_loss, best_step = self._evaluation.best or (None, None)
+        assert recorder.first_loss is not None and recorder.last_loss is not None
+        return RunSummary(
+            steps=self._model.step,
+            first_loss=recorder.first_loss,
+            last_loss=recorder.last_loss,
+            best_eval_loss=best_loss,
+            best_eval_step=best_step,
+            tokens_per_second=speed.tokens_per_second,
+            mfu=speed.mfu,
+            peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
+            seconds=seconds,
+            startup_seconds=self._timer.stages,
+            adapter=result,
+            checkpoints=self._folder / "checkpoints",
+            metrics=self._folder / "metrics.jsonl",
+            curve=self._folder / "loss.png",
+            skipped_steps=self._spikes.steps if self._spikes else [],
+        )
+
+
+def _abstract(state: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

@@ -1,0 +1,102 @@
+"""Divergence: what is saved, said and left out."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.data.iterator import BatchIterator, Step
+from jaxglue.training.array_checks import check_arrays, non_finite
+from jaxglue.training.failed_step import load_step, save_step
+from jaxglue.training.metrics import Diverged, read_metrics
+from jaxglue.training.spikes import Spikes
+from jaxglue.training.trainer import train
+
+
+def checkpoints(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_any_flipped_bit_changes_the_digest():
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((5, 7)), rng.integers(0, 255, 9, dtype=np.uint8), np.float32(3)]
+    for array in map(np.asarray, (*arrays, np.asarray(jnp.arange(6, dtype=jnp.bfloat16)))):
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        digest = check_arrays([jnp.asarray(array)])["0"].digest
+        for bit in rng.choice(array.nbytes * 8, 8, replace=False):
+            raw = bytearray(array.tobytes())
+            raw[bit // 8] ^= 1 << bit % 8
+            flipped = np.frombuffer(bytes(raw), array.dtype).reshape(array.shape)
+            assert check_arrays([jnp.asarray(flipped)])["0"].digest != digest
+
+
+def test_arrays_that_are_not_finite_are_named():
+    tree = {"good": jnp.ones(3), "bad": {"w": jnp.array([1.0, jnp.inf])}, "codes": jnp.full(3, 255, jnp.uint8)}
+    assert non_finite(tree) == ["bad.w"]
+
+
+def test_failed_step_is_read_back(random_batch, tmp_path):
+    batches = tuple(random_batch([[5, 3], [4]], seq_len=12, seed=seed) for seed in range(2))
+    save_step(tmp_path / "step.npz", Step(micro_batches=batches, tokens=24, targets=11))
+    step = load_step(tmp_path / "step.npz")
+    assert (step.tokens, step.targets) == (24, 11)
+    jax.tree.map(np.testing.assert_array_equal, step.micro_batches, batches)
+
+
+def test_spikes_are_told_from_noise():
+    spikes, rng = Spikes(6.0), np.random.default_rng(0)
+    values = ({"loss": 2 + rng.normal() / 10, "grad_norm": 1 + rng.normal() / 10} for _ in range(60))
+    assert all(spikes.accepts(step, value) for step, value in enumerate(values))
+    assert not spikes.accepts(60, {"loss": 2.0, "grad_norm": 2.5})
+    assert not spikes.accepts(61, {"loss": math.nan, "grad_norm": 1.0})
+    resumed = Spikes(6.0)
+    resumed.set_state(json.loads(json.dumps(spikes.get_state())))
+    assert resumed.steps == [60, 61]
+    with pytest.raises(Diverged, match="step 69: the last 10 steps were spikes, loss nan"):
+        [resumed.accepts(step, {"loss": math.nan, "grad_norm": 1.0}) for step in range(62, 80)]
+
+
+def test_ruined_weights_are_set_aside_and_explained(make_config, tmp_path):
+    config = make_config(steps=8, save_every=1, keep_checkpoints=1, learning_rate=1e17, warmup_ratio=0.0)
+    with pytest.raises(ValueError, match=r"step \d+: .*First not finite: .*lower --learning-rate") as error:
+        train(config)
+    run, message = tmp_path / "run", str(error.value)
+    failed = int(message.split()[1].rstrip(":"))
+    assert load_step(run / f"failed-step-{failed}.npz").tokens > 0
+    assert f"checkpoint {failed - 1} is set aside as {failed - 1}.diverged" in message
+    assert checkpoints(run)[-1] == f"{failed - 1}.diverged" and str(failed - 1) not in checkpoints(run)
+    assert {line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")}[failed] is None
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Make the rows of step 5 yield gradients that are not finite, whenever they are read."""
+    draw, seen = BatchIterator.__next__, []
+
+    def poisoning(self):
+        step = draw(self)
+        seen.append(step.micro_batches[0].tokens.tobytes())
+        if len(seen) < 5 or seen[-1] != seen[4]:
+            return step
+        batch = step.micro_batches[0]
+        return dataclasses.replace(
+            step, micro_batches=(dataclasses.replace(batch, loss_weights=np.full_like(batch.loss_weights, np.inf)),)
+        )
+
+    monkeypatch.setattr(BatchIterator, "__next__", poisoning)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_bad_rows_are_blamed_and_can_be_left_out(make_config, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"step 5: .*failed-step-5.npz. First not finite: .*look at these, or leave them out"
+    ) as error:
+        train(make_config(steps=7, save_every=2))
+    assert "--resume continues from checkpoint 4" in str(error.value)
+    summary = train(make_config(steps=7, save_every=2, resume=True, on_spike="skip"))
+    assert summary.skipped_steps == [5] and math.isfinite(summary.last_loss)
+    assert checkpoints(tmp_path / "run") == ["6", "7"]
