@@ -21,6 +21,12 @@ from jaxglue.data.batch import Batch
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.ops.segments import pack_segments
 
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=10, help="kills of the campaign in tests/training/test_kills.py")
+    parser.addoption("--flips", type=int, default=40, help="flipped bits in tests/training/test_checkpoint.py")
+
+
 TINY = {
     "vocab_size": 97,
     "hidden_size": 32,

@@ -1,4 +1,5 @@
 import logging
+import random
 import resource
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxglue.training import durable
 from jaxglue.training.checkpoint import Checkpoints, check_fingerprint
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
@@ -94,6 +96,37 @@ def test_any_damaged_file_still_restores_a_whole_checkpoint(tmp_path, damage, ca
         skipped += step == 1
     assert skipped >= 3, "array data, manifest and host state cannot all be spared"
     assert "2 is damaged, trying the one before" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
+def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):
+    """Flip one bit of any file; the newest checkpoint is restored whole, or the one before."""
+    save_all(tmp_path / "good", {1: None, 2: None})
+    files = sorted(
+        path.relative_to(tmp_path / "good") for path in (tmp_path / "good" / "2").rglob("*") if path.is_file()
+    )
+    rng, fallen_back = random.Random(0), 0
+    for number in range(pytestconfig.getoption("--flips")):
+        folder, file = tmp_path / str(number), files[number % len(files)]
+        _copy_tree(tmp_path / "good", folder)
+        content = bytearray((folder / file).read_bytes() or b"\0")
+        bit = rng.randrange(len(content) * 8)
+        content[bit // 8] ^= 1 << bit % 8
+        (folder / file).write_bytes(content)
+        state, host, step = restore(folder)
+        assert_same(state, make_state(step))
+        assert host == {"epoch": step / 2}
+        fallen_back += step == 1
+    assert fallen_back >= 5
+
+
+def test_published_checkpoint_is_synced_before_its_name(tmp_path, monkeypatch):
+    synced, sync = [], durable.sync
+    monkeypatch.setattr(durable, "sync", lambda path: (synced.append(path), sync(path)))
+    save_all(tmp_path, {1: None})
+    published = synced.index(tmp_path)
+    names = {path.name for path in synced[:published]}
+    assert {path.name for path in (tmp_path / "1").rglob("*")} <= names
 
 
 def _copy_tree(source, target):

@@ -1,0 +1,99 @@
+"""Kill a run again and again at random moments, resume it each time, and compare it with an undisturbed one.
+
+    python tests/training/kill_campaign.py RECIPE.toml --kills 100
+
+Each run is a fork of this process, which imports everything once and never starts JAX's devices. A run is killed right
+before a random one of its events: optimizer steps, renames, and syncs to disk.
+"""
+
+import argparse
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import jax
+
+from jaxglue.recipe import load_config
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.metrics import read_metrics
+from jaxglue.training.train_step import TrainStep
+from jaxglue.training.trainer import train
+
+_LATEST = 160
+"""The last event before which a run is killed, unless it ends before."""
+_KILLED = -signal.SIGKILL
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    config, rng = load_config(TrainConfig, given.recipe), random.Random(given.seed)
+    whole, killed = (given.recipe.parent / name for name in ("whole", "killed"))
+    assert _run(config, whole) == 0
+    kills = ends = 0
+    while kills < given.kills:
+        status = _run(config, killed, die_before=rng.randrange(_LATEST))
+        assert status in (0, _KILLED), f"a resumed run failed with status {status} after {kills} kills"
+        kills += status == _KILLED
+        if status == 0:
+            ends += 1
+            _compare(whole, killed)
+            shutil.rmtree(killed)
+    assert _run(config, killed) == 0
+    _compare(whole, killed)
+    print(f"{kills} kills, {ends + 1} whole runs, all equal")
+
+
+def _run(config: TrainConfig, folder: Path, die_before: int | None = None) -> int:
+    """Train, or resume, in a fork; return its exit status, negative for a signal."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        if die_before is not None:
+            _die_before(die_before)
+        resume = (folder / ".jaxglue-run").exists()
+        train(dataclasses.replace(config, run=dataclasses.replace(config.run, output=folder, resume=resume)))
+        status = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _die_before(event: int) -> None:
+    """Kill this process before the event of this number."""
+    events = iter(range(event))
+
+    def dying(function):
+        def call(*args, **options):
+            if next(events, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return call
+
+    for name in ("rename", "replace", "fsync"):
+        setattr(os, name, dying(getattr(os, name)))
+    TrainStep.dispatch = dying(TrainStep.dispatch)
+
+
+def _compare(whole: Path, killed: Path) -> None:
+    losses = [{line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")} for run in (whole, killed)]
+    assert losses[0] == losses[1], "losses differ"
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (whole / "adapter" / name).read_bytes() == (killed / "adapter" / name).read_bytes(), f"{name} differs"
+
+
+if __name__ == "__main__":
+    main()
