@@ -78,6 +78,7 @@ class Checkpoints:
         self._processes = processes
         self._before_write, self._saved = before_write, saved
         self._saving: int | None = None
+        self._failed = False
         best = policies.BestN(get_metric_fn=_eval_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             best_fn=_eval_loss,
@@ -176,6 +177,8 @@ class Checkpoints:
         finally:
             self._manager.close()
             self._quiet.close()
+            if self._failed:  # abandoned writes log their errors on collection, at the latest at exit
+                logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
     def __enter__(self) -> Self:
         return self
@@ -224,7 +227,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            step, self._saving = self._saving, None
+            step, self._saving, self._failed = self._saving, None, True
             for leftover in self._folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free / 1e9

@@ -58,11 +58,15 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
     if model.quantize == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, visible_keys, mesh)
-    host_memory = pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
-    plan = planner.resolve(remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory)
+    plan = planner.resolve(remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory())
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, remat=plan.remat, note=note)
+
+
+def host_memory() -> float:
+    """Return the bytes of host memory that this process may pin."""
+    return pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
 
 
 def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:

@@ -13,6 +13,7 @@ from jaxglue.training.console import Output
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.finished import finished_run
 from jaxglue.training.interrupt import Interrupt
+from jaxglue.training.out_of_memory import explained_out_of_memory
 from jaxglue.training.output import check_inputs, shared_output_folder
 from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.run import Trainer
@@ -67,5 +68,5 @@ def train(
         processes.agree("model and data", identity)
         timer.stage("data")
         print_panel(console, "plan", plan_rows(setup))
-        trainer = Trainer(setup, identity, console, timer, processes, interrupt)
-        return trainer.run()
+        with explained_out_of_memory(setup):
+            return Trainer(setup, identity, console, timer, processes, interrupt).run()

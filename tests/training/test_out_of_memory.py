@@ -1,0 +1,34 @@
+"""Running out of memory ends in one line."""
+
+import jax
+import pytest
+
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.training import out_of_memory
+from jaxglue.training.out_of_memory import OutOfMemory, explained_out_of_memory
+from jaxglue.training.setup import prepare
+from jaxglue.training.throughput import Memory
+from jaxglue.training.train_step import TrainStep
+from jaxglue.training.trainer import train
+
+
+def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
+    def exhausted(self, *args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
+
+    monkeypatch.setattr(TrainStep, "dispatch", exhausted)
+    line = r"ran out of memory, .*planned was --remat 'dots'.*1 × 96 tokens\. Lower --batch-size or --seq-len"
+    with pytest.raises(OutOfMemory, match=line) as error:
+        train(make_config(steps=2))
+    assert "\n" not in str(error.value)
+
+
+def test_gpu_out_of_memory_names_a_plan_that_fits(make_config, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "memory_use", lambda devices: Memory(0, 2**34, "device"))
+    monkeypatch.setattr(out_of_memory, "device_gpu", lambda device: find_gpu("H200"))
+    setup = prepare(make_config(remat="none", batch_size=4096))
+    line = (
+        r"the GPU ran out of memory, with 16.0 GiB .*planned was --remat 'none'.* --remat '.*' .*or lower --batch-size"
+    )
+    with pytest.raises(OutOfMemory, match=line), explained_out_of_memory(setup):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
