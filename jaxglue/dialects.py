@@ -51,6 +51,7 @@ _REASONS = {
     "evaluation takes the training's batch size": ("per_device_eval_batch_size", "eval_batch_size"),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
     "this is what training does": ("do_train", "do_eval", "stage", "strict", "load_best_model_at_end"),
+    "jaxglue export --push publishes a result": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"),
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16",),
     "no remote code is ever run": ("trust_remote_code",),
