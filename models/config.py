@@ -160,7 +160,7 @@ def check_fields(raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is None:
             continue
-        if kind.many and not isinstance(value, list):
+        if kind.many and not isinstance(value, list | tuple):
             raise ValueError(f"{name} in config.json: expected {kind}, got {value!r:.100}")
         try:
             kind.read(value)

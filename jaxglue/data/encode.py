@@ -72,7 +72,7 @@ class Encoder:
 
     def _named_pieces(self, row: Row) -> Pieces:
         try:
-            with limits.cpu_time_limit(limits.SECONDS):
+            with limits.template_limits(limits.SECONDS):
                 pieces = self._pieces(row.value)
             for text, _ in pieces:
                 if isinstance(text, str):

@@ -69,7 +69,6 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
 
 def _explain(error: Exception, name: str, revision: str | None) -> str:
     """Describe a failed download or upload with its remedy; raise errors of other kinds again."""
-    from httpx2 import TransportError
     from huggingface_hub import errors
 
     chain = [error, *_causes(error)]
@@ -88,11 +87,16 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
         )
     if is_any(errors.OfflineModeIsEnabled):
         return f"{name} is not in the cache, and HF_HUB_OFFLINE forbids downloads: unset it once, or name a folder"
-    if is_any(errors.LocalEntryNotFoundError, TransportError):
+    if is_any(errors.LocalEntryNotFoundError) or any(_is_transport_error(each) for each in chain):
         return f"{name} is not a folder here, and the hub cannot be reached: check the network, or name a folder"
     if is_any(errors.HfHubHTTPError, OSError, ValueError):
         return f"{name}: the hub refused: {' '.join(str(error).split())}"
     raise error
+
+
+def _is_transport_error(error: BaseException) -> bool:
+    """Return whether the HTTP client, whose package differs with huggingface_hub's version, met no server."""
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
