@@ -241,13 +241,14 @@ class GatedMLP(nnx.Module):
         return self.down_proj(jax.nn.silu(gate) * up, context)
 
     def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
-        """Return the matrices for `lora_swiglu`; None if an adapter is missing or a bias or dropout intervenes."""
+        """Return the matrices for `lora_swiglu`; None if one is missing, ranks differ, or bias or dropout intervene."""
         gate_b, up_b, down_a = self.gate_proj.scaled_b, self.up_proj.scaled_b, self.down_proj.lora_A
         biases = self.gate_proj.bias, self.up_proj.bias
         drops = context.dropout_key is not None and self.down_proj.lora_dropout > 0.0
         if gate_b is None or up_b is None or down_a is None or drops or any(bias is not None for bias in biases):
             return None
-        return gate_b, up_b, down_a[...]
+        same_rank = gate_b.shape[1] == up_b.shape[1] == down_a.shape[0]
+        return (gate_b, up_b, down_a[...]) if same_rank else None
 
     def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the feed-forward with the adapters' products computed inside `lora_swiglu`."""

@@ -38,6 +38,8 @@ class ModelConfig(Config):
         Instead(qlora="give --method lora --quantize nf4"),
     ] = "lora"
     """Train adapters on frozen weights, or all weights."""
+    adapter: Annotated[Path | None, Alias("lora_model_dir", "adapter_name_or_path")] = None
+    """Train on from this PEFT adapter, with its rank, alpha and targets."""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         Alias("torch_dtype"),

@@ -20,6 +20,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "method": config.model.method,
         "router_losses": list(config.model.router_losses or ()),
         "dtype": str(config.model.compute_dtype),
+        "adapter": config.model.adapter and str(config.model.adapter),
         "lora": groups["lora"] if config.model.method == "lora" else None,
         "optimizer": groups["optimizer"],
         "steps": setup.total_steps,

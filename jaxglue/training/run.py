@@ -17,6 +17,7 @@ from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.expert_load import ExpertLoadProbe
+from jaxglue.training.export_check import check_export
 from jaxglue.training.failed_step import save_step
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
@@ -235,12 +236,20 @@ class Trainer:
         self._answer_samples("after")
         with self._output.writing("adapter" if self._setup.config.model.method == "lora" else "model"):
             result = export_result(self._setup, self._model.trainable, self._folder, write=is_main)
+            if is_main:
+                self._check_export(result)
         summary = self._summarize(result, time.monotonic() - begun)
         if is_main:
             save_loss_curve(summary.metrics, summary.curve)
             write_json(self._folder / "summary.json", summary_json(summary) | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
         return summary
+
+    def _check_export(self, result: Path) -> None:
+        model = self._model
+        check = check_export(self._setup, model.graphdefs, model.trainable, model.frozen, result, self._last_batch)
+        if check is not None:
+            self._console.print(f"{result}: {check}", highlight=False)
 
     def _summarize(self, result: Path, seconds: float) -> RunSummary:
         recorder, speed = self._recorder, self._recorder.meter.total()

@@ -9,6 +9,7 @@ from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -19,6 +20,7 @@ from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.remat import RematChoice
+from jaxglue.training.start_adapter import read_start
 from jaxglue.training.workload import make_workload
 
 
@@ -34,6 +36,8 @@ class Setup:
     batches: BatchIterator
     eval_batches: EvalBatches | None
     total_steps: int
+    adapter: Adapter | None = None
+    """To train on from."""
 
     @property
     def model(self) -> DecoderConfig:
@@ -64,6 +68,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     """
     config = with_global_batch(config)
     model = _read_model(config)
+    config, adapter = read_start(config, model)
     if not config.model.random_weights:
         open_checkpoint(config.model.folder)
     tokenizer = load_tokenizer(config.model.folder)
@@ -83,6 +88,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         batches=batches,
         eval_batches=eval_batches,
         total_steps=total_steps,
+        adapter=adapter,
     )
 
 

@@ -13,12 +13,12 @@ from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.transfer import commit, is_streamed, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
-from jaxglue.hf.identity import Identity, identify, identify_random
-from jaxglue.hf.loading import load_model, random_model
+from jaxglue.hf.loading import load_model, random_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.setup import Setup
+from jaxglue.training.start_adapter import base_identity
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -35,6 +35,8 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
     if workload.lora is not None:
         add_lora(model, workload.lora, rngs=nnx.Rngs(seed))
+    if setup.adapter is not None:
+        set_adapter(model, setup.adapter)
     graphdefs, trainable, frozen = split_model(model, workload.trainable_type)
     if workload.host_embeddings:
         frozen = embeddings_to_host(frozen)
@@ -51,13 +53,6 @@ def layers_on_host(name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
-def base_identity(setup: Setup) -> Identity:
-    """Return the identity of the run's base, which its adapter records."""
-    if setup.config.model.random_weights:
-        return identify_random(setup.model, setup.config.data.seed)
-    return identify(setup.config.model.folder)
-
-
 def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool = True) -> Path:
     """Write the adapter, or the whole model, into the run's folder; return its path.
 
@@ -70,6 +65,6 @@ def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool 
         return folder / "model"
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
-        save_adapter(folder / "adapter", adapter, setup.config.lora, base, base_identity(setup))
+        save_adapter(folder / "adapter", adapter, setup.config.lora, base, base_identity(setup.config, setup.model))
         setup.tokenizer.save_pretrained(folder / "adapter")
     return folder / "adapter"

@@ -1,0 +1,101 @@
+"""Proof that a run's exported files predict as the model in memory."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxglue.data.batch import Batch
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.export_check import (
+    ExportCheck,
+    Parts,
+    Rows,
+    compare,
+    first_rows,
+    folder_parts,
+    live_parts,
+    predict,
+    random_rows,
+    rounding_limit,
+)
+from jaxglue.models import config_from_hf
+from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, hf_name
+from jaxglue.training.setup import Setup
+
+
+def check_export(
+    setup: Setup,
+    graphdefs: ModelGraphDefs,
+    trainable: Params,
+    frozen: Params,
+    result: Path,
+    last_batch: Batch | None = None,
+) -> ExportCheck | None:
+    """Compare exported files with the trained model; write the result beside them.
+
+    The rows are held-out ones, else of the last trained batch, else random.
+
+    Tensors of adapters are compared to the bit. Predictions are compared on one device with all weights in its memory.
+
+    Returns:
+        the comparison of predictions; None where there is none.
+
+    Raises:
+        ValueError: the files differ from the trained model.
+    """
+    lora = setup.config.model.method == "lora"
+    adapter = load_adapter(result) if lora else None
+    if adapter is not None:
+        _require_equal(adapter, setup, trainable)
+    if setup.mesh.devices > 1 or setup.remat.stream_weights or setup.workload.host_embeddings:
+        return None
+    rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
+    origin = predict(setup.model, live_parts(graphdefs, trainable, frozen), rows, dtype)
+    config, parts = _files(setup, graphdefs, trainable, frozen, result, adapter)
+    written = dtype if lora else jnp.dtype(jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16)
+    check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, [written, dtype]))
+    check.require(result)
+    check.save(result)
+    return check
+
+
+def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
+    """Return (config, parts) of the model in the files; of random weights, the frozen ones are those in memory."""
+    if adapter is None:
+        config = config_from_hf(read_config(result))
+        return config, folder_parts(result, config, dtype=setup.config.model.compute_dtype)
+    if setup.config.model.random_weights:
+        return setup.model, live_parts(graphdefs, _with_values(trainable, adapter), frozen)
+    folder, dtype = setup.config.model.folder, setup.workload.weight_dtype
+    parts: Parts = folder_parts(folder, setup.model, dtype=dtype, adapter=adapter)
+    return setup.model, parts
+
+
+def _with_values(trainable: Params, adapter: Adapter) -> Params:
+    def value(path, leaf):
+        return jnp.asarray(adapter.tensors[hf_name(jax.tree_util.keystr(path, simple=True, separator="."))])
+
+    return jax.tree_util.tree_map_with_path(value, trainable)
+
+
+def _require_equal(adapter: Adapter, setup: Setup, trainable: Params) -> None:
+    trained = flatten_names(trainable)
+    if differing := sorted(trained.keys() ^ adapter.tensors.keys()):
+        raise ValueError(f"{adapter.folder} lacks, or adds, {differing[0]}; the export failed")
+    for name, tensor in trained.items():
+        if tensor.is_fully_addressable and not np.array_equal(adapter.tensors[name], np.asarray(tensor)):
+            raise ValueError(f"{adapter.folder}: {name} differs from the trained one; the export failed")
+    for path in adapter.modules:
+        if adapter.config.scale_of(path) != setup.config.lora.scale_of(path):
+            raise ValueError(f"{adapter.folder}: the scale of {path} differs from the trained one; the export failed")
+
+
+def _rows(setup: Setup, last_batch: Batch | None) -> Rows:
+    batch = last_batch if setup.eval_batches is None else next(iter(setup.eval_batches))
+    if batch is None:
+        return random_rows(setup.model.vocab_size)
+    source = "trained" if setup.eval_batches is None else "held-out"
+    return first_rows(np.asarray(batch.tokens), batch.segments, source)

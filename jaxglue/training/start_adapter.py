@@ -1,0 +1,40 @@
+"""The adapter that a run trains on from."""
+
+from dataclasses import replace
+
+import flax.nnx as nnx
+
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import check_adapter
+from jaxglue.hf.identity import Identity, identify, identify_random
+from jaxglue.models import build_model
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import LoraConfig, linear_shapes
+from jaxglue.training.config import TrainConfig
+
+
+def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
+    """Return the identity of a run's base, which its adapter records."""
+    if config.model.random_weights:
+        return identify_random(model, config.data.seed)
+    return identify(config.model.folder)
+
+
+def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, Adapter | None]:
+    """Return the run with the rank, alpha and targets of its `--adapter`, and that adapter, if it has one.
+
+    Raises:
+        ValueError: not an adapter folder, one that does not fit the base, or flags that contradict it.
+    """
+    if config.model.adapter is None:
+        return config, None
+    adapter = load_adapter(config.model.adapter)
+    shapes = linear_shapes(nnx.eval_shape(lambda: build_model(model, rngs=nnx.Rngs(0))))
+    check_adapter(adapter, shapes, base_identity(config, model), config.model.model)
+    lora = replace(adapter.config, dropout=config.lora.dropout or adapter.config.dropout)
+    if replace(config.lora, dropout=0.0) not in (LoraConfig(), replace(lora, dropout=0.0)):
+        raise ValueError(
+            f"--adapter {config.model.adapter} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
+            f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
+        )
+    return replace(config, lora=lora), adapter

@@ -1,0 +1,79 @@
+"""Exports of runs prove themselves, and are trained on from."""
+
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxglue.hf.adapter import TENSORS, load_adapter
+from jaxglue.hf.checkpoint import read_config, save_tensors
+from jaxglue.hf.export import export_adapter
+from jaxglue.hf.export_check import CHECK_FILE
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.training import run as run_module
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.trainer import train
+from jaxglue.training.weights import export_result
+
+
+@pytest.fixture
+def with_weights(make_config, model_folder):
+    """Build a TrainConfig as `make_config`, with weights in the model folder."""
+    model = random_model(config_from_hf(read_config(model_folder)), dtype=jnp.float32, seed=1)
+    save_tensors(model_folder / "weights", flatten_names(split_model(model, nnx.Param)[1]))
+    (model_folder / "weights/model.safetensors").rename(model_folder / "model.safetensors")
+    (model_folder / "weights").rmdir()
+
+    def make(**changes) -> TrainConfig:
+        return make_config(random_weights=False, **changes)
+
+    return make
+
+
+def test_an_adapter_is_read_back_trained_on_and_merged(with_weights, model_folder, tmp_path):
+    options = {"steps": 2, "eval_fraction": 0.2, "rank_pattern": ("down_proj=2",)}
+    first = train(with_weights(output=tmp_path / "first", **options))
+    kept = json.loads((first.adapter / CHECK_FILE).read_text())
+    assert kept["kl"] <= 1e-6
+    assert kept["rows"] == "held-out"
+    start = load_adapter(first.adapter)
+    assert start.base is not None and start.tensors["model.layers.0.mlp.down_proj.lora_A"].shape[0] == 2
+
+    config = with_weights(output=tmp_path / "second", steps=1)
+    config = replace(config, lora=type(config.lora)(), model=replace(config.model, adapter=first.adapter))
+    second = train(config)
+    after = load_adapter(second.adapter)
+    assert after.config == start.config
+    assert abs(second.first_loss - first.last_loss) < 0.5
+    moved = max(np.abs(after.tensors[name] - start.tensors[name]).max() for name in start.tensors)
+    assert 0 < moved < 0.1  # a step from there, not from a new start
+
+    check = export_adapter(second.adapter, model_folder, tmp_path / "merged")
+    assert check.kl <= check.limit
+
+    with pytest.raises(ValueError, match="brings its own rank 4"):
+        train(replace(config, lora=replace(config.lora, rank=3), run=replace(config.run, output=tmp_path / "third")))
+
+
+def test_an_export_that_differs_fails(with_weights, tmp_path, monkeypatch):
+    def damaged(*args, **options):
+        folder = export_result(*args, **options)
+        tensors = load_file(folder / TENSORS)
+        save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / TENSORS)
+        return folder
+
+    monkeypatch.setattr(run_module, "export_result", damaged)
+    with pytest.raises(ValueError, match="differs from the trained one; the export failed"):
+        train(with_weights(steps=1))
+
+
+def test_a_full_model_is_read_back(with_weights, tmp_path):
+    summary = train(with_weights(steps=1, method="full"))
+    kept = json.loads((summary.adapter / CHECK_FILE).read_text())
+    assert kept["kl"] <= kept["limit"]
