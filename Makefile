@@ -3,6 +3,7 @@
 # make check   checks formatting, lint and types
 # make gpu-check   checks this checkout on a machine with a GPU, in less than 8 minutes
 # make bench   runs the benchmarks that this machine can run
+# make docs    builds the documentation's site in build/site
 # make clean   removes the environment and caches, but no runs
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 12))
@@ -46,6 +47,10 @@ else
 	@echo "nvidia-smi lists no GPU: the main job on a tiny model is all that can be measured here."
 	.venv/bin/python benchmarks/finetune.py --shapes tiny --chats 300 --steps 10 --scratch runs/benchmarks
 endif
+
+docs: .venv/installed
+	$(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

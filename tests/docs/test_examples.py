@@ -1,5 +1,6 @@
-"""The Python examples of the documentation run as they stand."""
+"""The Python examples and the notebook of the documentation run as they stand."""
 
+import json
 import re
 from pathlib import Path
 
@@ -22,3 +23,16 @@ def test_examples_are_short():
     blocks = _BLOCK.findall((DOCS / "python.md").read_text(encoding="utf-8"))
     assert len(blocks) >= 9
     assert all(len(block.splitlines()) < 15 for block in blocks)
+
+
+def test_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    cells = json.loads((DOCS / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "STEPS = 500" in sources[0]
+    names: dict = {"__name__": "notebook"}
+    for number, source in enumerate(sources, start=1):
+        few = source.replace("STEPS = 500", "STEPS = 2")
+        exec(compile(few, f"quickstart.ipynb, cell {number}", "exec"), names)
+    assert names["summary"].steps == 2 and (tmp_path / "runs/notebook/adapter").is_dir()
