@@ -15,7 +15,7 @@ COMMANDS = {
     "train": "fine-tune a model",
     "chat": "talk with a model in the terminal",
     "generate": "answer prompts with a model and an adapter",
-    "export": "merge an adapter into its base, or quantize a model",
+    "export": "merge an adapter into its base, quantize a model, or upload either",
     "estimate": "predict time and memory of training on a GPU",
     "data": "preview training data: tokens with loss, lengths, packing, duplicates",
     "doctor": "check driver, CUDA, GPU, JAX, Triton and memory",

@@ -1,6 +1,8 @@
 """Readers of rows, with their origins, from files, folders and `datasets`."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,23 @@ def _load_from_hub(source: Source) -> Any:
 
     try:
         name, _, subset = source.name.removeprefix(HUB_PREFIX).partition(":")
-        return datasets.load_dataset(name, *([subset] if subset else []), split=source.split)
+        with _torch_unnamed():
+            return datasets.load_dataset(name, *([subset] if subset else []), split=source.split)
     except (OSError, ValueError) as error:
         raise ValueError(f"data: cannot load {source.name}, split {source.split!r}, from the hub: {error}") from error
+
+
+@contextmanager
+def _torch_unnamed() -> Iterator[None]:
+    """Take torch's mark as absent out of `sys.modules`: datasets imports torch wherever it is named there."""
+    absent = sys.modules.get("torch", sys) is None
+    if absent:
+        del sys.modules["torch"]
+    try:
+        yield
+    finally:
+        if absent:
+            sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
