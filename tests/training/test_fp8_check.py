@@ -1,8 +1,10 @@
 """Layers that FP8 does not suit."""
 
 import jax.numpy as jnp
+import pytest
 
 from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8, quantize_fp8
+from jaxglue.training.config import ModelConfig
 from jaxglue.training.fp8_check import expand_inaccurate
 
 
@@ -18,3 +20,15 @@ def test_nothing_changes_below_the_threshold():
     frozen, note = expand_inaccurate({"layers": [layer, layer]}, [0.05, 0.07], 0.2)
     assert frozen["layers"] == [layer, layer]
     assert note == "fp8: largest relative error of a layer 7.0%, in layer 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "nf4"}, "--matmul fp8 stores weights in FP8, not nf4: leave out --quantize"),
+        ({"method": "full"}, "--matmul fp8 needs frozen weights, and --method full trains all"),
+    ],
+)
+def test_fp8_with_other_storages_or_trained_weights_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(model="model", matmul="fp8", **options)
