@@ -157,11 +157,11 @@ def test_only_the_completion_of_message_lists_is_trained_on(trained):
         ("{{ 1 // 0 }}", "refuses the conversation: ZeroDivisionError"),
         ("{{ 'a' * 100000000000000 }}", "refuses the conversation: MemoryError"),
         ("{{ messages[0].content[0:1] * 100000000 }}", "renders 100,000,000 characters"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s of CPU"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 2 s of CPU"),
     ],
 )
 def test_templates_that_run_away_are_refused(trained, monkeypatch, source, error):
-    monkeypatch.setattr(limits, "SECONDS", 0.1)
+    monkeypatch.setattr(limits, "SECONDS", 2)
     with pytest.raises(ValueError, match=f"data.jsonl:7: the chat template .*{error}"):
         trained(chat(USER, ANSWER), source=source, loss_on="all")
 
