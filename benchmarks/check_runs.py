@@ -57,7 +57,8 @@ class Runs:
 
     def __init__(self, scratch: Path, timeout: float = 400.0):
         self._scratch, self._timeout = scratch.resolve(), timeout
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self.environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         make_model_folders(self._scratch / "models", {**SIZES, "moe_intermediate_size": 128})
         self._make_real_shape()
 
