@@ -2,11 +2,26 @@
 
 import ast
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+
+
+def test_site_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()
 
 
 def test_error_texts_of_troubleshooting_exist():
@@ -34,6 +49,7 @@ def test_alias_tables_are_those_of_the_flags():
 
 def test_every_page_and_picture_is_linked():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    assert [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and page.name not in index] == []
+    missing = [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and page.name not in index]
+    assert not missing, "link them in docs/index.md, and list them in mkdocs.yml"
     pages = "".join(path.read_text(encoding="utf-8") for path in [*DOCS.glob("*.md"), ROOT / "README.md"])
     assert [picture.name for picture in DOCS.glob("*.png") if f"{picture.name})" not in pages] == []
