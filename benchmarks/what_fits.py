@@ -61,11 +61,11 @@ def predict(row: Row, gpu: str) -> dict:
     return {"row": row.name, "gpu": planner.gpu.name, **result}
 
 
-def print_table(results: list[dict]) -> None:
-    """Print a row for each GPU and a column for each model."""
+def format_table(results: list[dict]) -> str:
+    """Return a row for each GPU and a column for each model."""
     cells = {(result["gpu"], result["row"]): _cell(result) for result in results}
     gpus, rows = (list(dict.fromkeys(result[key] for result in results)) for key in ("gpu", "row"))
-    print(table([{"": gpu, **{row: cells.get((gpu, row), "") for row in rows}} for gpu in gpus]))
+    return table([{"GPU": gpu, **{row: cells.get((gpu, row), "") for row in rows}} for gpu in gpus])
 
 
 def _cell(result: dict) -> str:
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the table of this file, and predict nothing")
     args = parser.parse_args()
     if args.table:
-        print_table(json.loads(args.table.read_text())["results"])
+        print(format_table(json.loads(args.table.read_text())["results"]))
         return
     results = []
     for row in ROWS:
@@ -97,7 +97,7 @@ def main() -> None:
     if args.json:
         command = f"python benchmarks/what_fits.py --json {args.json}"
         args.json.write_text(json.dumps({"command": command, "seq_len": SEQ_LEN, "results": results}, indent=1) + "\n")
-    print_table(results)
+    print(format_table(results))
 
 
 if __name__ == "__main__":
