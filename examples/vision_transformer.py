@@ -4,7 +4,6 @@ python examples/vision_transformer.py
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -111,4 +110,4 @@ def train(steps: int = 100, *, depth: int = 6, policy: str = "offload", batch: i
 if __name__ == "__main__":
     for step, loss in enumerate(train(), start=1):
         if step == 1 or step % 10 == 0:
-            print(f"step {step}: loss {jnp.round(loss, 4)}")
+            print(f"step {step}: loss {loss:.4f}")
