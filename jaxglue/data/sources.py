@@ -1,7 +1,7 @@
 """Sources of data, each with settings of its own: `chats.jsonl?format=messages&weight=2`."""
 
+import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
@@ -70,7 +70,7 @@ def parse_source(text: str, **defaults: str) -> Source:
     Raises:
         ValueError: an unknown option, or a value out of its range.
     """
-    name, _, query = (text, "", "") if Path(text).exists() else text.partition("?")
+    name, _, query = (text, "", "") if os.path.exists(text) else text.partition("?")
     options = dict(defaults)
     for part in filter(None, query.split("&")):
         key, equals, value = part.partition("=")

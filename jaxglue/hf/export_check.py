@@ -83,11 +83,12 @@ def random_rows(vocab_size: int) -> Rows:
 
 
 def first_rows(tokens: Int[np.ndarray, "B T"], segments: PackedSegments, source: str) -> Rows:
-    """Return the start of a batch's first rows: whole documents' beginnings, as causal models see them."""
-    ids = np.asarray(segments.segment_ids)[:_ROWS, :_TOKENS]
-    lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
-    T = ids.shape[1]
-    return Rows(tokens=np.asarray(tokens)[:_ROWS, :_TOKENS], segments=pack_segments(lengths, seq_len=T), source=source)
+    """Return the start of a batch's first filled rows: documents' beginnings, as causal models see them."""
+    ids = np.asarray(segments.segment_ids)[:, :_TOKENS]
+    filled = np.flatnonzero(ids.any(axis=1))[:_ROWS]
+    lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids[filled]]
+    packed = pack_segments(lengths, seq_len=ids.shape[1])
+    return Rows(tokens=np.asarray(tokens)[filled, :_TOKENS], segments=packed, source=source)
 
 
 def live_parts(graphdefs: ModelGraphDefs, *trees: Params) -> Parts:

@@ -95,7 +95,7 @@ def _require_equal(adapter: Adapter, setup: Setup, trainable: Params) -> None:
 
 def _rows(setup: Setup, last_batch: Batch | None) -> Rows:
     batch = last_batch if setup.eval_batches is None else next(iter(setup.eval_batches))
-    if batch is None:
+    if batch is None or not np.any(batch.segments.segment_ids):
         return random_rows(setup.model.vocab_size)
     source = "trained" if setup.eval_batches is None else "held-out"
     return first_rows(np.asarray(batch.tokens), batch.segments, source)
