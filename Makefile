@@ -16,7 +16,7 @@ GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | head -n 1)
 PACKAGE := .$(if $(GPU),[cuda13])
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 
-.PHONY: train test check gpu-check bench clean
+.PHONY: train test check gpu-check bench docs clean
 
 train: .venv/installed
 	.venv/bin/python scripts/train.py --config $(RECIPE)
