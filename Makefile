@@ -1,7 +1,7 @@
 # make train   trains the quickstart's adapter; RECIPE=my.toml trains yours
 # make test    runs the tests that need no GPU
 # make check   checks formatting, lint and types
-# make gpu-check   checks this checkout on a machine with a GPU, in less than 8 minutes
+# make gpu-check   checks this checkout on a machine with a GPU
 # make bench   runs the benchmarks that this machine can run
 # make docs    builds the documentation's site in build/site
 # make clean   removes the environment and caches, but no runs

@@ -1,6 +1,6 @@
 """Check this checkout on a machine with a GPU; print one table and keep it as JSON.
 
-    python benchmarks/gpu_check.py                        # everything but faults, under 8 minutes
+    python benchmarks/gpu_check.py                        # everything but faults
     python benchmarks/gpu_check.py --parts tiny export    # some parts
     python benchmarks/gpu_check.py --parts faults         # 20 kills over 500 steps
     python benchmarks/gpu_check.py --parts tiny speed --record benchmarks/results/gpu_check.json
