@@ -110,7 +110,8 @@ CASES = [
 @pytest.mark.parametrize(("kind", "mesh", "policy", "changes"), CASES)
 def test_mesh_equals_one_device(mesh_of, batches, expected, kind, mesh, policy, changes):
     got = on_mesh(mesh_of(mesh), kind, policy, batches, **changes)
-    chex.assert_trees_all_close(got, expected(kind, **changes), rtol=1e-5, atol=1e-6)
+    # Sums in another order: some float32 steps of the largest gradients, which are about 0.4.
+    chex.assert_trees_all_close(got, expected(kind, **changes), rtol=1e-5, atol=2e-6)
 
 
 def test_embedding_gradient_of_a_frequent_token_sums_in_float32(mesh_of, random_batch):
