@@ -58,7 +58,7 @@ class Row:
 
 @dataclass
 class Check:
-    """What the parts share."""
+    """Settings shared by the parts."""
 
     runs: Runs
     device: str

@@ -70,7 +70,7 @@ class DataReport:
     train: SplitReport
     eval: SplitReport | None
     sources: tuple[SourceReport, ...]
-    """Of the training data."""
+    """Reports of the training data's sources."""
     notes: tuple[str, ...] = ()
     """Probable mistakes, such as a file given twice."""
 
