@@ -69,7 +69,7 @@ def table(results: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def write_results(path: Path, results: list[dict], *, gpu: str | None = None) -> None:
+def write_results(path: Path, results: list[dict] | dict, *, gpu: str | None = None, indent: int | None = 2) -> None:
     """Write results as JSON with GPU (by default this process's), versions and command."""
     installed = {distribution.name for distribution in distributions()}
     info = {
@@ -80,5 +80,5 @@ def write_results(path: Path, results: list[dict], *, gpu: str | None = None) ->
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(info, indent=2) + "\n")
+    temporary.write_text(json.dumps(info, indent=indent) + "\n")
     temporary.rename(path)
