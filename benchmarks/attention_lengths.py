@@ -36,7 +36,16 @@ OTHERS = (
     Heads(N=32, K=4, H=128),
     Heads(N=32, K=8, H=128, window=4096),
 )
-COLUMNS = ("heads (N, K, H, window, sinks)", "tokens", "documents", "slots", "kernel", "pairs", "forward ms", "backward ms")
+COLUMNS = (
+    "heads (N, K, H, window, sinks)",
+    "tokens",
+    "documents",
+    "slots",
+    "kernel",
+    "pairs",
+    "forward ms",
+    "backward ms",
+)
 _WORKSPACE_SHARE = 0.6
 """Share of the memory that cuDNN's backward pass may reserve: 8 bytes for each token, slot, head and head dim."""
 
