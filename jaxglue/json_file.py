@@ -1,8 +1,9 @@
 """JSON from files of strangers: bounded in size and depth, every defect one line."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_BYTES = 256 * 2**20
 """Above every tokenizer.json and index of a published model."""
@@ -19,9 +20,40 @@ def read_json(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes: at most {MAX_BYTES:,} are read")
-    content = parse_json(path.read_bytes(), str(path))
+    return parse_object(path.read_bytes(), str(path))
+
+
+def numbered_lines(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the bytes of each line that is not blank.
+
+    Raises:
+        ValueError: a line of more than `MAX_BYTES`.
+    """
+    for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), 1):
+        if len(line) > MAX_BYTES:
+            raise ValueError(f"{source}:{number}: the line has more than {MAX_BYTES:,} bytes")
+        if line.strip():
+            yield number, line
+
+
+def read_own_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of one JSON object a line; none if it is missing, and without a last line that a crash cut short.
+
+    Raises:
+        ValueError: a line that is too long, not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        lines = [(number, line) for number, line in numbered_lines(file, str(path)) if line.endswith(b"\n")]
+    return [parse_object(line, f"{path}:{number}") for number, line in lines]
+
+
+def parse_object(text: str | bytes, source: str) -> dict[str, Any]:
+    """Parse a JSON object; arguments and errors are those of `parse_json`, or another type."""
+    content = parse_json(text, source)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} should hold a JSON object, but holds a {type(content).__name__}")
+        raise ValueError(f"{source} should hold a JSON object, but holds a {type(content).__name__}")
     return content
 
 
@@ -29,20 +61,26 @@ def parse_json(text: str | bytes, source: str) -> Any:
     """Parse JSON of at most `MAX_DEPTH` levels.
 
     Args:
-        text: UTF-8 if bytes.
+        text: UTF-8 if bytes, with or without a byte order mark.
         source: named by errors.
 
     Raises:
-        ValueError: not UTF-8, not JSON (with line and column), or nested too deeply.
+        ValueError: not UTF-8, not JSON (with line and column), a number too long to read, or nested too deeply.
     """
-    too_deep = f"{source} is nested more than {MAX_DEPTH} levels deep"
+    too_deep = f"{source}: nested more than {MAX_DEPTH} levels deep"
     try:
-        content = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        content = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise ValueError(f"{source}: malformed JSON at {place}: {error.msg}") from error
     except RecursionError:
         raise ValueError(too_deep) from None
-    except ValueError as error:
-        raise ValueError(f"{source} is not valid JSON: {error}") from error
-    if is_deeper(content, MAX_DEPTH):
+    except ValueError:
+        raise ValueError(f"{source}: malformed JSON: a number of more than 4,300 digits") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(content, MAX_DEPTH):
         raise ValueError(too_deep)
     return content
 

@@ -61,7 +61,7 @@ def read_recipe(cls: type, path: Path) -> dict[str, Any]:
     Raises:
         ValueError: an unreadable file, or a key or value that the configuration does not have.
     """
-    tables = _with_folder(_parse(path), str(path.resolve().parent))
+    tables = _with_folder(read_tables(path), str(path.resolve().parent))
     subgroups = groups(cls)
     if path.suffix in _YAML and subgroups and not any(isinstance(tables.get(name), dict) for name in subgroups):
         return translate(tables, cls, f"{path}: ")
@@ -153,7 +153,8 @@ def _assignments(values: dict[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """Parse a TOML or YAML file, bounded in size and depth; raise ValueError of one line for any defect."""
     too_deep = f"{path}: nested more than {MAX_DEPTH} levels deep"
     try:
         if path.stat().st_size > _MAX_BYTES:

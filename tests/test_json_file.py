@@ -1,12 +1,14 @@
+import io
+
 import pytest
 
 from jaxglue import json_file
-from jaxglue.json_file import MAX_DEPTH, parse_json, read_json
+from jaxglue.json_file import MAX_DEPTH, numbered_lines, parse_json, read_json, read_own_lines
 
 
 @pytest.mark.parametrize("text", ["{", "[1,]", '"\\x"', "9" * 5000, b"\xff"])
 def test_damaged_json_is_one_line(text):
-    with pytest.raises(ValueError, match="file is not valid JSON"):
+    with pytest.raises(ValueError, match=r"file: (malformed JSON|not UTF-8)"):
         parse_json(text, "file")
 
 
@@ -34,3 +36,17 @@ def test_an_object_is_expected(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match="should hold a JSON object, but holds a list"):
         read_json(tmp_path / "config.json")
+
+
+def test_a_line_is_bounded(monkeypatch):
+    monkeypatch.setattr(json_file, "MAX_BYTES", 8)
+    lines = numbered_lines(io.BytesIO(b"[1]\n\n" + b"[" * 100), "rows.jsonl")
+    assert next(lines) == (1, b"[1]\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl:3: the line has more than 8 bytes"):
+        next(lines)
+
+
+def test_damage_within_own_lines_names_the_line(tmp_path):
+    (tmp_path / "lines").write_text('{"step": 1}\n{"st\n{"step": 2}\n{"ste')
+    with pytest.raises(ValueError, match=r"lines:2: malformed JSON"):
+        read_own_lines(tmp_path / "lines")

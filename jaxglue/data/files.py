@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from jaxglue.data.json_text import parse_json
+from jaxglue.json_file import numbered_lines, parse_json
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -76,10 +76,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                origin = f"{path}:{number}"
-                yield _checked(origin, _parse(line, origin), len(line))
+        for number, line in numbered_lines(file, str(path)):
+            origin = f"{path}:{number}"
+            yield _checked(origin, parse_json(line, origin), len(line))
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -91,7 +90,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
         return
     with _opened(path) as file:
         text = file.read()
-    values = _parse(text, str(path))
+    values = parse_json(text, str(path))
     for number, value in enumerate(values, 1):
         yield _checked(f"{path}, row {number}", value, len(text) / len(values))
 
@@ -118,15 +117,6 @@ def _full_row(row: dict[Any, Any]) -> dict[str, str]:
     if None in row or None in row.values():
         raise ValueError("the row has more or fewer fields than the first line names")
     return row
-
-
-def _parse(data: bytes, origin: str) -> Any:
-    try:
-        return parse_json(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{origin}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
-    except ValueError as error:
-        raise ValueError(f"{origin}: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxglue.data.json_text import parse_json
+from jaxglue.json_file import parse_json
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -77,10 +77,7 @@ def read_weight(item: dict[str, Any]) -> bool | None:
 
 def from_json(value: Any, name: str) -> Any:
     """Parse a JSON string; return other values unchanged."""
-    try:
-        return parse_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    return parse_json(value, name) if isinstance(value, str) else value
 
 
 def listed(names: Any) -> str:
@@ -99,7 +96,7 @@ def _message(message: Any) -> dict[str, Any]:
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": [_tool_call(from_json(content, "function_call"))]}
     if content is None and not message.get("tool_calls"):
-        raise ValueError(f"a {role!r} message has no content")
+        raise ValueError(f"a {role!r:.100} message has no content")
     dropped = ("role", "from", "content", "value", *_WEIGHTS)
     kept = {key: value for key, value in message.items() if key not in dropped and value is not None}
     if "tool_calls" in kept:
@@ -113,7 +110,7 @@ def _text(content: Any, role: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise ValueError(
-            f"the content of a {role!r} message must be a string or a list of text parts, got "
+            f"the content of a {role!r:.100} message must be a string or a list of text parts, got "
             f"{type(content).__name__}; write objects as JSON strings"
         )
     return "".join(_part(part, role) for part in content)
@@ -124,7 +121,7 @@ def _part(part: Any, role: str) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"a {role!r} message has a part of type {kind!r}: only text parts can be trained on")
+        raise ValueError(f"a {role!r:.100} message has a part of type {kind!r:.100}: only text parts can be trained on")
     return part["text"]
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 from jaxtyping import Int, Int32, Int64, UInt8
 
+from jaxglue.json_file import read_json
+
 if TYPE_CHECKING:
     from jaxglue.data.encode import Encoded
 
@@ -136,9 +138,9 @@ def remove_store(folder: Path) -> None:
 
 def _read_info(folder: Path) -> dict[str, Any]:
     try:
-        info = json.loads((folder / "info.json").read_text())
+        info = read_json(folder / "info.json")
         check = info.pop("check")
-    except (ValueError, KeyError, AttributeError, RecursionError, FileNotFoundError) as error:
+    except (ValueError, KeyError, FileNotFoundError) as error:
         raise DamagedStoreError(f"{folder / 'info.json'} is damaged or missing") from error
     if check != _info_digest(info):
         raise DamagedStoreError(f"{folder / 'info.json'} has changed since it was written")

@@ -40,7 +40,7 @@ class TemplateCheck:
 
     def _refuse_unknown(self, roles: set[str]) -> None:
         if unknown := roles - {*_ROLES, *self._template.constants}:
-            raise ValueError(f"unknown role {min(unknown)!r}: the chat template renders {self._rendered_roles()}")
+            raise ValueError(f"unknown role {min(unknown)!r:.100}: the chat template renders {self._rendered_roles()}")
 
     def _probe(self, messages: Messages, tools: Tools) -> None:
         """Render unique words in place of the contents: a short content may be in the text by chance."""
@@ -65,8 +65,8 @@ class TemplateCheck:
 
     def _missing(self, index: int, role: str) -> ValueError:
         return ValueError(
-            f"the chat template leaves out message {index + 1}, of role {role!r}; it renders {self._rendered_roles()}: "
-            "change the row, or give another template with --chat-template"
+            f"the chat template leaves out message {index + 1}, of role {role!r:.100}; it renders "
+            f"{self._rendered_roles()}: change the row, or give another template with --chat-template"
         )
 
     def _rendered_roles(self) -> str:

@@ -9,6 +9,8 @@ import threading
 import time
 from typing import Any
 
+from jaxglue.json_file import parse_object
+
 DIED = "died"
 """The reason given for a process whose connection the system closed."""
 HELLO_BYTES, FRAME_BYTES = 64 * 2**10, 16 * 2**20
@@ -60,12 +62,9 @@ class Connection:
         if length > self._limit:
             raise FrameError(f"sends a frame of more than {self._limit} bytes")
         try:
-            message = json.loads(self._read(length, deadline))
-        except (ValueError, RecursionError):
-            message = None
-        if not isinstance(message, dict):
-            raise FrameError("sends no JSON object")
-        return message
+            return parse_object(self._read(length, deadline), "the frame")
+        except ValueError:
+            raise FrameError("sends no JSON object") from None
 
     def close(self) -> None:
         """Close the connection; a thread that waits in `receive` ends."""

@@ -1,6 +1,5 @@
 """Chat with a model: templates, end-of-turn tokens and streamed decoding around the generator."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.json_file import read_json
+from jaxglue.json_file import parse_json, read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -122,10 +121,7 @@ def read_prompts(config: GenerateConfig) -> list[dict[str, Any]]:
 
 
 def _parse_row(line: str, origin: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{origin}: malformed JSON: {error}") from error
+    row = parse_json(line, origin)
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
         raise ValueError(f"{origin}: expected an object with a text `prompt` or a list `messages`")
     return row

@@ -260,7 +260,7 @@ def _not_an_adapter(folder: Path, missing: str) -> str:
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
     """Raise ValueError for any enabled but unknown option, so that features of a newer PEFT are not ignored."""
     if raw.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {raw.get('peft_type')!r} is not supported: only 'LORA' is")
+        raise ValueError(f"{path}: peft_type {raw.get('peft_type')!r:.100} is not supported: only 'LORA' is")
     if missing := [name for name in ("r", "lora_alpha") if name not in raw]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     if type(raw["r"]) is not int or raw["r"] < 1:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.json_file import parse_object
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.int8 import Int8Weight
@@ -95,10 +96,10 @@ def _read_nf4(files: TensorFiles, name: str, shape: tuple[int, ...]) -> NF4:
     """Read an NF4 matrix; raise ValueError unless state and tables are those of double-quantized NF4."""
     out, columns = shape
     try:
-        state = json.loads(files.read(f"{name}.{_STATE}").tobytes())
+        state = parse_object(files.read(f"{name}.{_STATE}").tobytes(), "the tensor")
         offset = np.float32(state["nested_offset"])
     except (ValueError, KeyError, TypeError) as error:
-        raise _refused(files, name, f"its quant_state cannot be read ({error!r})") from error
+        raise _refused(files, name, f"its quant_state cannot be read ({error})") from error
     expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [out, columns], "nested_blocksize": GROUP}
     if wrong := {key: state.get(key) for key, value in expected.items() if state.get(key) != value}:
         raise _refused(files, name, f"its quant_state says {wrong}, expected {expected}")

@@ -1,13 +1,13 @@
 """The model card of a trained model, from its run's folder."""
 
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxglue.hf.hub import BaseReference
 from jaxglue.json_file import read_json
+from jaxglue.recipe import read_tables
 
 CURVE = "loss.png"
 """The loss curve in a run's folder, and beside the card."""
@@ -99,4 +99,4 @@ def _public(source: str) -> str:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_tables(path) if path.is_file() else {}

@@ -1,49 +1,57 @@
 """Identity of a base model, recorded in its adapters, so that none is put on another base."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.hf.fingerprint import digest_tensors
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models.config import DecoderConfig
 
-_MOST_TENSORS = 256
-_ROWS, _COLUMNS = 4, 256
 _UNQUANTIZED = ("norm.weight", ".bias", ".sinks", "embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors that every storage format keeps as they are."""
 _COPY_OF_TIED = "lm_head.weight"
+_NUMBER = re.compile(r"^\d+\.")
+"""Of an expert, in the name of its own tensor."""
 _EXPERTS = ".experts."
-"""In names of tensors that folders lay out in several ways, and that the digests leave out."""
+"""In names of tensors that folders lay out in several ways."""
 
 Identity = Mapping[str, str]
-"""`model_type`; `weights`, digest of tensors that stay unquantized; `linears`, of others; `storage`, their format."""
+"""`model_type`, and digests: `weights` of tensors that stay unquantized, `experts`, and `linears` of the others.
+
+`storage` and `expert_storage` are the formats in which `linears` and `experts` are stored.
+"""
 
 
 def identify(folder: str | Path) -> Identity:
-    """Return the identity of a base model's folder, from a sample of its tensors in bfloat16.
+    """Return the identity of a base model's folder, from samples of its tensors in bfloat16.
 
     The folder's dtype and the copy of a tied embedding make no difference; a quantized copy differs in `storage` and
-    `linears` alone.
+    `linears` alone, other layouts of its experts in `expert_storage` and `experts`.
 
     Raises:
         ValueError: a bad folder.
     """
     raw, files = read_config(folder), open_checkpoint(folder)
     tied = {_COPY_OF_TIED} if raw.get("tie_word_embeddings") else set()
-    names = sorted(name for name in files.tensors.keys() - tied if _EXPERTS not in name)
-    kept = [name for name in names if name.endswith(_UNQUANTIZED)]
-    storage = sorted({str(files.tensors[name].dtype) for name in names if files.tensors[name].dtype.kind in "iub"})
-    return {
+    names = files.tensors.keys() - tied
+    experts = {name for name in names if _EXPERTS in name}
+    kept = {name for name in names - experts if name.endswith(_UNQUANTIZED)}
+    linears = names - experts - kept
+    identity = {
         "model_type": str(raw.get("model_type")),
-        "weights": _digest(files, kept),
-        "linears": _digest(files, sorted(set(names) - set(kept))),
-        "storage": "+".join(storage) or "unquantized",
+        "weights": digest_tensors(files, kept, any_float=True),
+        "linears": digest_tensors(files, linears, any_float=True),
+        "storage": _storage(files, linears),
     }
+    if experts:
+        layout = sorted({_NUMBER.sub("", name.partition(_EXPERTS)[2]) for name in experts})
+        identity["experts"] = digest_tensors(files, experts, any_float=True)
+        identity["expert_storage"] = f"{_storage(files, experts)}: {', '.join(layout)}"
+    return identity
 
 
 def identify_random(config: DecoderConfig, seed: int) -> Identity:
@@ -55,35 +63,16 @@ def identify_random(config: DecoderConfig, seed: int) -> Identity:
 def difference(recorded: Identity, found: Identity) -> str | None:
     """Describe how two identities differ; None if they are of one model, stored in whichever format."""
     names = ["model_type", "weights"]
-    if recorded.get("storage") == found.get("storage"):
-        names.append("linears")
+    for digest, storage in (("linears", "storage"), ("experts", "expert_storage")):
+        if recorded.get(storage) == found.get(storage):
+            names.append(digest)
     for name in names:
         if recorded.get(name) != found.get(name):
             return f"{name} {recorded.get(name)} was recorded, this base has {found.get(name)}"
     return None
 
 
-def _digest(files: TensorFiles, names: list[str]) -> str:
-    digest = hashlib.sha256()
-    for name in _spread(names, _MOST_TENSORS):
-        digest.update(f"{name} {files.tensors[name].shape}".encode())
-        for rows in _sample(files, name):
-            digest.update((rows if rows.dtype.kind in "iub" else rows.astype(ml_dtypes.bfloat16)).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _sample(files: TensorFiles, name: str) -> Iterable[np.ndarray]:
-    """Yield the first values of a few rows, spread over the tensor."""
-    shape = files.tensors[name].shape
-    if len(shape) < 2:
-        yield files.read(name)
-        return
-    for row in _spread(range(shape[0]), _ROWS):
-        yield np.ascontiguousarray(files.read_rows(name, row, row + 1).reshape(-1)[:_COLUMNS])
-
-
-def _spread[T](items: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` items at equal distances, first and last included."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+def _storage(files: TensorFiles, names: set[str]) -> str:
+    """Return the integer dtypes among tensors."""
+    dtypes = sorted({str(files.tensors[name].dtype) for name in names if files.tensors[name].dtype.kind in "iub"})
+    return "+".join(dtypes) or "unquantized"

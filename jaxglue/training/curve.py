@@ -13,7 +13,7 @@ def save_loss_curve(metrics: Path, output: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = list(read_metrics(metrics))
+    lines = read_metrics(metrics)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     steps, losses = _series(lines, "loss")

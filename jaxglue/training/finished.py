@@ -8,7 +8,7 @@ from jaxglue.distributed import Processes
 from jaxglue.json_file import read_json
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.setup import Setup
-from jaxglue.training.summary import RunSummary, read_summary
+from jaxglue.training.summary import RunSummary, read_summary, summary_rows
 
 
 def finished_run(setup: Setup, processes: Processes) -> RunSummary | None:
@@ -22,6 +22,11 @@ def _finished_summary(setup: Setup) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     values = read_json(path)
-    same = values.pop("fingerprint", None) == json.loads(json.dumps(fingerprint(setup)))
-    whole = values.get("steps", 0) >= setup.total_steps and Path(values.get("adapter") or "").is_dir()
-    return values if same and whole else None
+    if values.pop("fingerprint", None) != json.loads(json.dumps(fingerprint(setup))):
+        return None
+    try:
+        summary = read_summary(values)
+        summary_rows(summary)
+        return values if summary.steps >= setup.total_steps and Path(summary.adapter or "").is_dir() else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is damaged: delete it, and --resume writes it again") from None

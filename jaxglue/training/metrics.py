@@ -1,16 +1,23 @@
 """Metrics of a run: reading them back, and telling divergence."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxglue.json_file import read_own_lines
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl`; a last line cut short by a crash is skipped."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return (json.loads(line) for line in lines if line.endswith("\n"))
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a `metrics.jsonl`; a last line cut short by a crash is skipped.
+
+    Raises:
+        ValueError: a damaged line.
+    """
+    lines = read_own_lines(path)
+    if any(type(line.get("step")) is not int for line in lines):
+        raise ValueError(f"{path} has a line without a whole number as `step`: delete that line")
+    return lines
 
 
 class Diverged(ValueError):  # noqa: N818

@@ -4,6 +4,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from jaxglue.json_file import read_own_lines
 
 MANIFEST = ".jaxglue-run.files"
 """One JSON object a line: a claimed `path`, with `files` once a folder is complete."""
@@ -22,7 +25,11 @@ class RunFiles:
         self._files: set[str] = set()
         self._trees: set[str] = set()
         self._foreign: dict[str, set[str]] = {}
-        for line in _read_lines(folder / MANIFEST):
+        for line in read_own_lines(folder / MANIFEST):
+            if not all(map(_is_inside, [line.get("path"), *_items(line.get("files", []))])):
+                raise ValueError(
+                    f"{folder / MANIFEST} lists no path inside its folder: {str(line)[:100]}; delete the run"
+                )
             self._apply(line)
 
     def claim(self, path: Path) -> None:
@@ -70,10 +77,13 @@ class RunFiles:
             self._trees.add(line["path"])
 
 
-def _read_lines(path: Path) -> list[dict]:
-    """Return the list's lines; a last one cut short by a crash is skipped."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [None]
+
+
+def _is_inside(name: Any) -> bool:
+    """Tell whether an entry names a path below the run's folder."""
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _is_file(path: Path) -> bool:

@@ -193,7 +193,11 @@ def test_save_refuses_a_folder_in_use(folder, tensors):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "config.json does not exist"), ("{", "is not valid JSON.*line 1"), ("[]", "JSON object, but holds a list")],
+    [
+        (None, "config.json does not exist"),
+        ("{", "malformed JSON at column 2"),
+        ("[]", "JSON object, but holds a list"),
+    ],
 )
 def test_read_config_explains_errors(tmp_path, content, message):
     if content is not None:

@@ -29,7 +29,7 @@ def test_each_step_writes_a_line_and_an_event(tmp_path):
 def test_lines_are_flushed_at_once(tmp_path):
     with open_loggers(tmp_path) as loggers:
         loggers.log(1, {"loss": 1.0})
-        assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 1, "loss": 1.0}]
+        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
 
 
 def test_resume_replaces_repeated_steps(tmp_path):
