@@ -30,10 +30,12 @@ from jaxglue.engine.transfer import commit
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
-from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer_config import OptimizerConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

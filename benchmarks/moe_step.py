@@ -27,11 +27,13 @@ from jaxglue.engine.transfer import commit
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,8 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.norm_rope import rotate_heads

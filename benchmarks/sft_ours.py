@@ -31,7 +31,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.planner.flops import mean_visible_keys
@@ -39,7 +39,8 @@ from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Plan, Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
-from jaxglue.training.optimizer import Optimizer, OptimizerConfig
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer_config import OptimizerConfig
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.weights import layers_on_host
 

@@ -31,7 +31,7 @@ from kernel_profile import MATMUL
 from measure import table, uniform_lengths
 
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 
 HERE = Path(__file__).resolve().parent

@@ -30,7 +30,7 @@ from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import merge_module
 from jaxglue.ops.cross_entropy import linear_cross_entropy
 from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix

@@ -16,7 +16,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from inputs import SHAPES
 from measure import table
 
-from jaxglue.commands.estimate import EstimateConfig, make_planner
+from jaxglue.commands.configs import EstimateConfig
+from jaxglue.commands.estimate import make_planner
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import DoesNotFit
 from jaxglue.recipe import from_settings

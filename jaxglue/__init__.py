@@ -19,7 +19,7 @@ if HIDES_TORCH in os.environ:
 _MODULES = {
     "api": ("generate", "plan", "train"),
     "training.config": ("TrainConfig",),
-    "generation.chat": ("GenerateConfig",),
+    "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),
     "planner.workload": ("Workload",),
     "hf.loading": ("load_model",),

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.commands.estimate import STREAM, EstimateConfig, make_planner
+from jaxglue.commands.configs import EstimateConfig
+from jaxglue.commands.estimate import make_planner
 from jaxglue.generation import chat
+from jaxglue.generation.config import GenerateConfig
 from jaxglue.planner import plan as planner_plan
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Plan
@@ -13,6 +15,7 @@ from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
 from jaxglue.training import trainer
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.remat import STREAM
 from jaxglue.training.summary import RunSummary
 
 
@@ -38,7 +41,7 @@ def train(
     return trainer.train(from_settings(TrainConfig, {**(config or {}), **settings}, recipe))
 
 
-def generate(config: chat.GenerateConfig | None = None, **settings: Any) -> Iterator[tuple[str, Iterator[str]]]:
+def generate(config: GenerateConfig | None = None, **settings: Any) -> Iterator[tuple[str, Iterator[str]]]:
     """Yield each prompt with its answer, streamed in pieces.
 
     Args:
@@ -50,7 +53,7 @@ def generate(config: chat.GenerateConfig | None = None, **settings: Any) -> Iter
     """
     if config is not None:
         _refuse_settings(None, settings)
-    return chat.generate(config or from_settings(chat.GenerateConfig, settings))
+    return chat.generate(config or from_settings(GenerateConfig, settings))
 
 
 def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = None, **settings: Any) -> Plan:

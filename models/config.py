@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
-from jaxglue.ops.quant.formats import Quantize, Storage, check_format, format_flag
+from jaxglue.ops.choices import Quantize, Storage
+from jaxglue.ops.quant.formats import check_format, format_flag
 from jaxglue.ops.rope import RopeConfig
 
 

@@ -14,13 +14,14 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
 from jaxglue.ops import names
+from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.fp8 import project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_expand, lora_shrink
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
-from jaxglue.ops.quant.formats import Quantized, Storage, quantize_matrix
+from jaxglue.ops.quant.formats import Quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
 
 

@@ -1,4 +1,4 @@
-"""The `jaxglue` command: one module for each subcommand, imported when it is called."""
+"""The `jaxglue` command: one module for each subcommand, imported when it is called, after its flags are read."""
 
 import importlib
 import logging
@@ -7,20 +7,42 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import jaxglue
 from jaxglue.commands.interrupts import STATUS, Interrupts
 
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command: `main(config)` in the module of its name, imported once its flags are read."""
+
+    summary: str
+    config: str | None = None
+    """Module and class of its flags, which load no JAX; None if it has no flags."""
+    task: tuple[str, ...] = ()
+    """Further words before the flags."""
+
+
+_CONFIGS = "jaxglue.commands.configs"
 COMMANDS = {
-    "train": "fine-tune a model",
-    "chat": "talk with a model in the terminal",
-    "generate": "answer prompts with a model and an adapter",
-    "export": "merge an adapter into its base, quantize a model, or upload either",
-    "estimate": "predict time and memory of training on a GPU",
-    "data": "preview training data: tokens with loss, lengths, packing, duplicates",
-    "doctor": "check driver, CUDA, GPU, JAX, Triton and memory",
+    "train": Command(summary="fine-tune a model", config="jaxglue.training.config:TrainConfig"),
+    "chat": Command(summary="talk with a model in the terminal", config="jaxglue.generation.config:AssistantConfig"),
+    "generate": Command(
+        summary="answer prompts with a model and an adapter", config="jaxglue.generation.config:GenerateConfig"
+    ),
+    "export": Command(
+        summary="merge an adapter into its base, quantize a model, or upload either", config=f"{_CONFIGS}:ExportConfig"
+    ),
+    "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
+    "data": Command(
+        summary="preview training data: tokens with loss, lengths, packing, duplicates",
+        config=f"{_CONFIGS}:PreviewConfig",
+        task=("preview",),
+    ),
+    "doctor": Command(summary="check driver, CUDA, GPU, JAX, Triton and memory"),
 }
-"""Summaries by name; a command is `main(argv)` in the module of its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,9 +69,10 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     with Interrupts() as interrupts, _torch_hidden():
         try:
+            config = _parse(name, sys.argv[1:] if argv is None else argv)
             command = importlib.import_module(f"jaxglue.commands.{name}")
             interrupts.importing = False
-            command.main(argv)
+            command.main(config)
         except (KeyboardInterrupt, Exception) as error:
             if interrupts.received or isinstance(error, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the clean-up at once
@@ -57,6 +80,25 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
             if isinstance(error, (ValueError, OSError)):
                 _end(f"error: {error}", status=1)
             raise
+
+
+def _parse(name: str, argv: Sequence[str]) -> Any:
+    """Return the configuration of a command's flags."""
+    from argparse import ArgumentParser
+
+    from jaxglue.cli import parse_config
+
+    command = COMMANDS[name]
+    words, flags = tuple(argv[: len(command.task)]), argv[len(command.task) :]
+    if words != command.task:
+        if not {"-h", "--help"} & set(argv):
+            raise ValueError(f"jaxglue {name}: use jaxglue {' '.join((name, *command.task))} --flag value …")
+        flags = argv
+    title = " ".join((name, *command.task))
+    if command.config is None:
+        return ArgumentParser(f"jaxglue {title}", description=command.summary).parse_args(flags)
+    module, _, cls = command.config.partition(":")
+    return parse_config(getattr(importlib.import_module(module), cls), flags, command=title)
 
 
 @contextmanager
@@ -80,7 +122,7 @@ def _end(line: str, *, status: int) -> None:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: jaxglue COMMAND [--flag value …]",

@@ -3,19 +3,14 @@
 jaxglue data preview --model models/Qwen3-8B --data chats.jsonl
 """
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.cli import parse_config
-from jaxglue.config import Config, PositiveInt
+from jaxglue.commands.configs import PreviewConfig
 from jaxglue.data.batch import TokenDataset
-from jaxglue.data.config import DataConfig
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.preview import Bin, count_duplicates, length_bins, longest, trained_parts
 from jaxglue.data.progress import DataProgress
@@ -26,27 +21,9 @@ _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "defa
 """Styles of trained and of other tokens, in turns."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreviewConfig(Config):
-    """Show documents with their loss mask, and the data's lengths, packing, duplicates and longest rows."""
-
-    model: str
-    """A model folder with a tokenizer."""
-    data: DataConfig
-    rows: PositiveInt = 3
-    """Documents to show, and longest rows to name."""
-    max_tokens: PositiveInt = 400
-    """Tokens to show of each document."""
-    picture: Path | None = None
-    """PNG or SVG file for the histogram of lengths."""
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `jaxglue data preview`."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] not in (["preview"], ["-h"], ["--help"]):
-        raise ValueError("jaxglue data: use jaxglue data preview --model FOLDER --data FILE")
-    preview(parse_config(PreviewConfig, words[words[0] == "preview" :], command="data preview"))
+def main(config: PreviewConfig) -> None:
+    """Print a preview."""
+    preview(config)
 
 
 def preview(config: PreviewConfig, console: Console | None = None) -> None:

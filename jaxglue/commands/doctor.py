@@ -3,7 +3,6 @@
 Exits with status 1 if one of them is missing.
 """
 
-import argparse
 import csv
 import importlib.metadata
 import os
@@ -51,10 +50,8 @@ class Gpu:
     free: int
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(_: object = None) -> None:
     """Print all verdicts."""
-    parser = argparse.ArgumentParser("jaxglue doctor", description="Check driver, CUDA, GPU, JAX, Triton and memory.")
-    parser.parse_args(argv)
     # JAX would reserve most of the GPU, which another run may be using. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     gpus, failed = read_gpus(), False

@@ -6,20 +6,16 @@ jaxglue estimate --recipe qwen3-8b-lora --gpu 4090
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxglue.cli import parse_config
-from jaxglue.config import Alias, NonNegativeFloat, PositiveInt, Range
-from jaxglue.data.config import DataConfig
+from jaxglue.commands.configs import EstimateConfig
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
@@ -30,7 +26,6 @@ from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, DoesNotFit, Plan, Planner
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model
-from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.devices import with_global_batch
 from jaxglue.training.remat import STREAM
 from jaxglue.training.workload import make_workload
@@ -38,51 +33,6 @@ from jaxglue.training.workload import make_workload
 _SHOWN = 5
 _CLEARLY_LESS = 0.7
 """Share of another plan's memory below which a slower plan is worth showing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedModel(ModelConfig):
-    """The model to plan for, and how it would run."""
-
-    weights: Literal["device", "host", "auto"] = "auto"
-
-    @property
-    def compute_dtype(self) -> jnp.dtype:
-        """The dtype that a GPU would compute in."""
-        return jnp.dtype("bfloat16" if self.dtype == "auto" else self.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRows(DataConfig):
-    """The rows to plan for; only `seq_len` matters, the rest is for training recipes."""
-
-    data: tuple[str, ...] = ()
-    # without max_seq_len, which is a flag of its own here
-    seq_len: Annotated[int, Range(ge=2), Alias("max_seq_length", "max_length", "sequence_len", "cutoff_len")] = 4096
-
-    def validate(self) -> None:
-        """Accept missing data: none is read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimateConfig(TrainConfig):
-    """Predict time and memory of a training run, described by the flags or the recipe of `jaxglue train`."""
-
-    gpu: str
-    """The GPU's name, such as 4090, "RTX PRO 6000" or A100-40."""
-    max_seq_len: bool = False
-    """Plan for the longest row that fits, instead of --seq-len."""
-    all: bool = False
-    """Print every plan worth comparing, also those that do not fit."""
-    document_tokens: PositiveInt | None = None
-    """Mean length of the documents in a row; by default one document fills it."""
-    host_memory_gib: NonNegativeFloat = 64.0
-    """Host memory that may be pinned, GiB."""
-    model: PlannedModel
-    data: PlannedRows = field(default_factory=PlannedRows)
-
-    def validate(self) -> None:
-        """Accept what only matters in a run."""
 
 
 def make_planner(config: EstimateConfig) -> Planner:
@@ -170,8 +120,8 @@ def _rate(planner: Planner, plan: Plan) -> float:
     return work.tokens * work.gradient_accumulation_steps * work.mesh.batch_shards / plan.seconds
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(config: EstimateConfig) -> None:
     """Print the estimate; end with status 1 where the run does not fit."""
     jax.config.update("jax_platforms", "cpu")
-    if not print_estimate(parse_config(EstimateConfig, argv, command="estimate")):
+    if not print_estimate(config):
         sys.exit(1)

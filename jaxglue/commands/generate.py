@@ -2,18 +2,16 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import IO, Any
 
-from jaxglue.cli import parse_config
-from jaxglue.generation.chat import STDIN, GenerateConfig, answer_rows, generate
+from jaxglue.generation.chat import answer_rows, generate
+from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.hf.files import atomic_file
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(config: GenerateConfig) -> None:
     """Print the answers piece by piece, or write them as JSON lines."""
-    config = parse_config(GenerateConfig, argv, command="generate")
     if config.output is None:
         _print_answers(config)
         return

@@ -1,10 +1,8 @@
-"""Fine-tune a model: `jaxglue train --model FOLDER --data chats.jsonl`, or `--config RECIPE.toml`."""
+"""Fine-tune a model: `jaxglue train --model FOLDER --data chats.jsonl`, or `--recipe RECIPE.toml`."""
 
 import os
 import sys
-from collections.abc import Sequence
 
-from jaxglue.cli import parse_config
 from jaxglue.distributed import find_process_info, join_processes, visible_gpus
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
@@ -12,11 +10,10 @@ from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the flags say, with the run's other processes if there are any; exit with 130 or 143 if interrupted."""
+def main(config: TrainConfig) -> None:
+    """Train, with the run's other processes if there are any; exit with 130 or 143 if interrupted."""
     # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
-    config = parse_config(TrainConfig, argv, command="train")
     timer, interrupt = StartupTimer.since_process_start(), Interrupt()
     with join_processes(find_process_info(config.distributed, os.environ)) as processes:
         train(config, timer=timer, processes=processes, interrupt=interrupt)

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-import jax
-
 from jaxglue.distributed.channel import ControlChannel
 from jaxglue.distributed.frames import DIED
 from jaxglue.distributed.meeting import address_text, listen
@@ -87,6 +85,8 @@ def join_processes(process_info: ProcessInfo | None) -> Iterator[Processes]:
     if process_info is None:
         yield SINGLE_PROCESS
         return
+    import jax
+
     index, count = process_info.process_id, process_info.num_processes
     lost = partial(_stop, is_main=index == 0)
     token, address = process_info.token, process_info.address
@@ -103,6 +103,8 @@ def join_processes(process_info: ProcessInfo | None) -> Iterator[Processes]:
 
 
 def _start_jax(host: str, processes: Processes) -> None:
+    import jax
+
     service = _free_address(host) if processes.is_main else None
     port = processes.all_gather_object(service and service[1])[0]
     # JAX's handler would take SIGTERM, a scheduler's request for a checkpoint, from the trainer.
@@ -149,6 +151,8 @@ def share_gpus(visible: list[list[Any]], index: int) -> list[int]:
 
 def visible_gpus() -> list[str]:
     """Return UUIDs of the GPUs visible to this process; none if JAX uses CPUs, or without nvidia-smi."""
+    import jax
+
     if jax.config.jax_platforms == "cpu":
         return []
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]

@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,100 +11,20 @@ from flax import nnx
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.config import Alias, Config
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.config import STDIN, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
-from jaxglue.generation.sampling import SamplingConfig
-from jaxglue.hf.adapter import find_base, random_seed
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.hub import model_path
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.json_file import parse_json, read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
-from jaxglue.ops.quant.formats import Quantize
 
-STDIN = Path("-")
-"""Names standard input as a file of prompts, and standard output as a file of answers."""
 _CHANNEL = "<|channel|>"
 """Token before a channel's name in the harmony format."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssistantConfig(Config):
-    """A model with an optional adapter, and how it answers."""
-
-    model: Annotated[Path | None, Alias("base")] = None
-    """A Hugging Face model folder, or owner/name on the hub; by default the adapter's base."""
-    revision: str | None = None
-    """Branch, tag or commit of a model on the hub."""
-    adapter: Path | None = None
-    """A PEFT adapter folder; its tokenizer and chat template take precedence."""
-    random_weights: int | None = None
-    """Seed to redraw the weights of a model trained with --random-weights; by default the adapter's record."""
-    system: str | None = None
-    """System message before each conversation."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Dtype of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
-    quantize: Annotated[Quantize, Alias("quantise")] = "none"
-    """Hold the decoder layers' linear layers in NF4 or int8, as in training with this flag."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-
-    def validate(self) -> None:
-        """Refuse a missing model, and an adapter that is no folder."""
-        if self.adapter and not self.adapter.is_dir():
-            raise ValueError(f"--adapter: no such folder: {self.adapter}")
-        if not self.model and not self.adapter:
-            raise ValueError("no model: give --model, or an --adapter, which names its base")
-
-    @property
-    def seed(self) -> int | None:
-        """Return the seed of random weights; None for loaded ones."""
-        if self.random_weights is None and self.adapter:
-            return random_seed(self.adapter)
-        return self.random_weights
-
-    @property
-    def folder(self) -> Path:
-        """Return the base model's folder, downloaded if it is on the hub."""
-        loads = self.seed is None
-        if self.model is None:
-            assert self.adapter is not None
-            return find_base(self.adapter, weights=loads)
-        return model_path(self.model, self.revision, weights=loads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(AssistantConfig):
-    """Answer prompts with a model and an optional adapter."""
-
-    prompt: tuple[str, ...] = ()
-    """Prompt to answer; repeatable."""
-    prompt_file: Path | None = None
-    """File with one further prompt per line, - for standard input; in a .jsonl file, lines hold `prompt` or
-    `messages`."""
-    output: Path | None = None
-    """JSONL file for prompts and answers, - for standard output; by default answers are printed as they come."""
-    raw: bool = False
-    """Continue the prompts verbatim, without the chat template."""
-
-    def validate(self) -> None:
-        """Refuse missing prompts and files, and a system message without a template."""
-        super().validate()
-        if not self.prompt and not self.prompt_file:
-            raise ValueError("no prompt: give --prompt or --prompt-file")
-        if self.raw and self.system is not None:
-            raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
-        if self.prompt_file and self.prompt_file != STDIN and not self.prompt_file.is_file():
-            raise ValueError(f"--prompt-file: no such file: {self.prompt_file}")
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """Return all prompts that are plain text, the file's last."""
-        return tuple(row["prompt"] for row in read_prompts(self) if "prompt" in row)
 
 
 def read_prompts(config: GenerateConfig) -> list[dict[str, Any]]:

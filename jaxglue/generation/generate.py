@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxglue.generation.sampling import SamplingConfig, sample_token
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.sampling import sample_token
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import project

@@ -1,33 +1,10 @@
 """Sampling of the next token from logits."""
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-
-from jaxglue.config import Config, NonNegativeFloat, PositiveInt, Range
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Config):
-    """Sampling distribution and stopping length."""
-
-    max_tokens: PositiveInt = 512
-    """Maximum number of new tokens."""
-    temperature: NonNegativeFloat = 0.7
-    """Divides the logits; 0 selects the most likely token."""
-    top_p: Annotated[float, Range(gt=0, le=1)] = 0.95
-    """Sample from the fewest most likely tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751); 1
-    samples from all."""
-    seed: int = 0
-    """Seed of the sampling."""
-
-
-GREEDY = SamplingConfig(temperature=0.0)
-"""Sampling that always selects the most likely token."""
 
 
 @partial(jax.jit, static_argnames=("temperature", "top_p"))

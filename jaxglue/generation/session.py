@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from jaxglue.generation.chat import Assistant, encode_messages, system_message
-from jaxglue.generation.sampling import SamplingConfig
+from jaxglue.generation.config import SamplingConfig
 
 HELP = "/reset forgets the conversation · /system TEXT sets the system message · Ctrl-C stops an answer · Ctrl-D leaves"
 _FINAL = "<|channel|>final<|message|>"

@@ -16,7 +16,7 @@ from jaxglue.hf.hub import BaseReference, base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity
 from jaxglue.hf.tensor_files import TensorFiles, write_file
 from jaxglue.json_file import parse_json, read_json
-from jaxglue.models.lora import LoraConfig, match_pattern, parse_patterns
+from jaxglue.models.lora_config import LoraConfig, match_pattern, parse_patterns
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"

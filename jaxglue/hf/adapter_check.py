@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.identity import Identity, difference
-from jaxglue.models.lora import ALL_LINEAR, is_target
+from jaxglue.models.lora import is_target
+from jaxglue.models.lora_config import ALL_LINEAR
 
 _SHOWN = 3
 _CLASS = "ForCausalLM"

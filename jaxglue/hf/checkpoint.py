@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.experts import find_source
-from jaxglue.hf.files import atomic_folder
+from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
 from jaxglue.ops.quant.formats import Quantized
 
-MAX_SHARD_BYTES = 5 * 10**9
 """Default shard size in bytes, as in transformers."""
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
-from jaxglue.hf.checkpoint import MAX_SHARD_BYTES, open_checkpoint, read_config
+from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape, read_expanded
 from jaxglue.hf.export_check import ExportCheck, check_merge
-from jaxglue.hf.files import atomic_folder, require_empty, write_json
+from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas
@@ -27,7 +27,8 @@ from jaxglue.hf.tensor_files import TensorInfo, write_shards
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.lora import linear_shapes
 from jaxglue.models.parameters import quantized_names
-from jaxglue.ops.quant.formats import Quantize, quantize_matrix
+from jaxglue.ops.choices import Quantize
+from jaxglue.ops.quant.formats import quantize_matrix
 from jaxglue.ops.quant.mxfp4 import BLOCK
 
 

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Limit of a safetensors file of a model folder."""
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:

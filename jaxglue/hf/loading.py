@@ -19,7 +19,8 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import add_lora, linear_shapes
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
-from jaxglue.ops.quant.formats import Quantized, Storage, is_quantized, quantize_matrix
+from jaxglue.ops.choices import Storage
+from jaxglue.ops.quant.formats import Quantized, is_quantized, quantize_matrix
 from jaxglue.sharding.mesh import put_on_mesh
 
 Placement = Callable[[str, Any], Any]

@@ -12,7 +12,8 @@ from flax import nnx
 from jaxglue.data.batch import Batch
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.rope import rope_tables

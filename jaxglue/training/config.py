@@ -2,22 +2,20 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
-from jaxglue.engine.policy import check_remat
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
-from jaxglue.models.context import RouterLosses
-from jaxglue.models.lora import LoraConfig
-from jaxglue.ops.attention import BACKENDS
-from jaxglue.ops.quant.formats import Matmul, Quantize, Storage
-from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.optimizer import LEARNING_RATES, OptimizerConfig
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage
+from jaxglue.training.optimizer_config import LEARNING_RATES, OptimizerConfig
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
+
+    from jaxglue.models.context import RouterLosses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class ModelConfig(Config):
     ] = "auto"
     """Of activations, matmuls and frozen weights; auto is bfloat16 on GPUs, float32 on CPUs. Trainable weights are
     always float32."""
-    attention: Literal[BACKENDS] = "auto"  # type: ignore[valid-type]
+    attention: Attention = "auto"
     """Attention backend; auto picks by GPU and shape, and reports its choice."""
     remat: str = "auto"
     """Remat policy of the layers: none (recompute nothing), dots, full (recompute everything), offload, a mix such as
@@ -83,6 +81,8 @@ class ModelConfig(Config):
 
     def validate(self) -> None:
         """Refuse an unknown remat policy, and options for frozen weights where all weights train."""
+        from jaxglue.engine.policy import check_remat
+
         check_remat(self.remat)
         for name, values in (
             ("weights", ("host",)),
@@ -114,14 +114,19 @@ class ModelConfig(Config):
         return "fp8" if self.matmul == "fp8" else self.quantize
 
     @property
-    def router_losses(self) -> RouterLosses | None:
+    def router_losses(self) -> "RouterLosses | None":
         """Weights of the routers' auxiliary losses; None when all are 0."""
+        from jaxglue.models.context import RouterLosses
+
         losses = RouterLosses(balance=self.router_balance_loss, z=self.router_z_loss)
         return losses if any(losses) else None
 
     @property
-    def compute_dtype(self) -> jnp.dtype:
+    def compute_dtype(self) -> "jnp.dtype":
         """The dtype chosen by `dtype` on this machine."""
+        import jax
+        import jax.numpy as jnp
+
         if self.dtype == "auto":
             return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
         return jnp.dtype(self.dtype)
@@ -141,7 +146,7 @@ class RunConfig(Config):
     """Packed rows on each GPU instead; those of a tensor axis share theirs."""
     gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
     """Micro-batches in an optimizer step."""
-    mesh: str = AUTO
+    mesh: str = "auto"
     """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
     for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
     epochs: Annotated[PositiveInt, Alias("num_train_epochs", "num_epochs")] = 1
@@ -180,6 +185,8 @@ class RunConfig(Config):
         """Refuse a malformed mesh and two batch sizes."""
         if self.per_device_batch_size and self.batch_size > 1:
             raise ValueError("--batch-size and --per-device-batch-size are both given: leave one out")
+        from jaxglue.sharding.mesh import AUTO, MeshShape
+
         if self.mesh != AUTO:
             MeshShape.parse(self.mesh)
 

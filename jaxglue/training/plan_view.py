@@ -13,7 +13,7 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.optimizer import LEARNING_RATES, warmup_steps
+from jaxglue.training.optimizer_config import LEARNING_RATES, warmup_steps
 from jaxglue.training.setup import Setup
 
 _STORED = {

@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generate import Generator
-from jaxglue.generation.sampling import SamplingConfig
 from jaxglue.hf.files import atomic_file
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.training.metrics import read_metrics

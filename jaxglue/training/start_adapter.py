@@ -9,7 +9,8 @@ from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import LoraConfig, linear_shapes
+from jaxglue.models.lora import linear_shapes
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.training.config import TrainConfig
 
 

@@ -8,7 +8,8 @@ from flax import nnx
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 
 

@@ -25,6 +25,15 @@ def test_help_loads_nothing_heavy():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == ""
 
 
+def test_a_command_s_help_loads_neither_jax_nor_transformers():
+    code = (
+        "import contextlib, sys; from jaxglue.commands import COMMANDS, main\n"
+        "for name in COMMANDS:\n    with contextlib.suppress(SystemExit): main([name, '--help'])\n"
+        "print(*sorted({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == ""
+
+
 def test_unknown_command_is_named(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fly"])
@@ -37,10 +46,10 @@ def test_interrupts_and_errors_are_one_line(monkeypatch, capsys, error, status):
     def fail(argv):
         raise error
 
-    monkeypatch.setattr("jaxglue.commands.export.main", fail)
+    monkeypatch.setattr("jaxglue.commands.doctor.main", fail)
     monkeypatch.setattr("signal.signal", lambda *args: None)
     with pytest.raises(SystemExit) as stop:
-        main(["export"])
+        main(["doctor"])
     assert stop.value.code == status
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -48,8 +57,8 @@ def test_interrupts_and_errors_are_one_line(monkeypatch, capsys, error, status):
 def test_torch_is_hidden_while_a_command_runs(monkeypatch):
     seen = []
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr("jaxglue.commands.export.main", lambda argv: seen.append(importlib.util.find_spec("torch")))
-    main(["export"])
+    monkeypatch.setattr("jaxglue.commands.doctor.main", lambda argv: seen.append(importlib.util.find_spec("torch")))
+    main(["doctor"])
     assert seen == [None] and "torch" not in sys.modules
 
 
@@ -70,15 +79,15 @@ def main(argv):
     gc.collect()
     time.sleep(30)
 
-sys.modules["jaxglue.commands.train"] = type(sys)("train")
-sys.modules["jaxglue.commands.train"].main = main
-commands.run("train")
+sys.modules["jaxglue.commands.doctor"] = type(sys)("doctor")
+sys.modules["jaxglue.commands.doctor"].main = main
+commands.run("doctor", [])
 """
 
 
 def test_interrupt_inside_a_callback_is_raised_again():
     done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=20)
-    assert (done.returncode, done.stderr) == (130, "jaxglue train: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "jaxglue doctor: interrupted\n")
 
 
 def test_interrupt_inside_imports_is_one_line():
@@ -94,6 +103,6 @@ def test_worker_processes_see_no_torch(monkeypatch):
         seen.append(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
 
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr("jaxglue.commands.export.main", worker)
-    main(["export"])
+    monkeypatch.setattr("jaxglue.commands.doctor.main", worker)
+    main(["doctor"])
     assert seen == ["None"]

@@ -10,7 +10,7 @@ import pytest
 
 from jaxglue.engine.host_table import _read, embeddings_to_host, needed_rows
 from jaxglue.engine.policy import parse_policy
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.planner import Planner

@@ -14,7 +14,8 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 
 LORA = LoraConfig(rank=4, alpha=16)

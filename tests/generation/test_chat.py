@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.generation.chat import GenerateConfig, encode_prompt, generate, stop_tokens, stream_text
+from jaxglue.generation.chat import encode_prompt, generate, read_prompts, stop_tokens, stream_text
+from jaxglue.generation.config import GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
-from jaxglue.generation.sampling import SamplingConfig
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.models import config_from_hf
 
@@ -70,7 +70,7 @@ def test_random_weights_are_redrawn_and_config_end_tokens_stop(tmp_path, quickst
 def test_prompt_file_follows_prompt_flags(tmp_path, folders):
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     config = GenerateConfig(model=folders[0], prompt=("zero",), prompt_file=tmp_path / "prompts.txt")
-    assert config.prompts == ("zero", "one", "two")
+    assert [row["prompt"] for row in read_prompts(config)] == ["zero", "one", "two"]
 
 
 @pytest.mark.parametrize(

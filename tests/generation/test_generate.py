@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxglue.generation.config import GREEDY, SamplingConfig
 from jaxglue.generation.generate import Generator, attend_cache
-from jaxglue.generation.sampling import GREEDY, SamplingConfig, sample_token
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.generation.sampling import sample_token
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
 

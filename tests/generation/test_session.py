@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import AssistantConfig
-from jaxglue.generation.sampling import GREEDY
+from jaxglue.generation.config import GREEDY, AssistantConfig
 from jaxglue.generation.session import Session, converse
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint
 from jaxglue.hf.export import export_adapter
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 
 HERE = Path(__file__).parent
 CONFIG = LoraConfig(rank=3, alpha=5.0, rslora=True, targets=("down_proj", "k_proj", "o_proj", "q_proj"))

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 
 CONFIG = LoraConfig(rank=2, alpha=6.0, dropout=0.1, rslora=True, targets=("down_proj", "q_proj"))
 

@@ -15,7 +15,8 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import export_adapter, save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
 

@@ -21,7 +21,7 @@ from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.merge import Delta
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 
 ROOT = Path(__file__).parents[2]

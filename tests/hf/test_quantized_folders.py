@@ -17,7 +17,8 @@ from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import export_adapter, quantize_folder
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, split_model
 from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments

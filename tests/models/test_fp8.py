@@ -14,7 +14,8 @@ from jaxglue.engine.layer_errors import layer_errors
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.quant.fp8 import FP8Weight, expand_products
 

@@ -8,12 +8,13 @@ from flax import nnx
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
+from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generate import Generator
-from jaxglue.generation.sampling import SamplingConfig
 from jaxglue.models import build_model
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, set_parameters, split_model
 from jaxglue.ops.moe import auxiliary_loss, route, z_loss
 from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4

@@ -16,7 +16,8 @@ from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.quant.nf4 import NF4, dequantize_nf4, quantize_nf4
 

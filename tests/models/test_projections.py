@@ -12,7 +12,8 @@ from flax import nnx
 from jaxglue.engine.compiler import LIBRARY_MATMULS
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Linear, project_together
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 
 RANKS = (3, None, 5)
 OUT = (12, 4, 8)

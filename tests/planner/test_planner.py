@@ -7,7 +7,7 @@ import pytest
 
 from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, find_gpu

@@ -14,7 +14,8 @@ from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import RouterLosses
-from jaxglue.models.lora import LoraConfig, add_lora
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.sharding.mesh import MeshShape, batch_sharding, make_mesh
 from jaxglue.sharding.rules import Layout

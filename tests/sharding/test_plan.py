@@ -7,7 +7,7 @@ import pytest
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from jaxglue.data.config import DataConfig
-from jaxglue.models.lora import LoraConfig
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.training.config import ModelConfig, RunConfig, TrainConfig
-from jaxglue.training.optimizer import OptimizerConfig
+from jaxglue.training.optimizer_config import OptimizerConfig
 
 SHAPE = {
     "model_type": "qwen3",

@@ -2,15 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
+from jaxglue.ops.choices import MomentFormat
 from jaxglue.ops.quant.blocks import dynamic_code, nearest
 
-MomentFormat = Literal["float32", "bfloat16", "8bit"]
 MOMENT_BYTES: dict[MomentFormat, float] = {"float32": 8, "bfloat16": 6, "8bit": 2 + 8 / 256}
 """Bytes of both moments of a value."""
 BLOCK = 256

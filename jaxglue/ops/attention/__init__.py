@@ -21,7 +21,7 @@ from jaxglue.ops.backend import (
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
-__all__ = ["ATTENTION", "BACKENDS", "AttentionShape", "packed_attention"]
+__all__ = ["ATTENTION", "AttentionShape", "packed_attention"]
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 
@@ -88,7 +88,6 @@ ATTENTION = Operation(
     },
     order=_order,
 )
-BACKENDS = ATTENTION.names
 
 
 def packed_attention(
@@ -110,7 +109,7 @@ def packed_attention(
         segments: bounds of the segments.
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
-        backend: one of `BACKENDS`; see `ATTENTION.choose`.
+        backend: one of `jaxglue.ops.choices.Attention`; see `ATTENTION.choose`.
 
     Raises:
         ValueError: arguments that do not fit together, or a named backend that cannot serve them.

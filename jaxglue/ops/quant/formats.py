@@ -1,6 +1,6 @@
 """Storage formats of frozen linear layers, by name."""
 
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -8,12 +8,6 @@ from jaxglue.ops.quant.fp8 import FP8Weight, quantize_fp8
 from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
 from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
-Quantize = Literal["none", "nf4", "int8"]
-"""Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""
-Matmul = Literal["bf16", "fp8"]
-"""Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
-Storage = Literal["none", "nf4", "int8", "fp8"]
-"""Every storage of the decoder layers' linear layers; fp8 is multiplied as it is."""
 Quantized = NF4 | Int8Weight | FP8Weight
 FORMATS = ("none", "nf4", "int8", "fp8")
 

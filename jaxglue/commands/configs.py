@@ -1,0 +1,115 @@
+"""Settings of the commands that no package holds; importing them loads no JAX."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
+from jaxglue.data.config import DataConfig
+from jaxglue.hf.files import MAX_SHARD_BYTES
+from jaxglue.hf.hub import model_path
+from jaxglue.ops.choices import Quantize
+from jaxglue.training.config import ModelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel(ModelConfig):
+    """The model to plan for, and how it would run."""
+
+    weights: Literal["device", "host", "auto"] = "auto"
+
+    @property
+    def compute_dtype(self) -> "jnp.dtype":
+        """The dtype that a GPU would compute in."""
+        import jax.numpy as jnp
+
+        return jnp.dtype("bfloat16" if self.dtype == "auto" else self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRows(DataConfig):
+    """The rows to plan for; only `seq_len` matters, the rest is for training recipes."""
+
+    data: tuple[str, ...] = ()
+    # without max_seq_len, which is a flag of its own here
+    seq_len: Annotated[int, Range(ge=2), Alias("max_seq_length", "max_length", "sequence_len", "cutoff_len")] = 4096
+
+    def validate(self) -> None:
+        """Accept missing data: none is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(TrainConfig):
+    """Predict time and memory of a training run, described by the flags or the recipe of `jaxglue train`."""
+
+    gpu: str
+    """The GPU's name, such as 4090, "RTX PRO 6000" or A100-40."""
+    max_seq_len: bool = False
+    """Plan for the longest row that fits, instead of --seq-len."""
+    all: bool = False
+    """Print every plan worth comparing, also those that do not fit."""
+    document_tokens: PositiveInt | None = None
+    """Mean length of the documents in a row; by default one document fills it."""
+    host_memory_gib: NonNegativeFloat = 64.0
+    """Host memory that may be pinned, GiB."""
+    model: PlannedModel
+    data: PlannedRows = field(default_factory=PlannedRows)
+
+    def validate(self) -> None:
+        """Accept what only matters in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(Config):
+    """Merge an adapter into its base model, quantize a model, or upload either to the Hugging Face hub."""
+
+    base: Annotated[Path | None, Alias("model")] = None
+    """Model folder, or owner/name on the hub; by default the adapter's base."""
+    output: Path | None = None
+    """New folder; absent or empty. Without it, --push uploads the adapter itself."""
+    adapter: Path | None = None
+    """PEFT adapter folder to merge, or to upload."""
+    quantize: Annotated[Quantize, Alias("quantise")] = "none"
+    """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
+    push: str | None = None
+    """Repository owner/name on the hub to upload to, with a model card of the run."""
+    private: bool = False
+    """Create the repository as private."""
+    max_shard_bytes: PositiveInt = MAX_SHARD_BYTES
+    """Shard limit in bytes."""
+
+    def validate(self) -> None:
+        """Refuse both tasks at once, and neither."""
+        if (self.adapter is None) == (self.quantize == "none"):
+            raise ValueError("give either --adapter or --quantize; to do both, quantize the merged folder")
+        if self.output is None and (self.adapter is None or self.push is None):
+            raise ValueError("no --output: name a new folder")
+        if self.base is None and self.adapter is None:
+            raise ValueError("no --base: name the model to quantize")
+
+    def base_folder(self, *, weights: bool = True) -> Path:
+        """Return the base's folder, downloaded if it is on the hub."""
+        if self.base is not None:
+            return model_path(self.base, weights=weights)
+        from jaxglue.hf.adapter import find_base
+
+        assert self.adapter is not None
+        return find_base(self.adapter, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewConfig(Config):
+    """Show documents with their loss mask, and the data's lengths, packing, duplicates and longest rows."""
+
+    model: str
+    """A model folder with a tokenizer."""
+    data: DataConfig
+    rows: PositiveInt = 3
+    """Documents to show, and longest rows to name."""
+    max_tokens: PositiveInt = 400
+    """Tokens to show of each document."""
+    picture: Path | None = None
+    """PNG or SVG file for the histogram of lengths."""

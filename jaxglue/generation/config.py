@@ -1,0 +1,104 @@
+"""Settings of answers: model, prompts and sampling."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
+from jaxglue.hf.hub import model_path
+from jaxglue.ops.choices import Quantize
+
+STDIN = Path("-")
+"""Names standard input as a file of prompts, and standard output as a file of answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Config):
+    """Sampling distribution and stopping length."""
+
+    max_tokens: PositiveInt = 512
+    """Maximum number of new tokens."""
+    temperature: NonNegativeFloat = 0.7
+    """Divides the logits; 0 selects the most likely token."""
+    top_p: Annotated[float, Range(gt=0, le=1)] = 0.95
+    """Sample from the fewest most likely tokens whose probabilities reach this sum (nucleus, arXiv 1904.09751); 1
+    samples from all."""
+    seed: int = 0
+    """Seed of the sampling."""
+
+
+GREEDY = SamplingConfig(temperature=0.0)
+"""Sampling that always selects the most likely token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig(Config):
+    """A model with an optional adapter, and how it answers."""
+
+    model: Annotated[Path | None, Alias("base")] = None
+    """A Hugging Face model folder, or owner/name on the hub; by default the adapter's base."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub."""
+    adapter: Path | None = None
+    """A PEFT adapter folder; its tokenizer and chat template take precedence."""
+    random_weights: int | None = None
+    """Seed to redraw the weights of a model trained with --random-weights; by default the adapter's record."""
+    system: str | None = None
+    """System message before each conversation."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
+    quantize: Annotated[Quantize, Alias("quantise")] = "none"
+    """Hold the decoder layers' linear layers in NF4 or int8, as in training with this flag."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def validate(self) -> None:
+        """Refuse a missing model, and an adapter that is no folder."""
+        if self.adapter and not self.adapter.is_dir():
+            raise ValueError(f"--adapter: no such folder: {self.adapter}")
+        if not self.model and not self.adapter:
+            raise ValueError("no model: give --model, or an --adapter, which names its base")
+
+    @property
+    def seed(self) -> int | None:
+        """Return the seed of random weights; None for loaded ones."""
+        if self.random_weights is None and self.adapter:
+            from jaxglue.hf.adapter import random_seed
+
+            return random_seed(self.adapter)
+        return self.random_weights
+
+    @property
+    def folder(self) -> Path:
+        """Return the base model's folder, downloaded if it is on the hub."""
+        loads = self.seed is None
+        if self.model is None:
+            assert self.adapter is not None
+            from jaxglue.hf.adapter import find_base
+
+            return find_base(self.adapter, weights=loads)
+        return model_path(self.model, self.revision, weights=loads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(AssistantConfig):
+    """Answer prompts with a model and an optional adapter."""
+
+    prompt: tuple[str, ...] = ()
+    """Prompt to answer; repeatable."""
+    prompt_file: Path | None = None
+    """File with one further prompt per line, - for standard input; in a .jsonl file, lines hold `prompt` or
+    `messages`."""
+    output: Path | None = None
+    """JSONL file for prompts and answers, - for standard output; by default answers are printed as they come."""
+    raw: bool = False
+    """Continue the prompts verbatim, without the chat template."""
+
+    def validate(self) -> None:
+        """Refuse missing prompts and files, and a system message without a template."""
+        super().validate()
+        if not self.prompt and not self.prompt_file:
+            raise ValueError("no prompt: give --prompt or --prompt-file")
+        if self.raw and self.system is not None:
+            raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
+        if self.prompt_file and self.prompt_file != STDIN and not self.prompt_file.is_file():
+            raise ValueError(f"--prompt-file: no such file: {self.prompt_file}")

@@ -1,0 +1,14 @@
+"""Values of flags that choose an operation's backend or a storage format; importing them loads no JAX."""
+
+from typing import Literal
+
+Attention = Literal["auto", "cudnn", "triton", "reference"]
+"""Backends of packed attention."""
+Quantize = Literal["none", "nf4", "int8"]
+"""Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""
+Matmul = Literal["bf16", "fp8"]
+"""Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
+Storage = Literal["none", "nf4", "int8", "fp8"]
+"""Every storage of the decoder layers' linear layers; fp8 is multiplied as it is."""
+MomentFormat = Literal["float32", "bfloat16", "8bit"]
+"""Storage of AdamW's moments."""
