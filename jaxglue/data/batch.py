@@ -59,12 +59,25 @@ class TokenDataset:
 
 
 def build_batch(
-    dataset: TokenDataset, plan: PackPlan, rows: Int[np.ndarray, "B"], *, seq_len: int, max_segments: int
+    dataset: TokenDataset,
+    plan: PackPlan,
+    rows: Int[np.ndarray, "B"],
+    *,
+    seq_len: int,
+    max_segments: int,
+    long: bool | None = None,
 ) -> Batch:
-    """Build the batch of these rows of the plan; rows past its end are all padding with weight 0."""
-    members = [plan.documents[slice(*plan.bounds[[r, r + 1]])] if r < plan.rows else plan.documents[:0] for r in rows]
+    """Build the batch of these rows of the plan; rows past its end are all padding with weight 0.
+
+    Args:
+        dataset: the documents.
+        plan: of all rows.
+        rows: of the batch.
+        seq_len, max_segments, long: of `pack_segments`.
+    """
+    members = [plan.row(r) for r in rows]
     lengths = [dataset.lengths[row] for row in members]
-    segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments)
+    segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, long=long)
     tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
     filled = segments.segment_ids > 0
     source = _source_positions(dataset, np.concatenate(members), np.asarray(segments.positions)[filled])

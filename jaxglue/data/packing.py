@@ -18,6 +18,10 @@ class PackPlan:
         """Return the number of packed rows."""
         return len(self.bounds) - 1
 
+    def row(self, index: int) -> Int[np.ndarray, "documents"]:
+        """Return the documents of a row, none of a row past the end."""
+        return self.documents[slice(*self.bounds[[index, index + 1]])] if index < self.rows else self.documents[:0]
+
     @property
     def max_segments(self) -> int:
         """Return the maximum number of documents in a row."""

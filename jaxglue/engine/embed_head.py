@@ -1,5 +1,6 @@
 """The compiled programs around the stack of layers: embedding and rotary tables; final norm, projection and loss."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -86,7 +87,7 @@ class EmbedHead:
         """
         table, tokens = needed_rows(frozen["embed_tokens"], batch.tokens)
         weights = trainable["embed_tokens"], table
-        x, cos, sin, keys, router_losses = self._embed_program(*weights, tokens, batch, key, scale)
+        x, cos, sin, keys, router_losses = self._embed_program(*weights, tokens, _shared(batch), key, scale)
         shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
         return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
 
@@ -100,13 +101,13 @@ class EmbedHead:
         accumulated: Params | None,
     ) -> Params:
         """Return `accumulated` of the embedding plus its gradient; empty when the embedding is frozen."""
-        return self._embed_backward_program(trainable["embed_tokens"], batch, dx, accumulated)
+        return self._embed_backward_program(trainable["embed_tokens"], _shared(batch), dx, accumulated)
 
     def loss(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale
     ) -> Float[Array, "..."]:
         """Return scale · Σ loss of the last layer's output; on a mesh, every device's share of it."""
-        return self._loss_program(self._head(trainable), self._head(frozen), x, batch, scale)
+        return self._loss_program(self._head(trainable), self._head(frozen), x, _shared(batch), scale)
 
     def head_backward(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale, sums: Params
@@ -121,7 +122,7 @@ class EmbedHead:
         return self._head_backward_program.trace(*self._head_arguments(trainable, frozen, x, batch, scale, sums))
 
     def _head_arguments(self, trainable: Params, frozen: Params, x, batch: Batch, scale, sums: Params) -> tuple:
-        return self._head(trainable), self._head(frozen), x, batch, scale, self._head(sums)
+        return self._head(trainable), self._head(frozen), x, _shared(batch), scale, self._head(sums)
 
     def _head(self, tree: Params) -> Params:
         """Return the final norm's and the output projection's entries, tied or not."""
@@ -202,3 +203,9 @@ class EmbedHead:
         flat = norm(x).reshape(-1, x.shape[-1])
         loss = linear_cross_entropy(flat, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel())
         return loss * scale
+
+
+def _shared(batch: Batch) -> Batch:
+    """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""
+    unused: Any = None
+    return replace(batch, segments=replace(batch.segments, cu_seqlens=unused, long=False))

@@ -1,12 +1,17 @@
 """Metadata of packed rows, built once per batch on the host and used by every layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
+
+LONG_DOCUMENT = 4096
+"""Tokens from which a document counts as long."""
+FEW_DOCUMENTS = 4
+"""Most documents in the rows of a batch whose attention may take the kernels for long documents."""
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +34,8 @@ class PackedSegments:
     """Row index one past the last token of this token's segment; the number of real tokens in the row for padding."""
     cu_seqlens: Int[Array, "B S+1"]
     """Segment boundaries; unused slots repeat the number of real tokens in the row."""
+    long: bool = field(default=False, metadata={"static": True})
+    """Rows hold few documents, and most visible pairs are in long ones (see `few_long_documents`)."""
 
 
 def segment_bucket(count: int) -> int:
@@ -36,20 +43,33 @@ def segment_bucket(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def pack_segments(lengths: Sequence[Sequence[int]], *, seq_len: int, max_segments: int | None = None) -> PackedSegments:
+def few_long_documents(lengths: Sequence[Sequence[int]]) -> bool:
+    """Return whether no row exceeds `FEW_DOCUMENTS`, and most visible pairs are in documents of `LONG_DOCUMENT`."""
+    if max(map(len, lengths), default=0) > FEW_DOCUMENTS:
+        return False
+    sizes = np.concatenate([np.asarray(row, np.int64) for row in lengths]) if lengths else np.zeros(0, np.int64)
+    return bool(2 * (sizes[sizes >= LONG_DOCUMENT] ** 2).sum() > (sizes**2).sum())
+
+
+def pack_segments(
+    lengths: Sequence[Sequence[int]], *, seq_len: int, max_segments: int | None = None, long: bool | None = None
+) -> PackedSegments:
     """Build the metadata, in numpy, of rows whose documents have these lengths.
 
     Args:
         lengths: tokens of each document, in order, for each of the B rows.
         seq_len: T; the rest of a row is padding.
-        max_segments: segment slots S to reserve (rounded up to a bucket); by default those of the fullest row.
+        max_segments: segment slots S to reserve (rounded up to a bucket); by default those of the fullest row. Few
+            long documents need no more than `FEW_DOCUMENTS`.
+        long: see `PackedSegments`; None decides by these rows. Processes that share a batch decide by all its rows.
 
     Raises:
         ValueError: a length below 1, a row longer than `seq_len`, or a row with more than `max_segments` documents.
     """
     rows = [np.asarray(row, np.int64) for row in lengths]
     needed = max((len(row) for row in rows), default=0)
-    slots = segment_bucket(max_segments or needed)
+    long = few_long_documents(lengths) if long is None else long
+    slots = segment_bucket(min(max_segments or needed, FEW_DOCUMENTS) if long else max_segments or needed)
     if needed > slots:
         raise ValueError(f"max_segments={max_segments}, but a row holds {needed} documents: raise max_segments")
     sizes = np.zeros((len(rows), slots + 1), np.int64)  # the last column is the padding
@@ -68,7 +88,7 @@ def pack_segments(lengths: Sequence[Sequence[int]], *, seq_len: int, max_segment
     positions = np.arange(seq_len) - fields["starts"]
     fields["positions"] = np.where(fields["segment_ids"] > 0, positions, 0).astype(np.int32)
     fields["cu_seqlens"] = bounds.astype(np.int32)
-    return PackedSegments(**fields)
+    return PackedSegments(**fields, long=long)
 
 
 def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:

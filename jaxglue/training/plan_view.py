@@ -7,6 +7,7 @@ from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.workload import abstract_parts, parameter_counts
@@ -28,7 +29,6 @@ def plan_rows(setup: Setup) -> dict[str, object]:
     model, data = setup.config.model, setup.config.data
     total, trained = parameter_counts(setup.workload)
     run, epochs = setup.config.run, setup.total_steps / setup.batches.steps_per_epoch
-    attention = _attention(setup)
     rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
     return {
         "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
@@ -39,7 +39,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "steps": f"{setup.total_steps:,} ({setup.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
         "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}",
         "remat": setup.remat,
-        "attention": f"{attention.name}: {attention.reason}",
+        "attention": _attention(setup),
         "rotation": f"{rotation.name}: {rotation.reason}",
         **_experts(setup),
         **_devices(setup),
@@ -86,7 +86,18 @@ def _devices(setup: Setup) -> dict[str, object]:
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
-def _attention(setup: Setup) -> BackendChoice:
+def _attention(setup: Setup) -> str:
+    """Return the backends of most batches and of those with few long documents."""
+    usual, few = (_attention_backend(setup, long) for long in (False, True))
+    text = f"{usual.name}: {usual.reason}"
+    if setup.config.data.seq_len < LONG_DOCUMENT or few.name == usual.name:
+        return text
+    rows = f"rows of up to {FEW_DOCUMENTS} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
+    return f"{text}; {few.name} for {rows}: {few.reason}"
+
+
+def _attention_backend(setup: Setup, long: bool) -> BackendChoice:
+    windows = setup.model.layer_windows
     shape = AttentionShape(
         dtype=setup.config.model.compute_dtype,
         head_dim=setup.model.head_dim,
@@ -94,6 +105,7 @@ def _attention(setup: Setup) -> BackendChoice:
         kv_heads=setup.model.num_key_value_heads,
         seq_len=setup.config.data.seq_len,
         segment_slots=setup.batches.max_segments,
-        window=next((window for window in setup.model.layer_windows if window), None),
+        long=long,
+        window=None if long and None in windows else next((window for window in windows if window), None),
     )
     return ATTENTION.choose(compute_capability(), shape, backend=setup.config.model.attention)

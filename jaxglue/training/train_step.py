@@ -53,7 +53,7 @@ class TrainStep:
         self._optimizer = Optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jax.jit(optax.tree.norm)
-        self._has_compiled = False
+        self._compiled: set[bool] = set()
         self.step = 0
         """Optimizer steps done."""
 
@@ -69,9 +69,10 @@ class TrainStep:
         in_backward = self._config.optimizer.update_in_backward
         loss, values = self._update_in_backward(batch) if in_backward else self._update(batch, accepts)
         self.step += 1
-        if self._has_compiled and self.executor.compilations() > compilations:
+        kinds = {micro_batch.segments.long for micro_batch in batch.micro_batches}
+        if kinds <= self._compiled and self.executor.compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
-        self._has_compiled = True
+        self._compiled |= kinds
         return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
 
     def check_fp8(self, batch: Batch) -> str | None:

@@ -11,6 +11,7 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.encode import Encoded
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.store import open_store, write_store
+from jaxglue.ops import segments
 
 SIZES = {"seq_len": 32, "batch_size": 2, "gradient_accumulation_steps": 3, "seed": 5}
 
@@ -112,6 +113,18 @@ def test_processes_share_the_rows_of_a_batch(iterate):
     for micro, *own in zip(whole.micro_batches, *(part.micro_batches for part in parts), strict=True):
         assert_same(micro, jax.tree.map(lambda *arrays: np.concatenate(arrays), *own))
     assert {(step.tokens, step.targets) for step in (whole, *parts)} == {(whole.tokens, whole.targets)}
+
+
+def test_processes_agree_on_batches_of_few_long_documents(iterate, monkeypatch):
+    monkeypatch.setattr(segments, "LONG_DOCUMENT", 16)
+    monkeypatch.setattr(segments, "FEW_DOCUMENTS", 2)
+    kinds = [
+        [batch.segments.long for batch in micro_batches(iterate(epochs=1, process_index=p, process_count=2))]
+        for p in range(2)
+    ]
+    whole = [batch.segments for batch in micro_batches(iterate(epochs=1))]
+    assert kinds == [[packed.long for packed in whole]] * 2
+    assert {(packed.long, packed.cu_seqlens.shape[1] - 1) for packed in whole} == {(True, 2), (False, 4)}
 
 
 def test_a_state_continues_in_another_number_of_processes(iterate):

@@ -3,7 +3,13 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.attention import packed_attention
-from jaxglue.ops.segments import pack_segments, segment_bucket, segments_from_cu_seqlens
+from jaxglue.ops.segments import (
+    LONG_DOCUMENT,
+    few_long_documents,
+    pack_segments,
+    segment_bucket,
+    segments_from_cu_seqlens,
+)
 
 
 def test_tokens_carry_the_bounds_of_their_segment():
@@ -38,6 +44,31 @@ def test_a_row_without_documents_is_padding():
 def test_segment_slots_are_bucketed(count, slots):
     assert segment_bucket(count) == slots
     assert pack_segments([[1] * count], seq_len=64).cu_seqlens.shape == (1, slots + 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "long"),
+    [
+        ([[LONG_DOCUMENT]], True),
+        ([[LONG_DOCUMENT - 1]], False),
+        ([[8 * LONG_DOCUMENT, 100, 100, 100]], True),
+        ([[8 * LONG_DOCUMENT, 100, 100, 100, 100]], False),
+        ([[LONG_DOCUMENT], [LONG_DOCUMENT - 1] * 4], False),
+        ([[LONG_DOCUMENT] * 4, [7], []], True),
+        ([[]], False),
+        ([], False),
+    ],
+)
+def test_few_long_documents_are_recognized(lengths, long):
+    assert few_long_documents(lengths) == long
+
+
+def test_few_long_documents_take_few_slots():
+    few, many = [[2 * LONG_DOCUMENT, 5]], [[LONG_DOCUMENT] + [1] * 20]
+    packed = [pack_segments(rows, seq_len=3 * LONG_DOCUMENT, max_segments=60) for rows in (few, many)]
+    assert [segments.cu_seqlens.shape for segments in packed] == [(1, 5), (1, 65)]
+    assert [segments.long for segments in packed] == [True, False]
+    assert pack_segments(few, seq_len=3 * LONG_DOCUMENT, max_segments=1 + 1).cu_seqlens.shape == (1, 3)
 
 
 def test_batches_of_a_bucket_share_one_compilation():

@@ -37,6 +37,8 @@ class AttentionShape:
     seq_len: int
     segment_slots: int
     """S of `PackedSegments`: 1 when every row is one segment."""
+    long: bool = False
+    """Rows hold few, long documents (`PackedSegments.long`)."""
     window: int | None = None
 
     def __post_init__(self):
@@ -75,13 +77,14 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 
 def _order(shape: AttentionShape) -> tuple[str, str]:
-    return ("cudnn", "triton") if shape.segment_slots == 1 and shape.window is None else ("triton", "cudnn")
+    few = (shape.long or shape.segment_slots == 1) and shape.window is None
+    return ("cudnn", "triton") if few else ("triton", "cudnn")
 
 
 ATTENTION = Operation(
     name="attention",
     backends={
-        "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="one segment in a row leaves nothing to skip"),
+        "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="few long documents leave nothing to skip"),
         "triton": Backend(
             check=_check_triton, load=_load_triton, advantage="skips tiles outside of segments and windows"
         ),
@@ -130,6 +133,7 @@ def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> 
         kv_heads=k.shape[2],
         seq_len=q.shape[1],
         segment_slots=segments.cu_seqlens.shape[1] - 1,
+        long=segments.long,
         window=window,
     )
 
