@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,20 +22,23 @@ from step import memory, parameters, random_batch, workload
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policies
 
-STORAGES = {"none": "bf16", "fp8": "FP8"}
+FORMATS = {"bf16": ("none", False), "FP8": ("fp8", False), "FP8 with its head": ("fp8", True)}
+"""(storage of the layers' weights, output projection in FP8) by label."""
 
 
 class Model:
-    """Random parameters in one storage, and the step that trains their adapters."""
+    """Random parameters in one format, and the step that trains their adapters."""
 
-    def __init__(self, storage: str, args: argparse.Namespace):
+    def __init__(self, label: str, args: argparse.Namespace):
+        storage, fp8_head = FORMATS[label]
         work = workload(args.shape, args.layers, args.tokens, "lora", storage)
+        config = replace(work.config, fp8_head=fp8_head)
         before = memory(jax.devices()[0], "bytes_in_use")
         graphdefs, self.trainable, self.frozen = jax.block_until_ready(parameters(work, "device"))
         self.gib = memory(jax.devices()[0], "bytes_in_use") - before
         self._batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
         policies = parse_policies(args.remat, len(graphdefs.layers))
-        self.executor = Executor(graphdefs, work.config, policy=policies, dtype=work.dtype)
+        self.executor = Executor(graphdefs, config, policy=policies, dtype=work.dtype)
 
     def step(self) -> tuple[jax.Array, dict]:
         """Return the loss and the gradients of a step."""
@@ -89,11 +93,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="by default all")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--remat", default="dots", help="as of scripts/train.py")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    models = {label: Model(storage, args) for storage, label in STORAGES.items()}
+    models = {label: Model(label, args) for label in args.formats}
     times = alternate({label: model.layer_times for label, model in models.items()}, args.rounds)
     for label, steps in alternate(
         {label: lambda m=m: step_times(m) for label, m in models.items()}, args.rounds

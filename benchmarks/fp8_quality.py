@@ -2,8 +2,9 @@
 
     python benchmarks/fp8_quality.py --json benchmarks/results/fp8_quality.json --plot docs/fp8.png
 
-A Qwen3 of 26 million parameters learns the bytes of Python's standard library from scratch; then adapters on it learn
-another package's sources, held-out parts of which give the loss. `--tiny` is a run of seconds without a GPU.
+A Qwen3 of 25 million parameters (59 with --vocabulary 65536) learns the bytes of Python's standard library from
+scratch; then adapters on it learn another package's sources, held-out parts of which give the loss. `--tiny` is a run
+of seconds without a GPU.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +43,31 @@ from jaxglue.training.optimizer_config import OptimizerConfig
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STORAGES = {"none": ("bf16", "#9aa3b2"), "fp8": ("FP8", "#2a6fdb"), "nf4": ("NF4", "#e08a1e")}
-"""Label and color by storage."""
-BYTES = 256
+
+class Variant(NamedTuple):
+    """Formats of frozen weights, and how they are drawn."""
+
+    storage: str
+    color: str
+    fp8_head: bool = False
+    """Multiply the output projection in FP8 too."""
 
 
-def shape(tiny: bool) -> dict:
-    """Return the config.json of a byte-level Qwen3."""
+VARIANTS = {
+    "bf16": Variant("none", "#9aa3b2"),
+    "FP8": Variant("fp8", "#2a6fdb"),
+    "FP8 with its head": Variant("fp8", "#1aa179", fp8_head=True),
+    "NF4": Variant("nf4", "#e08a1e"),
+}
+
+
+def shape(tiny: bool, vocabulary: int) -> dict:
+    """Return the config.json of a Qwen3 whose tokens are bytes, or pairs of bytes."""
     width, feed_forward, layers, heads = (64, 128, 2, 4) if tiny else (512, 1536, 8, 8)
     return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": BYTES,
+        "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": feed_forward,
         "num_hidden_layers": layers,
@@ -66,20 +82,22 @@ def shape(tiny: bool) -> dict:
     }
 
 
-def sources(folder: Path, skipped: tuple[str, ...]) -> np.ndarray:
-    """Return the bytes of a folder's Python files, in a fixed random order."""
+def sources(folder: Path, skipped: tuple[str, ...], vocabulary: int) -> np.ndarray:
+    """Return the tokens of a folder's Python files, in a fixed random order."""
     files = [file for file in sorted(folder.rglob("*.py")) if not set(file.relative_to(folder).parts) & set(skipped)]
     order = np.random.default_rng(0).permutation(len(files))
-    return np.frombuffer(b"\0".join(files[i].read_bytes() for i in order), np.uint8)
+    content = b"\0".join(files[i].read_bytes() for i in order)
+    return np.frombuffer(content[: len(content) // 2 * 2], np.uint8 if vocabulary == 256 else np.uint16)
 
 
-def corpora(package: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of the standard library and of a package."""
+def corpora(package: str, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of the standard library and of a package."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ValueError(f"--package {package} is not installed: name one that is")
-    library = sources(Path(sysconfig.get_paths()["stdlib"]), ("site-packages", "dist-packages", "test", "tests"))
-    return library, sources(Path(spec.origin).parent, ("test", "tests"))
+    skipped = ("site-packages", "dist-packages", "test", "tests")
+    library = sources(Path(sysconfig.get_paths()["stdlib"]), skipped, vocabulary)
+    return library, sources(Path(spec.origin).parent, ("test", "tests"), vocabulary)
 
 
 class Batches:
@@ -110,11 +128,12 @@ class Batches:
 class Training:
     """A model that learns, and its loss on held-out batches."""
 
-    def __init__(self, model, trainable_type, *, steps: int, learning_rate: float):
+    def __init__(self, model, trainable_type, *, steps: int, learning_rate: float, fp8_head: bool = False):
         graphdefs, trainable, frozen = split_model(model, trainable_type)
         self.trainable, self.frozen = commit(trainable), commit(frozen)
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        self._executor = Executor(graphdefs, model.config, policy=parse_policy("dots"), dtype=dtype)
+        config = replace(model.config, fp8_head=fp8_head)
+        self._executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=dtype)
         self._optimizer = Optimizer(OptimizerConfig(learning_rate=learning_rate), steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
 
@@ -128,7 +147,7 @@ class Training:
         return loss
 
     def evaluate(self, batches: list[Batch]) -> float:
-        """Return the mean loss of a byte, in nats."""
+        """Return the mean loss of a token, in nats."""
         losses = [self._executor.loss(self.trainable, self.frozen, batch) for batch in batches]
         return float(sum(losses[1:], losses[0])) / sum(batch.tokens.size for batch in batches)
 
@@ -144,7 +163,7 @@ class Training:
 
 def pretrain(folder: Path, corpus: np.ndarray, args: argparse.Namespace) -> list[tuple[int, float]]:
     """Train a model from scratch, write it in bf16 as a model folder, and return its curve."""
-    config = shape(args.tiny)
+    config = shape(args.tiny, args.vocabulary)
     model = random_model(config_from_hf(config), dtype=jnp.float32)
     batches = Batches(corpus, args.rows, args.tokens)
     training = Training(model, nnx.Param, steps=args.pretrain_steps, learning_rate=1e-3)
@@ -155,27 +174,28 @@ def pretrain(folder: Path, corpus: np.ndarray, args: argparse.Namespace) -> list
     return curve
 
 
-def fine_tune(folder: Path, storage: str, seed: int, corpus: np.ndarray, args: argparse.Namespace) -> dict:
-    """Train an adapter on weights in a storage; the seed draws adapter and batches."""
-    begun = time.perf_counter()
+def fine_tune(folder: Path, label: str, seed: int, corpus: np.ndarray, args: argparse.Namespace) -> dict:
+    """Train an adapter on weights of a variant; the seed draws adapter and batches."""
+    begun, variant = time.perf_counter(), VARIANTS[label]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    model = load_model(folder, dtype=dtype, quantize=storage)
+    model = load_model(folder, dtype=dtype, quantize=variant.storage)
     add_lora(model, LoraConfig(rank=16), rngs=nnx.Rngs(seed))
     batches = Batches(corpus, args.rows, args.tokens)
-    training = Training(model, nnx.LoRAParam, steps=args.steps, learning_rate=args.learning_rate)
+    rate = args.learning_rate
+    training = Training(model, nnx.LoRAParam, steps=args.steps, learning_rate=rate, fp8_head=variant.fp8_head)
     every = max(args.steps // 10, 1)
     curve = training.run(batches.training(seed, args.steps), batches.evaluation(args.eval_batches), every)
-    result = {"storage": storage, "seed": seed, "curve": curve, "loss": curve[-1][1]}
-    print(f"{STORAGES[storage][0]}, seed {seed}: {curve[0][1]:.4f} → {curve[-1][1]:.4f}", flush=True)
+    result = {"weights": label, "seed": seed, "curve": curve, "loss": curve[-1][1]}
+    print(f"{label}, seed {seed}: {curve[0][1]:.4f} → {curve[-1][1]:.4f}", flush=True)
     return result | {"seconds": time.perf_counter() - begun}
 
 
 def summary(results: list[dict]) -> list[dict]:
     """Return the table's rows: mean and spread over the seeds, and the difference to bf16 of the same seeds."""
-    reference = {result["seed"]: result["loss"] for result in results if result["storage"] == "none"}
+    reference = {result["seed"]: result["loss"] for result in results if result["weights"] == "bf16"}
     rows = []
-    for storage, (label, _) in STORAGES.items():
-        losses = {result["seed"]: result["loss"] for result in results if result["storage"] == storage}
+    for label in VARIANTS:
+        losses = {result["seed"]: result["loss"] for result in results if result["weights"] == label}
         apart = [100 * (loss / reference[seed] - 1) for seed, loss in losses.items()]
         spread = max(losses.values()) - min(losses.values())
         rows.append(
@@ -192,12 +212,12 @@ def summary(results: list[dict]) -> list[dict]:
 def plot(results: list[dict], path: Path) -> None:
     """Draw every seed's held-out loss."""
     figure, axes = plt.subplots(figsize=(6, 3.4))
-    for storage, (label, color) in STORAGES.items():
-        for number, result in enumerate(result for result in results if result["storage"] == storage):
+    for label, variant in VARIANTS.items():
+        for number, result in enumerate(result for result in results if result["weights"] == label):
             steps, losses = zip(*result["curve"], strict=True)
-            axes.plot(steps, losses, color=color, linewidth=1.2, label=None if number else label)
+            axes.plot(steps, losses, color=variant.color, linewidth=1.2, label=None if number else label)
     axes.set_xlabel("LoRA steps")
-    axes.set_ylabel("held-out loss, nats a byte")
+    axes.set_ylabel("held-out loss, nats a token")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.tight_layout()
@@ -208,6 +228,7 @@ def parse() -> argparse.Namespace:
     """Return the flags, with those of `--tiny` in place of the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", default="jax", help="an installed package whose sources the adapters learn")
+    parser.add_argument("--vocabulary", type=int, choices=(256, 65536), default=256, help="bytes, or pairs of them")
     parser.add_argument("--pretrain-steps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
@@ -227,18 +248,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    library, package = corpora(args.package)
-    print(f"standard library {len(library):,} bytes, {args.package} {len(package):,} bytes", flush=True)
+    library, package = corpora(args.package, args.vocabulary)
+    print(f"standard library {len(library):,} tokens, {args.package} {len(package):,} tokens", flush=True)
     results: list[dict] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         pretraining = pretrain(folder, library, args)
         print(f"pretrained: {pretraining[0][1]:.4f} → {pretraining[-1][1]:.4f}", flush=True)
         for seed in range(args.seeds):
-            for storage in STORAGES:
-                results.append(fine_tune(folder, storage, seed, package, args))
+            for label in VARIANTS:
+                results.append(fine_tune(folder, label, seed, package, args))
                 if args.json:
-                    write_results(args.json, [{"storage": "pretraining", "curve": pretraining}, *results])
+                    write_results(args.json, [{"weights": "pretraining", "curve": pretraining}, *results])
     if args.plot:
         plot(results, args.plot)
     print(table(summary(results)))

@@ -183,7 +183,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     Each stands whatever becomes of the rest; the first thing known is how long loading took.
     """
     timer = StartupTimer.since_process_start()
-    config = replace(config_from_hf(read_config(args.model)), quantize=storage(args))
+    config = replace(config_from_hf(read_config(args.model)), quantize=storage(args), fp8_head=args.fp8_head)
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
@@ -217,6 +217,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=Path, required=True)
     parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--fp8-head", action="store_true", help="the output projection in FP8 too")
     parser.add_argument("--remat", default=AUTO)
     parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -47,6 +47,8 @@ class Row:
     quantize: str = "none"
     matmul: str = "bf16"
     """Number format of our matmuls."""
+    fp8_head: bool = False
+    """Multiply the output projection in FP8 too."""
     memory_limit: float | None = None
     """Memory limit of ours in GiB, equal to Unsloth's use."""
     checkpointing: str = "offload"
@@ -71,6 +73,9 @@ ROWS = {
     "tiny NF4": Row(shape="tiny", tokens=1024, quantize="nf4", checkpointing="none", engines=("ours", "peft")),
     "tiny FP8": Row(shape="tiny", tokens=1024, matmul="fp8", checkpointing="none", engines=("ours",)),
     "tiny": Row(shape="tiny", tokens=1024, checkpointing="none", engines=ENGINES),
+}
+ROWS |= {
+    name.replace("FP8", "FP8 with its head"): replace(row, fp8_head=True) for name, row in ROWS.items() if "FP8" in name
 }
 
 
@@ -126,7 +131,10 @@ def run(engine: str, name: str, files: dict[str, Path], gpu: dict[str, str], arg
     row, further, environment = ROWS[name], [], os.environ | gpu
     flags = {**files, "quantize": row.quantize, "warm-up": args.warm_up, "learning-rate": args.learning_rate}
     if engine == "ours":
-        command, further = [sys.executable, str(HERE / "sft_ours.py")], args.ours_flags
+        command, further = (
+            [sys.executable, str(HERE / "sft_ours.py")],
+            [*["--fp8-head"] * row.fp8_head, *args.ours_flags],
+        )
         flags["matmul"] = row.matmul
         flags |= {"memory-limit": row.memory_limit, "embeddings": "host"} if row.memory_limit else {}
         flags |= {"trace": args.traces / name.replace(" ", "-").replace(",", "")} if args.traces else {}

@@ -57,6 +57,8 @@ class DecoderConfig:
     """None for dense models."""
     quantize: Storage = "none"
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
+    fp8_head: bool = False
+    """Multiply the frozen output projection in FP8 in training."""
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -79,20 +81,24 @@ class DecoderConfig:
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         check_format(self.quantize, sizes | heads)
 
-    def quantized(self, how: Storage) -> "DecoderConfig":
+    def quantized(self, how: Storage, *, fp8_head: bool = False) -> "DecoderConfig":
         """Return the config with linear layers in this format; `none` keeps the folder's format.
+
+        Args:
+            how: the format.
+            fp8_head: multiply the output projection in FP8 too.
 
         Raises:
             ValueError: the format cannot hold the layers, or the folder is quantized to another.
         """
         if how == "none" or how == self.quantize:
-            return self
+            return replace(self, fp8_head=fp8_head)
         if self.quantize != "none":
             raise ValueError(
                 f"{format_flag(how)}: the model folder is already quantized to {self.quantize}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how)
+        return replace(self, quantize=how, fp8_head=fp8_head)
 
     @property
     def first_of_kind(self) -> tuple[int, ...]:

@@ -41,7 +41,8 @@ def make_planner(config: EstimateConfig) -> Planner:
     run = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh)))).run
     config = replace(config, run=run)
     model = config_from_hf(read_config(model_path(config.model.model, config.model.revision, weights=False)))
-    model = (model.expanded if config.model.expand_experts else model).quantized(config.model.storage)
+    model = model.expanded if config.model.expand_experts else model
+    model = model.quantized(config.model.storage, fp8_head=config.model.fp8_head)
     check_model(config, model)
     gpu = find_gpu(config.gpu)
     if model.quantize == "fp8":

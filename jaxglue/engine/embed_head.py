@@ -201,7 +201,8 @@ class EmbedHead:
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
         flat = norm(x).reshape(-1, x.shape[-1])
-        loss = linear_cross_entropy(flat, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel())
+        targets = batch.targets.ravel(), batch.loss_weights.ravel()
+        loss = linear_cross_entropy(flat, output.weight[...], *targets, fp8=self._config.fp8_head)
         return loss * scale
 
 

@@ -74,6 +74,8 @@ class ModelConfig(Config):
     fp8_max_error: PositiveFloat = 0.2
     """Relative error of a layer's output, measured on the first batch, above which --matmul fp8 multiplies this layer's
     weights in the activations' dtype; says so."""
+    fp8_head: bool = False
+    """With --matmul fp8, multiply the frozen output projection in FP8 too."""
     router_balance_loss: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0
@@ -97,6 +99,8 @@ class ModelConfig(Config):
                 )
         if self.matmul == "fp8" and self.quantize != "none":
             raise ValueError(f"--matmul fp8 stores weights in FP8, not {self.quantize}: leave out --quantize")
+        if self.fp8_head and self.matmul != "fp8":
+            raise ValueError(f"--fp8-head is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
 
     @property
     def folder(self) -> Path:

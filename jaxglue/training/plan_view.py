@@ -22,6 +22,7 @@ _STORED = {
     **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]},
     "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
 }
+_HEAD = ", the output projection multiplied in it too"
 
 
 def plan_rows(setup: Setup) -> dict[str, object]:
@@ -37,7 +38,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
         "optimizer": _optimizer(setup),
         "steps": f"{setup.total_steps:,} ({setup.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
-        "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}",
+        "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}{_HEAD * setup.model.fp8_head}",
         "remat": setup.remat,
         "attention": _attention(setup),
         "rotation": f"{rotation.name}: {rotation.reason}",

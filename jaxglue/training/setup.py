@@ -99,7 +99,7 @@ def _read_model(config: TrainConfig) -> DecoderConfig:
     check_dropout(config.model.model, raw)
     if config.model.expand_experts:
         model = model.expanded
-    model = model.quantized(config.model.storage)
+    model = model.quantized(config.model.storage, fp8_head=config.model.fp8_head)
     check_model(config, model)
     return model
 

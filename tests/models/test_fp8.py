@@ -24,23 +24,29 @@ LENGTHS = [[5, 1, 7], [12]]
 
 @pytest.fixture(scope="module")
 def results(tiny_config, random_batch):
-    """Loss, gradients and frozen parameters by storage."""
+    """Loss, gradients and frozen parameters by storage, and with the head in FP8 too."""
     config = config_from_hf({**tiny_config, "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2})
     batch, results = random_batch(LENGTHS, 14), {}
-    for storage in ("none", "fp8"):
-        model = random_model(replace(config, quantize=storage), dtype=jnp.float32)
+    for name in ("none", "fp8", "fp8 head"):
+        shape = replace(config, quantize=name.split()[0], fp8_head="head" in name)
+        model = random_model(shape, dtype=jnp.float32)
         add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
         graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
         trainable = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape) * 0.02, trainable)
-        executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32)
-        results[storage] = *executor.loss_and_gradients(trainable, frozen, [batch], 1.0), frozen
+        executor = Executor(graphdefs, shape, policy=parse_policy("dots"), dtype=jnp.float32)
+        results[name] = *executor.loss_and_gradients(trainable, frozen, [batch], 1.0), frozen
     return results
 
 
-def test_gradients_of_adapters_point_as_in_float32(results):
-    expected, got = (ravel_pytree(results[storage][1]["layers"])[0] for storage in ("none", "fp8"))
+@pytest.mark.parametrize("name", ["fp8", "fp8 head"])
+def test_gradients_of_adapters_point_as_in_float32(results, name):
+    expected, got = (ravel_pytree(results[key][1]["layers"])[0] for key in ("none", name))
     assert expected @ got > 0.9 * np.linalg.norm(expected) * np.linalg.norm(got)
-    assert abs(results["fp8"][0] / results["none"][0] - 1) < 0.01
+    assert abs(results[name][0] / results["none"][0] - 1) < 0.01
+
+
+def test_a_head_in_fp8_changes_the_loss_a_little(results):
+    assert results["fp8 head"][0] != results["fp8"][0]
 
 
 def test_every_projection_is_stored_in_fp8(results):

@@ -1,10 +1,16 @@
 """FP8 in the cost model."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora import LoraConfig
 from jaxglue.planner.cost import program_cost
 from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.traced import TracedModel
+from jaxglue.planner.workload import Workload
 
 
 def test_fp8_matmuls_are_costed_at_their_own_rate():
@@ -16,3 +22,15 @@ def test_fp8_matmuls_are_costed_at_their_own_rate():
         return program_cost(program, gpu, attention_seconds={}).seconds
 
     assert 1.8 < seconds(jnp.bfloat16) / seconds(jnp.float8_e4m3fn) < 2.0
+
+
+def test_a_head_in_fp8_is_planned_faster(tiny_config):
+    sizes = {"vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 1}
+    config = config_from_hf({**tiny_config, **sizes, "model_type": "qwen3"})
+
+    def seconds(fp8_head):
+        shape = replace(config, quantize="fp8", fp8_head=fp8_head)
+        work = Workload(config=shape, batch_size=1, seq_len=4096, lora=LoraConfig(), visible_keys=100)
+        return TracedModel(work, find_gpu("H200"), kernels=True).head.seconds
+
+    assert 0.45 < seconds(True) / seconds(False) < 0.8

@@ -5,8 +5,10 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec
+from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.reference import reference_cross_entropy
-from jaxglue.ops.cross_entropy.vjp import ChunkSpec, chunked_cross_entropy
+from jaxglue.ops.cross_entropy.vjp import chunked_cross_entropy
 
 __all__ = ["CROSS_ENTROPY", "LOGITS_BYTES", "chunk_size", "linear_cross_entropy", "reference_cross_entropy"]
 
@@ -33,6 +35,7 @@ def linear_cross_entropy(
     loss_weights: Float[Array, " M"],
     chunk: int | None = None,
     *,
+    fp8: bool = False,
     backend: str = "auto",
 ) -> Float[Array, ""]:
     """Compute Σ loss_weights · cross-entropy(x·Wᵀ, targets), accumulated in float32.
@@ -46,13 +49,19 @@ def linear_cross_entropy(
         targets: the token to predict at each position.
         loss_weights: weight of each prediction; 0 leaves it out. Not differentiated.
         chunk: tokens whose logits exist at a time; `chunk_size` by default.
+        fp8: multiply in e4m3, with scales by token and by row of a frozen weight, which is quantized on every call; the
+            gradient to the logits is quantized by token, the weight's scales folded into it.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
-        ValueError: a named backend that cannot serve.
+        ValueError: a named backend that cannot serve, or a weight in FP8 that trains.
     """
-    cross_entropy = CROSS_ENTROPY.load(x.dtype, backend=backend) or reference_cross_entropy
-    spec = ChunkSpec(cross_entropy=cross_entropy, chunk=chunk or chunk_size(weight.shape[0]))
+    kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
+    chunk = chunk or chunk_size(weight.shape[0])
+    if fp8:
+        spec = ChunkSpec(cross_entropy=kernels.scaled if kernels else reference_scaled_cross_entropy, chunk=chunk)
+        return fp8_cross_entropy(spec, x, weight, targets, loss_weights)
+    spec = ChunkSpec(cross_entropy=kernels or reference_cross_entropy, chunk=chunk)
     return chunked_cross_entropy(spec, x, weight, targets, loss_weights)
 
 

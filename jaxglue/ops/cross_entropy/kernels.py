@@ -1,12 +1,21 @@
-"""Triton kernel of the loss and its gradient; it reads the logits twice and writes the gradient once."""
+"""Triton kernels of the loss and its gradient; they read the logits twice and write the gradient once."""
 
 import triton
 import triton.language as tl
 
+LARGEST = tl.constexpr(448.0)
+
 
 @triton.jit
-def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute losses [M] and dlogits [M, V] of logits [M, V], one token in a program; weight 0 skips it. Grid (M)."""
+def _scales(column_scales, columns, V: tl.constexpr):
+    return tl.load(column_scales + columns, mask=columns < V, other=1.0)
+
+
+@triton.jit
+def _cross_entropy(
+    logits, row_scales, column_scales, targets, weights, losses, dlogits, dscales,
+    V: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits, dlogits, lanes = logits + row * V, dlogits + row * V, tl.arange(0, BLOCK)
     target, weight = tl.load(targets + row), tl.load(weights + row)
@@ -14,19 +23,57 @@ def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.conste
     # Each lane sums relative to its own largest logit.
     largest = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
+    if SCALED:
+        row_scale, widest = tl.load(row_scales + row), tl.full((BLOCK,), -1e30, tl.float32)
     for start in range(0, counted, BLOCK):
         x = tl.load(logits + start + lanes, mask=start + lanes < V, other=-1e30)
+        if SCALED:
+            scales = _scales(column_scales, start + lanes, V)
+            x *= row_scale * scales
+            widest = tl.maximum(widest, x + tl.log(scales))
         now = tl.maximum(largest, x)
         total = total * tl.exp(largest - now) + tl.exp(x - now)
         largest = now
     top = tl.max(largest, 0)
     lse = top + tl.log(tl.maximum(tl.sum(total * tl.exp(largest - top), 0), 1.0))  # the largest adds 1
-    tl.store(losses + row, weight * (lse - tl.load(logits + target)))
+    correct = tl.load(logits + target)
+    if SCALED:
+        target_scale = tl.load(column_scales + target)
+        correct *= row_scale * target_scale
+        others = tl.where(weight != 0.0, tl.exp(tl.max(widest, 0) - lse), 0.0)
+        absmax = tl.maximum(others, (1.0 - tl.exp(correct - lse)) * target_scale) * tl.abs(weight)
+        dscale = tl.where(absmax > 0, absmax * (1 / LARGEST), 1.0)
+        tl.store(dscales + row, dscale)
+    tl.store(losses + row, weight * (lse - correct))
     dtype = dlogits.dtype.element_ty
     for start in range(0, counted, BLOCK):
         columns = start + lanes
         x = tl.load(logits + columns, mask=columns < V, other=-1e30)
+        if SCALED:
+            scales = _scales(column_scales, columns, V)
+            x *= row_scale * scales
         gradient = (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0)) * weight
+        if SCALED:
+            gradient = tl.minimum(tl.maximum(gradient * scales / dscale, -LARGEST), LARGEST)
         tl.store(dlogits + columns, gradient.to(dtype), mask=columns < V)
     for start in range(counted, V, BLOCK):
-        tl.store(dlogits + start + lanes, tl.full((BLOCK,), 0.0, dtype), mask=start + lanes < V)
+        tl.store(dlogits + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)
+
+
+@triton.jit
+def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute losses [M] and dlogits [M, V] of logits [M, V], one token in a program; weight 0 skips it. Grid (M)."""
+    _cross_entropy(logits, weights, weights, targets, weights, losses, dlogits, losses, V, BLOCK, False)
+
+
+@triton.jit
+def scaled_cross_entropy_kernel(
+    products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Do as `cross_entropy_kernel` for logits that lack their scales, of rows [M] and columns [V].
+
+    Write the gradient times the columns' scales as e4m3 dcodes [M, V], by its largest value in a row, dscales [M].
+    """
+    _cross_entropy(
+        products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V, BLOCK, True
+    )  # fmt: skip

@@ -1,7 +1,5 @@
 """Loss and gradients of the output projection chunk by chunk, all formed in the forward pass."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -10,19 +8,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
 from jaxglue.ops.cross_entropy.reference import token_losses
-
-CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
-"""(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkSpec:
-    """Static, hashable arguments of `chunked_cross_entropy`."""
-
-    cross_entropy: CrossEntropy
-    chunk: int
-    """Tokens whose logits exist at a time."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -42,12 +29,7 @@ def _scan_chunks(
 ) -> tuple[Array, Array | None, Array | None]:
     """Return (loss, dx, dweight); a gradient that is not needed is None."""
     M, D = x.shape
-    chunk = min(spec.chunk, M)
-    padding = -M % chunk
-    chunks = [
-        jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1)).reshape(-1, chunk, *array.shape[1:])
-        for array in (x, targets, loss_weights)
-    ]
+    chunks = split_chunks(spec.chunk, x, targets, loss_weights)
     w = weight.astype(x.dtype)
 
     def step(carry, inputs):
