@@ -27,7 +27,8 @@ class ModelConfig(Config):
     revision: str | None = None
     """Branch, tag or commit of a model on the hub; a run records the commit."""
     random_weights: bool = False
-    """Start from random weights, so that the folder needs no safetensors."""
+    """Start from random weights, so that the folder needs no safetensors; up to 1 GiB of them go to base/ beside the
+    adapter."""
     method: Annotated[
         Literal["lora", "full"],
         Alias("finetuning_type"),

@@ -234,8 +234,8 @@ class Trainer:
         """Answer samples, export the result and write curve and summary; `begun` is the start, `time.monotonic`."""
         is_main = self._processes.is_main
         self._answer_samples("after")
-        with self._output.writing("adapter" if self._setup.config.model.method == "lora" else "model"):
-            result = export_result(self._setup, self._model.trainable, self._folder, write=is_main)
+        with self._output.writing(*(("base", "adapter") if self._setup.config.model.method == "lora" else ("model",))):
+            result = export_result(self._setup, self._model.trainable, self._model.frozen, self._folder, write=is_main)
             if is_main:
                 self._check_export(result)
         summary = self._summarize(result, time.monotonic() - begun)

@@ -13,6 +13,7 @@ from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.transfer import commit, is_streamed, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
+from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
@@ -20,6 +21,8 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.setup import Setup
 from jaxglue.training.start_adapter import base_identity
 
+_MOST_KEPT = 2**30
+"""Largest random model that is written beside its adapter, in bytes."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -53,18 +56,29 @@ def layers_on_host(name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
-def export_result(setup: Setup, trainable: Params, folder: Path, *, write: bool = True) -> Path:
+def export_result(setup: Setup, trainable: Params, frozen: Params, folder: Path, *, write: bool = True) -> Path:
     """Write the adapter, or the whole model, into the run's folder; return its path.
 
+    An adapter on random weights comes with these as the folder `base`, if they are small and stored unquantized.
     All processes must call it, as each has a part of the arrays; one of them writes.
     """
-    tensors, base = flatten_names(trainable), setup.config.model.folder
-    if setup.config.model.method == "full":
-        dtype = jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16
+    tensors, base, config = flatten_names(trainable), setup.config.model.folder, setup.config
+    if config.model.method == "full":
+        dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
         save_model(folder / "model", tensors, base, dtype=dtype, write=write)
         return folder / "model"
+    if drawn := _is_kept(setup, frozen):
+        save_model(folder / "base", flatten_names(frozen), base, write=write)
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
-        save_adapter(folder / "adapter", adapter, setup.config.lora, base, base_identity(setup.config, setup.model))
+        identity = identify(folder / "base") if drawn else base_identity(config, setup.model)
+        save_adapter(folder / "adapter", adapter, config.lora, folder / "base" if drawn else base, identity)
         setup.tokenizer.save_pretrained(folder / "adapter")
     return folder / "adapter"
+
+
+def _is_kept(setup: Setup, frozen: Params) -> bool:
+    """Tell whether a run writes its frozen weights, which no folder holds."""
+    plain = not (setup.remat.stream_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
+    return setup.config.model.random_weights and plain and size <= _MOST_KEPT

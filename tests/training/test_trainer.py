@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.adapter import find_base, load_adapter
+from jaxglue.hf.identity import identify
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
@@ -41,6 +42,7 @@ def test_run_learns_and_writes_its_results(make_config, tmp_path):
     config, tensors = adapter.config, adapter.tensors
     assert config.rank == 4 and len(tensors) == 2 * 7 * 2
     assert all(np.abs(tensor).max() > 0 for tensor in tensors.values())
+    assert find_base(run / "adapter") == (run / "base").resolve() and adapter.base == identify(run / "base")
     assert (run / "loss.png").stat().st_size > 0 and (run / "adapter" / "tokenizer.json").exists()
     assert (run / "checkpoints" / str(summary.steps)).is_dir()
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
