@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxglue.hf.adapter import find_base, load_adapter
-from jaxglue.hf.identity import identify
 from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.adam import reference as adam
