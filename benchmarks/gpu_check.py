@@ -82,7 +82,7 @@ def run_overlap(check: Check) -> list[Row]:
 
 
 def _pytest(check: Check, part: str, arguments: list[str]) -> Row:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=check.runs.environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     failed = [

@@ -1,13 +1,14 @@
 """Comparison of kernels with their definitions."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
-def outputs_and_gradients(function, arguments, cotangents) -> list[np.ndarray]:
+def outputs_and_gradients(function, arguments, cotangents) -> list[jax.Array]:
     """Return a function's outputs and the gradients to all arguments, in float32."""
     outputs, pull = jax.vjp(function, *arguments)
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves((outputs, pull(cotangents)))]
+    return [x.astype(jnp.float32) for x in jax.tree.leaves((outputs, pull(cotangents)))]
 
 
 def assert_close(got, expected, tolerance) -> None:
