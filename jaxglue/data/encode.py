@@ -58,7 +58,8 @@ class Encoder:
         Raises:
             ValueError: an unusable row, with its origin.
         """
-        documents = [self._named_pieces(row) for row in rows]
+        with limits.memory_limit():
+            documents = [self._named_pieces(row) for row in rows]
         ids = iter(self._ids([piece for pieces in documents for piece, _ in pieces if isinstance(piece, str)]))
         parts = [[(next(ids) if isinstance(p, str) else p, t) for p, t in pieces] for pieces in documents]
         return Encoded(
@@ -72,7 +73,7 @@ class Encoder:
 
     def _named_pieces(self, row: Row) -> Pieces:
         try:
-            with limits.template_limits(limits.SECONDS):
+            with limits.time_limit(limits.SECONDS):
                 pieces = self._pieces(row.value)
             for text, _ in pieces:
                 if isinstance(text, str):

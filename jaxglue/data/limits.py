@@ -11,32 +11,28 @@ from types import FrameType
 SECONDS = 10
 """CPU time for the renderings of one row."""
 _BYTES = 4 * 2**30
-"""Memory that they may take."""
+"""Memory that the renderings of a chunk of rows may take."""
 
 
 @contextmanager
-def template_limits(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds` of CPU time, MemoryError where it takes gigabytes.
-
-    Only the main thread can be interrupted; elsewhere memory alone is limited.
-    """
-    with _memory_limit():
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGVTALRM, _expire)
-        # Again and again: an exception raised inside a garbage collector's callback is swallowed.
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after `seconds` of CPU time; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _expire)
+    # Again and again: an exception raised inside a garbage collector's callback is swallowed.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager
-def _memory_limit() -> Iterator[None]:
-    """Limit the process to its present address space and `_BYTES` more."""
+def memory_limit() -> Iterator[None]:
+    """Raise MemoryError in the body beyond the process's present address space and 4 GiB more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = [limit for limit in (present + _BYTES, soft, hard) if limit != resource.RLIM_INFINITY]

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 from datetime import date
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,9 @@ PLAIN = "\U000f0000"
 """Splits special tokens in the text of messages, so that they are tokenized as text; removed by `plain_pieces`."""
 _MAX_CHARACTERS = 1 << 26
 """Longest rendering."""
+_AGREEMENTS = 4
+"""Conversations of a shape whose spans are derived, at two renderings a turn, before tokens alone tell them."""
+_NEVER = -(10**9)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = date(2024, 7, 26)
 """Date given to templates that print today's (Llama 3.1's default), so that data do not change overnight."""
@@ -42,6 +46,7 @@ class ChatTemplate:
         longest_first = sorted(filter(lambda token: len(token) > 1, self._specials), key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, [PLAIN, *longest_first])))
         self._sources: dict[bool, str] = {}
+        self._shapes: dict[tuple, _Markers] = {}
         self._context: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
     @property
@@ -98,12 +103,7 @@ class ChatTemplate:
         if _GENERATION.search(self._source(tools)):
             return self._render(messages, tools, return_assistant_tokens_mask=True)
         text = self.render(messages, tools)
-        try:
-            return text, self._derive_spans(messages, tools, text)
-        except _UnstableTemplateError:
-            if (spans := self._spans_between_tokens(messages, tools, text)) is None:
-                raise
-            return text, spans
+        return text, self._find_spans(messages, tools, text)
 
     def _source(self, tools: Tools) -> str:
         """Return the template with the fixed date substituted for today's."""
@@ -127,6 +127,25 @@ class ChatTemplate:
                 f"the chat template renders {len(text):,} characters: at most {_MAX_CHARACTERS:,} are read"
             )
         return text, spans[0] if spans else []
+
+    def _find_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span]:
+        """Find spans between tokens, once these agreed with the derived ones for other conversations of the shape."""
+        turns, shape = sum(message["role"] == "assistant" for message in messages), conversation_shape(messages, tools)
+        markers = self._shapes.get(shape) or self._find_markers(messages, tools)
+        found = markers.find(text, turns)
+        if found is not None and markers.agreed >= _AGREEMENTS:
+            return found
+        spans = self._derive_or_find(messages, tools, text, turns)
+        self._shapes[shape] = markers._replace(agreed=markers.agreed + 1 if found == spans else _NEVER)
+        return spans
+
+    def _derive_or_find(self, messages: Messages, tools: Tools, text: str, turns: int) -> list[Span]:
+        try:
+            return self._derive_spans(messages, tools, text)
+        except _UnstableTemplateError:
+            if (spans := self._find_markers(messages, tools).find(text, turns)) is None:
+                raise
+            return spans
 
     def _derive_spans(self, messages: Messages, tools: Tools, text: str) -> list[Span]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -175,21 +194,17 @@ class ChatTemplate:
         markers = {marker, before or marker}
         return min((text.index(m, start) + len(m) for m in markers if m in text[start:]), default=None)
 
-    def _spans_between_tokens(self, messages: Messages, tools: Tools, text: str) -> list[Span] | None:
-        """Find spans from generation prompt to message-ending token; None unless they cover every turn."""
-        header = self._prompt(messages, 0, tools)
-        prefixes = (self.render(messages[:count], tools).rstrip() for count in range(1, len(messages) + 1))
+    def _find_markers(self, messages: Messages, tools: Tools) -> "_Markers":
+        """Find the tokens that begin and end the assistant's turns in conversations of this shape."""
+        try:
+            header = self._prompt(messages, 0, tools)
+            prefixes = [self.render(messages[:count], tools).rstrip() for count in range(1, len(messages) + 1)]
+        except ValueError:  # some templates refuse the beginning of a conversation
+            return _Markers("", None)
         ends = {token for prefix in prefixes if (token := self._closing_token(prefix))}
-        if not header.startswith(tuple(self._specials)):
-            return None
-        spans: list[Span] = []
-        for found in re.finditer(f"{re.escape(header)}.*?({'|'.join(map(re.escape, ends))})", text, re.DOTALL):
-            if spans and spans[-1][1] == found.start():  # another message of the same turn
-                spans[-1] = spans[-1][0], found.end()
-            else:
-                spans.append((found.start() + len(header), found.end()))
-        turns = sum(message["role"] == "assistant" for message in messages)
-        return spans if len(spans) == turns else None
+        if not ends or not header.startswith(tuple(self._specials)):
+            return _Markers(header, None)
+        return _Markers(header, re.compile(f"{re.escape(header)}.*?({'|'.join(map(re.escape, ends))})", re.DOTALL))
 
     def _end_of_turn(self, text: str, start: int) -> int:
         """Return the end of `text` without white space after an end-of-turn token, which is never generated."""
@@ -198,6 +213,37 @@ class ChatTemplate:
 
     def _closing_token(self, text: str) -> str | None:
         return next((token for token in self._specials if text.endswith(token)), None)
+
+
+class _Markers(NamedTuple):
+    """Tokens around the assistant's turns; all are the template's, because those in messages are split."""
+
+    header: str
+    """The generation prompt."""
+    turn: re.Pattern | None
+    """From it to a token that ends messages; None where either has no special token."""
+    agreed: int = 0
+    """Conversations in which the derived spans were those between the tokens."""
+
+    def find(self, text: str, turns: int) -> list[Span] | None:
+        """Find the spans from generation prompt to message-ending token; None unless there are `turns`."""
+        spans: list[Span] = []
+        for found in self.turn.finditer(text) if self.turn else ():
+            if spans and spans[-1][1] == found.start():  # another message of the same turn
+                spans[-1] = spans[-1][0], found.end()
+            else:
+                spans.append((found.start() + len(self.header), found.end()))
+        return spans if len(spans) == turns else None
+
+
+def conversation_shape(messages: Messages, tools: Tools) -> tuple:
+    """Return what a template's treatment of messages depends on: their kinds, and which follow which."""
+    kinds = [(m["role"], tuple(m), m["content"] == "", "</think>" in m["content"], _calls(m) > 1) for m in messages]
+    return tools is None, kinds[0], kinds[-1], frozenset(pairwise(kinds))
+
+
+def _calls(message: dict[str, Any]) -> int:
+    return len(message.get("tool_calls") or ())
 
 
 class _UnstableTemplateError(ValueError):

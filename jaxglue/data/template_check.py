@@ -1,41 +1,48 @@
 """Check that a chat template shows every message."""
 
 import json
+import logging
+from typing import Any
 
 from jaxglue.data.messages import Messages, Tools
-from jaxglue.data.template import ChatTemplate
+from jaxglue.data.template import ChatTemplate, conversation_shape
+
+Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIRST_ROWS = 64
-"""Rows whose messages are all checked by probes; later ones only if they have new roles."""
+"""Rows whose messages are all checked by probes; later ones only if they have another shape."""
 _PROBE = "jaxglue{}probe"
 _THINKING = "</think>"
 """Ends the thinking in a content, which templates drop from earlier turns."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_log = logging.getLogger(__name__)
 
 
 class TemplateCheck:
-    """Check of renderings: a template may leave out roles, positions or contents without an error.
+    """Check of renderings: a template may leave out roles, positions, contents or tool calls without an error.
 
-    Messages with tool calls are exempt: official templates render the calls alone.
+    Official templates leave out texts beside tool calls, and reasoning: these are reported once.
     """
 
     def __init__(self, template: ChatTemplate):
         self._template = template
-        self._roles: set[str] = set()
+        self._shapes: set[tuple] = set()
+        self._reported: set[str] = set()
         self._rows = 0
 
     def __call__(self, messages: Messages, tools: Tools, text: str) -> None:
         """Check a conversation's rendering.
 
         Raises:
-            ValueError: an unknown role, or a message that is not in the text.
+            ValueError: an unknown role, or a message or tool call that is not in the text.
         """
-        roles = {message["role"] for message in messages}
-        if self._rows < _FIRST_ROWS or not roles <= self._roles:
-            self._refuse_unknown(roles)
+        shape = conversation_shape(messages, tools)
+        if self._rows < _FIRST_ROWS or shape not in self._shapes:
+            self._refuse_unknown({message["role"] for message in messages})
             self._probe(messages, tools)
         self._rows += 1
-        self._roles |= roles
+        self._shapes.add(shape)
         self._find_contents(messages, text)
 
     def _refuse_unknown(self, roles: set[str]) -> None:
@@ -43,15 +50,21 @@ class TemplateCheck:
             raise ValueError(f"unknown role {min(unknown)!r:.100}: the chat template renders {self._rendered_roles()}")
 
     def _probe(self, messages: Messages, tools: Tools) -> None:
-        """Render unique words in place of the contents: a short content may be in the text by chance."""
-        probes = [{**m, "content": m["content"] and _PROBE.format(i)} for i, m in enumerate(messages)]
+        """Render unique words in place of contents and names: a short content may be in the text by chance."""
+        probes = [_marked(message, index) for index, message in enumerate(messages)]
         try:
             text = self._template.render(probes, tools)
         except ValueError:
             return  # the template reads the contents; `_find_contents` remains
         for index, probe in enumerate(probes):
-            if probe["content"] not in text and not _has_calls(probe):
-                raise self._missing(index, probe["role"])
+            if call := next((n for n, name in enumerate(_called(probe), 1) if name not in text), None):
+                raise self._missing(f"tool call {call} of message {index + 1}", probe["role"])
+            if probe["content"] not in text:
+                self._miss_content(index, probe)
+            if index == len(probes) - 1 and any(probe.get(key, "") not in text for key in _REASONING):
+                self._report("reasonings of assistant messages")
+        if any(name not in text for name in _tool_names(tools)):
+            self._report("tools")
 
     def _find_contents(self, messages: Messages, text: str) -> None:
         end = 0
@@ -60,13 +73,23 @@ class TemplateCheck:
             found = max(text.find(content, end), text.find(content))
             if found >= 0:
                 end = found + len(content)
-            elif not _has_calls(message) and not any(form in text for form in _escaped(content)):
-                raise self._missing(index, message["role"])
+            elif not any(form in text for form in _escaped(content)):
+                self._miss_content(index, message)
 
-    def _missing(self, index: int, role: str) -> ValueError:
+    def _miss_content(self, index: int, message: Message) -> None:
+        if not _called(message):
+            raise self._missing(f"message {index + 1}", message["role"])
+        self._report("texts beside tool calls")
+
+    def _report(self, what: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            _log.warning("the chat template leaves out %s, and training will not see them", what)
+
+    def _missing(self, what: str, role: str) -> ValueError:
         return ValueError(
-            f"the chat template leaves out message {index + 1}, of role {role!r:.100}; it renders "
-            f"{self._rendered_roles()}: change the row, or give another template with --chat-template"
+            f"the chat template leaves out {what}, of role {role!r:.100}; it renders {self._rendered_roles()}: "
+            "change the row, or give another template with --chat-template"
         )
 
     def _rendered_roles(self) -> str:
@@ -84,8 +107,24 @@ class TemplateCheck:
             return False
 
 
-def _has_calls(message: dict) -> bool:
-    return bool(message.get("tool_calls"))
+def _marked(message: Message, index: int) -> Message:
+    """Put unique words in place of a message's content, reasoning and names of tool calls."""
+    word = _PROBE.format(index)
+    marked = {**message, "content": message["content"] and word}
+    marked |= {key: f"{word}{key}" for key in _REASONING if isinstance(message.get(key), str) and message[key]}
+    if calls := message.get("tool_calls"):
+        functions = [{**call["function"], "name": f"{word}call{n}"} for n, call in enumerate(calls)]
+        marked["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+    return marked
+
+
+def _called(message: Message) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls") or ()]
+
+
+def _tool_names(tools: Tools) -> list[str]:
+    functions = [tool.get("function", tool) for tool in tools or () if isinstance(tool, dict)]
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
 
 
 def _escaped(content: str) -> list[str]:
