@@ -9,8 +9,9 @@ from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage
-from jaxglue.training.optimizer_config import LEARNING_RATES, OptimizerConfig
+from jaxglue.training.optimizer_config import LEARNING_RATES, PREFERENCE_RATES, OptimizerConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -202,6 +203,7 @@ class TrainConfig(Config):
 
     model: ModelConfig
     data: DataConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -210,16 +212,23 @@ class TrainConfig(Config):
     def validate(self) -> None:
         """Settle the learning rate of the method; refuse sample prompts on weights in host memory."""
         if self.optimizer.learning_rate is None:
-            optimizer = replace(self.optimizer, learning_rate=LEARNING_RATES[self.model.method])
+            optimizer = replace(self.optimizer, learning_rate=self.default_learning_rate)
             object.__setattr__(self, "optimizer", optimizer)
         if self.run.on_spike != "nothing" and self.optimizer.update_in_backward:
             raise ValueError(
                 f"--on-spike {self.run.on_spike} decides before the update, and --update-in-backward updates before "
                 "the gradient norm is known: leave one out"
             )
+        if self.objective.objective != "sft" and self.model.fp8_head:
+            raise ValueError(f"--fp8-head is for --objective sft, not {self.objective.objective}: leave it out")
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
+
+    @property
+    def default_learning_rate(self) -> float:
+        """Return the learning rate of the method and the objective where none is given."""
+        return (LEARNING_RATES if self.objective.objective == "sft" else PREFERENCE_RATES)[self.model.method]
 
     @property
     def shared(self) -> "TrainConfig":

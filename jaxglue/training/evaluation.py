@@ -1,16 +1,18 @@
 """Evaluation between steps: loss on held-out data, and load of experts."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.executor import Executor
+from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.expert_load import ExpertLoadProbe
+from jaxglue.training.reference import preference_loss
 from jaxglue.training.setup import Setup
 
 
@@ -26,6 +28,7 @@ class Evaluation:
 
     def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
         self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
+        self._objective = preference_loss(setup.config)
         self._probe = None if setup.model.moe is None else probe
         self.best: tuple[float, int] | None = None
         """The lowest loss on held-out data, and its step."""
@@ -46,7 +49,10 @@ class Evaluation:
         values = {}
         if self._batches is not None:
             losses = [self._executor.loss(trainable, frozen, place_batch(batch, self._mesh)) for batch in self._batches]
-            loss = values["eval_loss"] = float(np.sum(jax.device_get(losses))) / self._batches.targets
+            means: Any = np.sum(jax.device_get(losses), 0) / self._batches.targets
+            loss = values["eval_loss"] = float(np.ravel(means)[0])
+            if self._objective is not None:
+                values |= {f"eval_{name}": float(value) for name, value in self._objective.metrics(means).items()}
             if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
                 self.best = (loss, step)
         if self._probe is not None:

@@ -73,7 +73,9 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         open_checkpoint(config.model.folder)
     tokenizer = load_tokenizer(config.model.folder)
     with processes.main_process_first():
-        data = prepare_data(config.data, tokenizer, model.vocab_size, DataProgress() if processes.is_main else None)
+        progress = DataProgress() if processes.is_main else None
+        task = config.objective.task(shared_prompt=False)
+        data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
     visible_keys = mean_visible_keys(data.train.lengths)
     mesh, remat = agree_on_mesh(config, model, visible_keys, processes)
     batches, eval_batches = _make_batches(config, data, mesh)
