@@ -39,7 +39,7 @@ COMMANDS = {
         summary="answer prompts with a model and an adapter", config="jaxglue.generation.config:GenerateConfig"
     ),
     "export": Command(
-        summary="merge an adapter into its base, quantize a model, or upload either", config=f"{_CONFIGS}:ExportConfig"
+        summary="merge an adapter, quantize a model, write a checkpoint, or upload", config=f"{_CONFIGS}:ExportConfig"
     ),
     "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
     "data": Command(

@@ -32,11 +32,26 @@ class Evaluation:
         self._probe = None if setup.model.moe is None else probe
         self.best: tuple[float, int] | None = None
         """The lowest loss on held-out data, and its step."""
+        self.since_best = 0
+        """Evaluations since then."""
+        self._patience = setup.config.run.early_stopping
 
     @property
     def is_needed(self) -> bool:
         """Whether the run has held-out data or routers."""
         return self._batches is not None or self._probe is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `--early-stopping` ends the run."""
+        return self._patience is not None and self.since_best >= self._patience
+
+    @property
+    def why_stale(self) -> str:
+        """The reason of an early end, for the user."""
+        loss, step = self.best or (math.nan, 0)
+        count = f"{self.since_best} evaluations" if self.since_best > 1 else "1 evaluation"
+        return f"stopped early: no eval loss below {loss:.4f}, of step {step:,}, in {count}"
 
     def read(self, step: int, trainable: Params, frozen: Params, last_batch: Batch | None) -> dict[str, float]:
         """Return `eval_loss`, the mean per held-out target token, and expert load, where the run has them.
@@ -53,9 +68,21 @@ class Evaluation:
             loss = values["eval_loss"] = float(np.ravel(means)[0])
             if self._objective is not None:
                 values |= {f"eval_{name}": float(value) for name, value in self._objective.metrics(means).items()}
-            if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
-                self.best = (loss, step)
+            self._count(loss, step)
         if self._probe is not None:
             batch = last_batch if self._batches is None else next(iter(self._batches))
             values |= self._probe.read(trainable, frozen, place_batch(batch, self._mesh))
         return values
+
+    def _count(self, loss: float, step: int) -> None:
+        self.since_best += 1
+        if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
+            self.best, self.since_best = (loss, step), 0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the best loss, and the evaluations since, as JSON."""
+        return {"best_eval": self.best, "since_best": self.since_best}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from `get_state`."""
+        self.best, self.since_best = state["best_eval"] and tuple(state["best_eval"]), state.get("since_best", 0)

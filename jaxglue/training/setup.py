@@ -67,7 +67,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
     config = with_global_batch(config)
-    model = _read_model(config)
+    model = read_model(config)
     config, adapter = read_start(config, model)
     if not config.model.random_weights:
         open_checkpoint(config.model.folder)
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     )
 
 
-def _read_model(config: TrainConfig) -> DecoderConfig:
+def read_model(config: TrainConfig) -> DecoderConfig:
     """Return the model's shape, as its experts and linear layers are stored in this run."""
     raw = read_config(config.model.folder)
     model = config_from_hf(raw)
