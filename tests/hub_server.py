@@ -1,4 +1,4 @@
-"""A small server of the Hugging Face hub's HTTP API: repositories in folders, downloads and commits."""
+"""A small server of the Hugging Face hub's HTTP API: repositories in folders, downloads, commits and large files."""
 
 import base64
 import hashlib
@@ -25,6 +25,10 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     uploads: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Committed files by repository."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """Contents of large files by SHA-256, and of their parts by path, uploaded before a commit names them."""
+    part_bytes: int | None = None
+    """Size of a large file's parts; None uploads each whole."""
 
     def downloads(self) -> set[str]:
         """Return the names of the files that were asked for."""
@@ -76,15 +80,50 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"errors": [], "warnings": []})
         elif match := re.fullmatch(r"/api/(\w+)/([^/]+/[^/]+)/preupload/.+", path):
             files = json.loads(body)["files"]
-            self._json({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+            self._json({"files": [{"path": f["path"], "uploadMode": _mode(f), "shouldIgnore": False} for f in files]})
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            self._json({"transfer": "basic", "objects": [{**each, "actions": self._actions(each)} for each in objects]})
+        elif match := re.fullmatch(r"/lfs/(\w+)/(complete|verify)", path):
+            self._finish_blob(match[1], json.loads(body))
         elif match := re.fullmatch(r"/api/\w+/([^/]+/[^/]+)/paths-info/.+", path):
             self._json([])
         elif match := re.fullmatch(r"/api/\w+/([^/]+/[^/]+)/commit/.+", path):
-            lines = [json.loads(line)["value"] for line in body.splitlines() if b'"file"' in line]
-            self.hub.uploads[match[1]] = {line["path"]: base64.b64decode(line["content"]) for line in lines}
+            lines = [json.loads(line) for line in body.splitlines()]
+            self.hub.uploads[match[1]] = {
+                line["value"]["path"]: self._content(**line) for line in lines if line["key"] != "header"
+            }
             self._json({"commitUrl": f"{self.hub.url}/{match[1]}/commit/{SHA}", "commitOid": SHA, "success": True})
         else:
             self._error(404, "EntryNotFound")
+
+    def do_PUT(self):
+        """Take a large file, or a part of one."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.requests.append(self.path)
+        self.hub.blobs[self.path] = content
+        self._send(200, b"", {"ETag": f'"{_digest(content)}"'})
+
+    def _actions(self, blob: dict) -> dict:
+        """Return the addresses for a large file: of the whole, or of its parts and of their completion."""
+        url, size = f"{self.hub.url}/lfs/{blob['oid']}", self.hub.part_bytes
+        if size is None:
+            return {"upload": {"href": f"{url}/1"}, "verify": {"href": f"{url}/verify"}}
+        parts = {str(part): f"{url}/{part}" for part in range(1, -(-blob["size"] // size) + 1)}
+        return {"upload": {"href": f"{url}/complete", "header": {"chunk_size": str(size), **parts}}}
+
+    def _finish_blob(self, oid: str, asked: dict) -> None:
+        """Join a large file's parts, and check its digest."""
+        count = len(asked.get("parts", [None]))
+        content = b"".join(self.hub.blobs[f"/lfs/{oid}/{part}"] for part in range(1, count + 1))
+        if hashlib.sha256(content).hexdigest() != oid:
+            self._error(422, "BadDigest")
+            return
+        self.hub.blobs[oid] = content
+        self._json({})
+
+    def _content(self, key: str, value: dict) -> bytes:
+        return self.hub.blobs[value["oid"]] if key == "lfsFile" else base64.b64decode(value["content"])
 
     def _folder(self, kind: str, name: str) -> Path | None:
         if name in self.hub.gated:
@@ -133,6 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+
+def _mode(file: dict) -> str:
+    return "lfs" if file["path"].endswith(".safetensors") else "regular"
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -7,8 +7,9 @@ import jax
 from rich.console import Console
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.recipe import as_dict
-from jaxglue.training.config import TrainConfig
+from jaxglue.hf.hub import is_hub_id
+from jaxglue.recipe import as_dict, load_config
+from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.console import Output
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.finished import finished_run
@@ -48,7 +49,7 @@ def train(
     interrupt = interrupt or Interrupt()
     console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
     timer = timer or StartupTimer()
-    config = replace(config, model=config.model.pinned)
+    config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
@@ -70,3 +71,13 @@ def train(
         print_panel(console, "plan", plan_rows(setup))
         with explained_out_of_memory(setup):
             return Trainer(setup, identity, console, timer, processes, interrupt).run()
+
+
+def pinned_model(config: TrainConfig) -> ModelConfig:
+    """Return the run's model with its commit on the hub: the recorded one where a run resumes, else the newest."""
+    model, record = config.model, config.run.output / "config.toml"
+    if config.run.resume and model.revision is None and is_hub_id(model.model) and record.is_file():
+        recorded = load_config(TrainConfig, record).model
+        if recorded.model == model.model:
+            model = replace(model, revision=recorded.revision)
+    return model.pinned

@@ -1,6 +1,7 @@
 """Models by name, against a local server of the hub's API."""
 
 import json
+from dataclasses import replace
 
 import huggingface_hub.constants as hub_constants
 import pytest
@@ -11,6 +12,9 @@ from jaxglue.commands import main
 from jaxglue.hf import hub as hub_module
 from jaxglue.hf.adapter import find_base
 from jaxglue.hf.hub import base_reference, model_path, push_folder
+from jaxglue.recipe import from_settings
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.trainer import pinned_model
 
 FILES = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")
 OTHERS = ("pytorch_model.bin", "README.md", "original/model.safetensors", "modeling.py")
@@ -119,13 +123,17 @@ def run(tmp_path):
     return run
 
 
-def test_adapter_is_pushed_with_a_card_of_its_run(hub, run, monkeypatch, capsys):
+@pytest.mark.parametrize("part_bytes", [None, 4])
+def test_adapter_is_pushed_with_a_card_of_its_run(hub, run, monkeypatch, capsys, part_bytes):
+    hub.part_bytes = part_bytes
     monkeypatch.setenv("HF_TOKEN", "hf_test")
+    monkeypatch.setattr(hub_constants, "HF_HUB_DISABLE_XET", True)
     main(["export", "--adapter", str(run / "adapter"), "--push", "me/mine"])
     assert f"uploaded to {hub.url}/me/mine" in capsys.readouterr().out
     files = hub.uploads["me/mine"]
     assert set(files) == {"README.md", "loss.png", "adapter_config.json", "adapter_model.safetensors"}
     assert files["adapter_model.safetensors"] == b"tensors"
+    assert sum(request.startswith("/lfs/") for request in hub.requests) == (2 if part_bytes is None else 3)
     card = files["README.md"].decode()
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["base_model"] == "acme/tiny" and front["datasets"] == ["acme/chats"]
@@ -142,3 +150,13 @@ def test_push_to_a_malformed_name_is_refused(hub, run):
 
 def test_base_of_an_adapter_is_downloaded(hub, run):
     assert base_reference(find_base(run / "adapter", weights=False)) == ("acme/tiny", SHA)
+
+
+def test_resumed_run_keeps_the_recorded_commit(hub, tmp_path):
+    run = tmp_path / "resumed"
+    run.mkdir()
+    (run / "config.toml").write_text('[model]\nmodel = "acme/tiny"\nrevision = "v9"\n[data]\ndata = ["x"]\n')
+    config = from_settings(TrainConfig, {"model": "acme/tiny", "data": "x", "output": run})
+    assert pinned_model(config).revision == SHA
+    with pytest.raises(ValueError, match="acme/tiny has no revision 'v9'"):
+        pinned_model(replace(config, run=replace(config.run, resume=True)))
