@@ -21,12 +21,10 @@ from attention import Heads, random_inputs, visible_pairs
 from measure import log_normal_lengths, milliseconds, write_results
 
 from jaxglue.ops.attention.tiles import kernel_tiles
-from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.ops.segments import BatchKind, pack_segments, segment_bucket
 from jaxglue.planner.rates import measure_gpu
 
 LLAMA = Heads(N=32, K=8, H=128)
-LONG, SHORT = 4096, 1024
-"""Mean lengths of documents for which `kernel_tiles` returns tiles of either kind."""
 OTHERS = (
     Heads(N=64, K=8, H=64, sinks=True),
     Heads(N=64, K=8, H=64, window=128, sinks=True),
@@ -46,7 +44,7 @@ COLUMNS = (
     "forward ms",
     "backward ms",
 )
-_WORKSPACE_SHARE = 0.6
+_WORKSPACE_SHARE = 0.4
 """Share of the memory that cuDNN's backward pass may reserve: 8 bytes for each token, slot, head and head dim."""
 
 
@@ -78,11 +76,11 @@ def kernels(heads: Heads) -> dict:
     from jaxglue.ops.attention.cudnn import CudnnAttention
     from jaxglue.ops.attention.triton import TritonAttention
 
-    def ours(mean_length: int) -> TritonAttention:
-        tiles = kernel_tiles((9, 0), heads.H, window=heads.window, mean_length=mean_length)
+    def ours(long: bool) -> TritonAttention:
+        tiles = kernel_tiles((9, 0), heads.H, window=heads.window, long=long)
         return TritonAttention(tiles=tiles, compute_capability=90)
 
-    return {"short": ours(SHORT), "long": ours(LONG), "cudnn": CudnnAttention()}
+    return {"short": ours(False), "long": ours(True), "cudnn": CudnnAttention()}
 
 
 def measure(heads: Heads, tokens: int, rows: dict[str, list[int]]) -> Iterator[tuple]:
@@ -95,7 +93,7 @@ def measure(heads: Heads, tokens: int, rows: dict[str, list[int]]) -> Iterator[t
             slots = segment_bucket(len(lengths) if kernel == "cudnn" else max(map(len, rows.values())))
             if kernel == "cudnn" and not _fits(heads, tokens, slots):
                 continue
-            segments = jax.device_put(pack_segments([lengths], seq_len=tokens, max_segments=slots))
+            segments = jax.device_put(pack_segments([lengths], seq_len=tokens, kind=BatchKind(False, slots)))
             out, lse = forward(q, k, v, sinks, segments)
             times = (
                 milliseconds(forward, q, k, v, sinks, segments, budget=30, repeats=3),
@@ -107,7 +105,7 @@ def measure(heads: Heads, tokens: int, rows: dict[str, list[int]]) -> Iterator[t
 
 def _fits(heads: Heads, tokens: int, slots: int) -> bool:
     limit = (jax.devices()[0].memory_stats() or {"bytes_limit": 0})["bytes_limit"]
-    return 8 * tokens * heads.N * heads.H * (slots if slots > 1 else 0) < _WORKSPACE_SHARE * limit
+    return 8 * tokens * heads.N * heads.H * slots < _WORKSPACE_SHARE * limit
 
 
 def gpu_rates(seconds: float = 2.0) -> dict[str, float]:

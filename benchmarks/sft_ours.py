@@ -23,8 +23,8 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, parse_policies
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.checkpoint import read_config
@@ -78,7 +78,7 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
         batch_size=1,
         seq_len=batches[0].tokens.shape[1],
         lora=LoraConfig(),
-        visible_keys=visible_keys(batches),
+        document_lengths=document_lengths(batches),
         host_embeddings=args.embeddings == "host",
     )
     planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit), prefetch_depth=args.depth)
@@ -147,14 +147,20 @@ def train(run: Run, batches: list[Batch], warm_up: int) -> dict:
 
 def attention_flops(config: DecoderConfig, batches: list[Batch]) -> dict[str, float]:
     """Return each attention kernel's FLOPs per launch from visible keys: two, three and four matmuls."""
-    matmul = 2 * config.num_attention_heads * config.head_dim * visible_keys(batches) * batches[0].tokens.size
+    matmul = (
+        2
+        * config.num_attention_heads
+        * config.head_dim
+        * mean_visible_keys(np.array(document_lengths(batches)))
+        * batches[0].tokens.size
+    )
     return {"forward_kernel": 2 * matmul, "dq_kernel": 3 * matmul, "dkdv_kernel": 4 * matmul}
 
 
-def visible_keys(batches: list[Batch]) -> float:
-    """Return the mean number of visible keys per query."""
+def document_lengths(batches: list[Batch]) -> tuple[int, ...]:
+    """Return the lengths of all documents."""
     lengths = np.concatenate([np.diff(np.asarray(batch.segments.cu_seqlens[0])) for batch in batches])
-    return mean_visible_keys(lengths[lengths > 0])
+    return tuple(lengths[lengths > 0].tolist())
 
 
 def profile(run: Run, batch: Batch, folder: Path, flops: dict[str, float]) -> dict:

@@ -25,8 +25,8 @@ from traces import copy_overlap
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import packed_context
@@ -37,7 +37,6 @@ from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
-from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
@@ -54,7 +53,7 @@ def workload(shape: str, layers: int | None, tokens: int, method: str, quantize:
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
-        visible_keys=mean_visible_keys(np.array(uniform_lengths(tokens, seed=LENGTHS_SEED))),
+        document_lengths=tuple(uniform_lengths(tokens, seed=LENGTHS_SEED)),
     )
 
 

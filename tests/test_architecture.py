@@ -13,7 +13,7 @@ FLOORS = (
     {"generation", "planner"},
     {"hf", "engine"},
     {"sharding"},
-    {"models", "objectives"},
+    {"models"},
     {"data"},
     {"cli", "distributed", "ops"},
     {"recipe"},

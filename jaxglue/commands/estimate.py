@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import jax
-import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,6 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.ops.fp8 import check_fp8
-from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, DoesNotFit, Plan, Planner
 from jaxglue.sharding.mesh import AUTO, MeshShape
@@ -48,8 +46,8 @@ def make_planner(config: EstimateConfig) -> Planner:
     if model.quantize == "fp8":
         check_fp8(gpu.capability)
     mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
-    visible_keys = mean_visible_keys(np.array([config.document_tokens or config.data.seq_len]))
-    workload = make_workload(config, model, visible_keys, mesh)
+    documents = (config.document_tokens,) if config.document_tokens else ()
+    workload = make_workload(config, model, documents, mesh)
     return Planner(workload, gpu.limited(config.model.memory_limit))
 
 

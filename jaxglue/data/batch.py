@@ -1,19 +1,17 @@
 """Batches, and the tokenized data set behind them."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32
 
-from jaxglue.data.answers import Answers
 from jaxglue.data.packing import PackPlan
-from jaxglue.data.store import TokenStore, join_stores
-from jaxglue.ops.segments import PackedSegments, pack_segments
+from jaxglue.data.store import TokenStore
+from jaxglue.ops.segments import BatchKind, PackedSegments, pack_segments
 
 
 @jax.tree_util.register_dataclass
@@ -27,8 +25,6 @@ class Batch:
     loss_weights: Float32[Array, "B T"]
     """1 for trained targets, 0 elsewhere; sums to the number of target tokens."""
     segments: PackedSegments
-    answers: Answers | None = None
-    """Units of answers that an objective compares; None in supervised training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,48 +43,8 @@ class TokenDataset:
     passes: tuple[float, ...] = (1.0,)
     """Passes over each source in an epoch."""
 
-    PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources")
-    """Fields with a value for each document."""
-
     def __len__(self) -> int:
         return len(self.documents)
-
-    def select(self, chosen: np.ndarray) -> Self:
-        """Return the documents of a mask or of indices."""
-        values = {name: getattr(self, name) for name in self.PER_DOCUMENT}
-        return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
-
-    def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
-        """Return the fields of the concatenation with data sets of further sources."""
-        parts = [self, *others]
-        firsts = np.cumsum([0, *(len(part.store.lengths) for part in parts)])
-        fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "targets")}
-        return fields | {
-            "store": join_stores([part.store for part in parts]),
-            "documents": np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=False)]),
-            "sources": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
-            "passes": (1.0,) * len(parts),
-        }
-
-    def build_batch(
-        self,
-        plan: PackPlan,
-        rows: Int[np.ndarray, "B"],
-        step: Int[np.ndarray, "documents"],
-        *,
-        seq_len: int,
-        max_segments: int,
-        long: bool | None = None,
-    ) -> Batch:
-        """Build the batch of these rows of the plan; rows past its end are all padding with weight 0.
-
-        Args:
-            plan: packed rows.
-            rows: of this process and micro-batch.
-            step: documents of the whole step, for normalization.
-            seq_len, max_segments, long: of `pack_segments`.
-        """
-        return build_batch(self, plan, rows, seq_len=seq_len, max_segments=max_segments, long=long)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -109,7 +65,7 @@ def build_batch(
     *,
     seq_len: int,
     max_segments: int,
-    long: bool | None = None,
+    kind: BatchKind | None = None,
 ) -> Batch:
     """Build the batch of these rows of the plan; rows past its end are all padding with weight 0.
 
@@ -117,11 +73,11 @@ def build_batch(
         dataset: the documents.
         plan: of all rows.
         rows: of the batch.
-        seq_len, max_segments, long: of `pack_segments`.
+        seq_len, max_segments, kind: of `pack_segments`.
     """
     members = [plan.row(r) for r in rows]
     lengths = [dataset.lengths[row] for row in members]
-    segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, long=long)
+    segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, kind=kind)
     tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
     filled = segments.segment_ids > 0
     source = _source_positions(dataset, np.concatenate(members), np.asarray(segments.positions)[filled])

@@ -1,8 +1,8 @@
 """Metadata of packed rows, built once per batch on the host and used by every layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 LONG_DOCUMENT = 4096
 """Tokens from which a document counts as long."""
 FEW_DOCUMENTS = 4
-"""Most documents in the rows of a batch whose attention may take the kernels for long documents."""
+"""Segment slots of rows with few, long documents."""
 
 
 @jax.tree_util.register_dataclass
@@ -19,10 +19,9 @@ FEW_DOCUMENTS = 4
 class PackedSegments:
     """Bounds of the segments in packed rows: B rows, T tokens in a row, S segment slots.
 
-    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`, and it is not in the gap
-    `gap_starts[q] <= k < gap_ends[q]` of a forked segment, where a window counts positions. One scalar load then gives
-    a kernel its range of tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries before
-    `ends[n - 1]`, or the largest in a tile of forked segments.
+    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`. One scalar load then gives a
+    kernel its range of tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries before
+    `ends[n - 1]`.
     """
 
     segment_ids: Int[Array, "B T"]
@@ -36,11 +35,7 @@ class PackedSegments:
     cu_seqlens: Int[Array, "B S+1"]
     """Segment boundaries; unused slots repeat the number of real tokens in the row."""
     long: bool = field(default=False, metadata={"static": True})
-    """Rows hold few documents, and most visible pairs are in long ones (see `few_long_documents`)."""
-    gap_starts: Int[Array, "B T"] | None = None
-    """In forked segments (`pack_forks`), the first key that a query does not see; None where no segment forks."""
-    gap_ends: Int[Array, "B T"] | None = None
-    """The key after the last that it does not see: those before are the other branch's."""
+    """Most visible pairs are in long documents; decides on attention's kernels."""
 
 
 def segment_bucket(count: int) -> int:
@@ -48,33 +43,46 @@ def segment_bucket(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def few_long_documents(lengths: Sequence[Sequence[int]]) -> bool:
-    """Return whether no row exceeds `FEW_DOCUMENTS`, and most visible pairs are in documents of `LONG_DOCUMENT`."""
-    if max(map(len, lengths), default=0) > FEW_DOCUMENTS:
-        return False
-    sizes = np.concatenate([np.asarray(row, np.int64) for row in lengths]) if lengths else np.zeros(0, np.int64)
-    return bool(2 * (sizes[sizes >= LONG_DOCUMENT] ** 2).sum() > (sizes**2).sum())
+class BatchKind(NamedTuple):
+    """The static properties of a batch's documents; batches of one kind share programs."""
+
+    long: bool
+    """Most visible pairs are in documents of at least `LONG_DOCUMENT` tokens."""
+    slots: int
+    """Segment slots of a row."""
+
+
+def batch_kind(lengths: Sequence[Sequence[int]], max_segments: int | None = None) -> BatchKind:
+    """Return the kind of rows with these document lengths; rows with few, long documents take few slots.
+
+    Args:
+        lengths: of each row's documents; those of all processes that share a batch.
+        max_segments: segment slots of other batches, rounded up to a bucket; by default those of the fullest row.
+    """
+    sizes = np.concatenate([np.asarray(row, np.int64) for row in (*lengths, ())])
+    long = bool(2 * (sizes[sizes >= LONG_DOCUMENT] ** 2).sum() > (sizes**2).sum())
+    fullest = max(map(len, lengths), default=0)
+    slots = segment_bucket(max_segments or fullest)
+    return BatchKind(long, min(slots, FEW_DOCUMENTS) if long and fullest <= FEW_DOCUMENTS else slots)
 
 
 def pack_segments(
-    lengths: Sequence[Sequence[int]], *, seq_len: int, max_segments: int | None = None, long: bool | None = None
+    lengths: Sequence[Sequence[int]], *, seq_len: int, max_segments: int | None = None, kind: BatchKind | None = None
 ) -> PackedSegments:
     """Build the metadata, in numpy, of rows whose documents have these lengths.
 
     Args:
         lengths: tokens of each document, in order, for each of the B rows.
         seq_len: T; the rest of a row is padding.
-        max_segments: segment slots S to reserve (rounded up to a bucket); by default those of the fullest row. Few
-            long documents need no more than `FEW_DOCUMENTS`.
-        long: see `PackedSegments`; None decides by these rows. Processes that share a batch decide by all its rows.
+        max_segments: segment slots S to reserve, see `batch_kind`.
+        kind: of the batch; by default that of these rows.
 
     Raises:
         ValueError: a length below 1, a row longer than `seq_len`, or a row with more than `max_segments` documents.
     """
     rows = [np.asarray(row, np.int64) for row in lengths]
     needed = max((len(row) for row in rows), default=0)
-    long = few_long_documents(lengths) if long is None else long
-    slots = segment_bucket(min(max_segments or needed, FEW_DOCUMENTS) if long else max_segments or needed)
+    long, slots = kind or batch_kind(lengths, max_segments)
     if needed > slots:
         raise ValueError(f"max_segments={max_segments}, but a row holds {needed} documents: raise max_segments")
     sizes = np.zeros((len(rows), slots + 1), np.int64)  # the last column is the padding
@@ -94,39 +102,6 @@ def pack_segments(
     fields["positions"] = np.where(fields["segment_ids"] > 0, positions, 0).astype(np.int32)
     fields["cu_seqlens"] = bounds.astype(np.int32)
     return PackedSegments(**fields, long=long)
-
-
-Fork = tuple[int, int, int]
-"""Tokens of a common beginning, of a first and of a second continuation."""
-
-
-def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: int | None = None) -> PackedSegments:
-    """Build the metadata, in numpy, of rows whose segments have two continuations of one beginning.
-
-    Both continuations see the beginning, at the same positions after it, and not each other. A beginning's `ends` are
-    the segment's, a continuation's its own.
-
-    Args:
-        rows: segments of each row, in order, laid out as beginning, first, second; a part may have no token.
-        seq_len, max_segments: of `pack_segments`.
-
-    Raises:
-        ValueError: as `pack_segments`.
-    """
-    lengths = [[sum(fork) for fork in row] for row in rows]
-    whole = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, long=False)
-    ends, positions = np.array(whole.ends), np.array(whole.positions)
-    gap_starts, gap_ends = np.zeros((2, *ends.shape), np.int32)
-    for b, row in enumerate(rows):
-        for start, (shared, first, second) in zip(np.asarray(whole.cu_seqlens)[b], row, strict=False):
-            fork = start + shared
-            middle, stop = fork + first, fork + first + second
-            ends[b, fork:middle] = middle
-            positions[b, middle:stop] -= first
-            gap_starts[b, middle:stop], gap_ends[b, middle:stop] = fork, middle
-    gap_ends[np.asarray(whole.segment_ids) == 0] = seq_len
-    fields: dict[str, Any] = {"ends": ends, "positions": positions, "gap_starts": gap_starts, "gap_ends": gap_ends}
-    return replace(whole, **fields)
 
 
 def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:

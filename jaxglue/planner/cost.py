@@ -33,6 +33,15 @@ class Cost:
     """Bytes of results."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelCost:
+    """Time and memory of a kernel that is foreseen as a whole."""
+
+    seconds: float
+    workspace: int = 0
+    """Temporary bytes."""
+
+
 @dataclass(eq=False)
 class _Value:
     """One array, and the values in memory that it is computed from."""
@@ -50,12 +59,12 @@ class _Kernel:
     outputs: tuple[_Value, ...]
     seconds: float
     inner: int = 0
-    """Temporary bytes of a loop's body."""
+    """Temporary bytes inside: a workspace's, or those of a loop's body."""
 
 
-def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention_seconds: dict[str, float]) -> Cost:
-    """Return the cost of a program whose attention kernels take `attention_seconds`, by their function's name."""
-    trace = _Trace(gpu, attention_seconds)
+def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost]) -> Cost:
+    """Return the cost of a program with these costs of attention's kernels, by their function's name."""
+    trace = _Trace(gpu, attention)
     arguments = [_Value(_size(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
     made = {value for value in results if not value.is_argument}
@@ -69,9 +78,9 @@ def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention_seconds: dict[str, f
 class _Trace:
     """Collects the kernels of a program in order."""
 
-    def __init__(self, gpu: Gpu, attention_seconds: dict[str, float]):
+    def __init__(self, gpu: Gpu, attention: dict[str, KernelCost]):
         self.seconds = 0.0
-        self._gpu, self._attention = gpu, attention_seconds
+        self._gpu, self._attention = gpu, attention
         self._kernels: list[_Kernel] = []
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
@@ -115,8 +124,8 @@ class _Trace:
         outputs = [_Value(_size(var.aval)) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, outputs)
-        if eqn.params.get("name") in self._attention:
-            return self._opaque(inputs, outputs, self._attention[eqn.params["name"]])
+        if (attention := self._attention.get(eqn.params.get("name"))) is not None:
+            return self._opaque(inputs, outputs, attention.seconds, attention.workspace)
         if (inner := _call(eqn)) is not None:
             return self.run(inner.jaxpr, inputs) if len(inner.jaxpr.invars) == len(inputs) else outputs
         if name == "cond":
@@ -169,17 +178,17 @@ class _Trace:
         self._kernel(roots, outputs, self._copy(sum(v.bytes for v in (*roots, *outputs))))
         return outputs
 
-    def _opaque(self, inputs: list[_Value], outputs: list[_Value], seconds: float) -> list[_Value]:
+    def _opaque(self, inputs: list[_Value], outputs: list[_Value], seconds: float, inner: int = 0) -> list[_Value]:
         for value in inputs:
             self.materialize(value)
-        self._kernel(inputs, outputs, seconds)
+        self._kernel(inputs, outputs, seconds, inner)
         return outputs
 
     def _scan(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         for value in inputs:
             self.materialize(value)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
-        cost = program_cost(body, self._gpu, attention_seconds=self._attention)
+        cost = program_cost(body, self._gpu, attention=self._attention)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
         per_step = sum(_size(var.aval) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
         carried = {

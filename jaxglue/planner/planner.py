@@ -9,6 +9,7 @@ from itertools import pairwise
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, format_policies, interleave, parse_policies, parse_policy
 from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
 from jaxglue.ops.backend import has_jax_triton
+from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.resident import resident_bytes
@@ -92,10 +93,10 @@ class Planner:
                 f"planning {workload.config.model_type}, which has experts, needs the kernels' definitions: install "
                 "jax-triton and triton (part of jaxglue[cuda13])"
             )
-        self.workload, self.gpu = workload, gpu
+        self.workload, self.gpu = with_fitting_attention(workload, gpu), gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
-        self._model = TracedModel(workload, gpu, kernels=has_jax_triton())
-        self._resident = resident_bytes(workload)
+        self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton())
+        self._resident = resident_bytes(self.workload)
 
     def plans(self) -> list[Plan]:
         """Return every setting considered, the fastest first."""

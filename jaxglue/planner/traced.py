@@ -10,15 +10,13 @@ from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import tracing_for
-from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, Cost, program_cost, received_bytes
+from jaxglue.planner.attention import attention_costs
+from jaxglue.planner.cost import Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
-
-_FORWARD_SHARE, _BACKWARD_SHARE = 0.35, 0.30
-"""Shares of the matmul rate that packed attention's forward and backward kernels reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +86,23 @@ class TracedModel:
 
     def _trace_layer(self, index: int, policy: RematPolicy) -> LayerCost:
         work, trees = self._workload, [tree["layers"][index] for tree in self._used]
-        graphdef, seconds = self._graphdefs.layers[index], self._attention_seconds(work.config.layer_windows[index])
+        graphdef = self._graphdefs.layers[index]
+        attention = attention_costs(work, self._gpu, work.config.layer_windows[index])
         with tracing_for(self._capability):
             roomy = programs = layer_programs(graphdef, policy, work, trees)
             if (devices := work.mesh.expert) > 1:
                 # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
                 roomy = layer_programs(graphdef, policy, work, trees, experts=devices)
         return LayerCost(
-            forward=self._program_cost(programs.forward, roomy.forward, seconds),
-            backward=self._program_cost(programs.backward, roomy.backward, seconds),
+            forward=self._program_cost(programs.forward, roomy.forward, attention),
+            backward=self._program_cost(programs.backward, roomy.backward, attention),
             saved=roomy.saved + (0 if policy.offloads_input else self.input_bytes),
             offloaded=roomy.offloaded + (self.input_bytes if policy.offloads_input else 0),
         )
 
-    def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, seconds: dict[str, float]) -> Cost:
+    def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, attention: dict[str, KernelCost]) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
-        cost, memory = (program_cost(each, self._gpu, attention_seconds=seconds) for each in (program, roomy))
+        cost, memory = (program_cost(each, self._gpu, attention=attention) for each in (program, roomy))
         return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self._gpu.peers)
 
     def _trace_head(self) -> Cost:
@@ -114,12 +113,4 @@ class TracedModel:
         batch = abstract_batch(self._workload)
         with tracing_for(self._capability):
             traced = embed_head.trace_head_backward(trainable, frozen, x, batch, jnp.float32(1), sums)
-        return program_cost(traced.jaxpr, self._gpu, attention_seconds={})
-
-    def _attention_seconds(self, window: int | None) -> dict[str, float]:
-        config, keys = self._workload.config, min(self._workload.visible_keys, window or float("inf"))
-        flops = 4 * config.num_attention_heads * config.head_dim * keys * self._workload.tokens
-        return {
-            ATTENTION_FORWARD: flops / (_FORWARD_SHARE * self._gpu.matmul),
-            ATTENTION_BACKWARD: 2.5 * flops / (_BACKWARD_SHARE * self._gpu.matmul),
-        }
+        return program_cost(traced.jaxpr, self._gpu, attention={})

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxglue.data.batch import Batch
@@ -18,6 +19,8 @@ from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.planner.documents import MicroBatches, sample_micro_batches
+from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.planned_context import PlannedContext
 from jaxglue.sharding.mesh import MeshShape
 
@@ -32,8 +35,8 @@ class Workload:
     seq_len: int
     lora: LoraConfig | None
     """None trains all weights."""
-    visible_keys: float
-    """Mean number of keys that a query attends to (see `mean_visible_keys`)."""
+    document_lengths: tuple[int, ...] = ()
+    """Lengths of the documents, or of a sample of them; without any, one document fills each row."""
     gradient_accumulation_steps: int = 1
     update_in_backward: bool = False
     """Update each layer as soon as its gradients are computed (`Executor.loss_and_update`)."""
@@ -46,6 +49,9 @@ class Workload:
     dtype: Any = jnp.bfloat16
     """Of activations and frozen weights; trained parameters are float32."""
 
+    attention: str = "auto"
+    """Attention's backend."""
+
     def __post_init__(self):
         if self.lora is None and self.config.quantize != "none":
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
@@ -56,6 +62,16 @@ class Workload:
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one GPU."""
         return self.batch_size * self.seq_len
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatches, ...]:
+        """Return the documents of micro-batches, by attention's kernels."""
+        return sample_micro_batches(self.document_lengths, seq_len=self.seq_len, batch_size=self.batch_size)
+
+    @property
+    def visible_keys(self) -> float:
+        """Return the mean number of keys that a query attends to."""
+        return mean_visible_keys(np.minimum(self.document_lengths or (self.seq_len,), self.seq_len))
 
     @property
     def trainable_type(self) -> type[nnx.Param]:

@@ -13,13 +13,15 @@ from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 
 
-def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) -> tuple[MeshShape, RematChoice]:
+def choose_mesh(
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...]
+) -> tuple[MeshShape, RematChoice]:
     """Return the run's mesh, or the first of `auto`'s candidates that fits, with the remat policy on it.
 
     Args:
         config: of the run.
         model: the model's shape.
-        visible_keys: mean number of keys that a query attends to.
+        document_lengths: of `Workload`.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -34,10 +36,10 @@ def choose_mesh(config: TrainConfig, model: DecoderConfig, visible_keys: float) 
     *others, last = shapes
     for shape in others:
         try:
-            return shape, choose_remat(config, model, visible_keys, shape)
+            return shape, choose_remat(config, model, document_lengths, shape)
         except DoesNotFit:
             continue
-    return last, choose_remat(config, model, visible_keys, last)
+    return last, choose_remat(config, model, document_lengths, last)
 
 
 def with_global_batch(config: TrainConfig) -> TrainConfig:
@@ -51,20 +53,22 @@ def with_global_batch(config: TrainConfig) -> TrainConfig:
 
 
 def agree_on_mesh(
-    config: TrainConfig, model: DecoderConfig, visible_keys: float, processes: Processes
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], processes: Processes
 ) -> tuple[MeshShape, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
-        mesh, remat = choose_mesh(config, model, visible_keys)
-        processes.all_gather_object([str(mesh), remat.remat, "host" if remat.stream_weights else "device"])
+        mesh, remat = choose_mesh(config, model, document_lengths)
+        processes.all_gather_object(
+            [str(mesh), remat.remat, "host" if remat.stream_weights else "device", remat.attention]
+        )
         return mesh, remat
-    chosen, remat_text, weights = processes.all_gather_object(None)[0]
+    chosen, remat_text, weights, attention = processes.all_gather_object(None)[0]
     agreed = replace(
         config,
-        model=replace(config.model, remat=remat_text, weights=weights),
+        model=replace(config.model, remat=remat_text, weights=weights, attention=attention),
         run=replace(config.run, mesh=chosen),
     )
-    return choose_mesh(agreed, model, visible_keys)
+    return choose_mesh(agreed, model, document_lengths)
 
 
 def _candidates(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:

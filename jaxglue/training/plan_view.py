@@ -14,7 +14,7 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.optimizer_config import warmup_steps
+from jaxglue.training.optimizer_config import LEARNING_RATES, warmup_steps
 from jaxglue.training.setup import Setup
 
 _STORED = {
@@ -51,9 +51,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
 
 def _optimizer(setup: Setup) -> str:
     optimizer, method = setup.config.optimizer, setup.config.model.method
-    default = (
-        f" (default of --method {method})" if optimizer.learning_rate == setup.config.default_learning_rate else ""
-    )
+    default = f" (default of --method {method})" if optimizer.learning_rate == LEARNING_RATES[method] else ""
     rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
     return f"AdamW, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 
@@ -100,15 +98,15 @@ def _attention(setup: Setup) -> str:
 
 
 def _attention_backend(setup: Setup, long: bool) -> BackendChoice:
-    windows = setup.model.layer_windows
+    windows, slots = setup.model.layer_windows, setup.batches.max_segments
     shape = AttentionShape(
         dtype=setup.config.model.compute_dtype,
         head_dim=setup.model.head_dim,
         query_heads=setup.model.num_attention_heads,
         kv_heads=setup.model.num_key_value_heads,
         seq_len=setup.config.data.seq_len,
-        segment_slots=setup.batches.max_segments,
+        segment_slots=min(slots, FEW_DOCUMENTS) if long else slots,
         long=long,
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
-    return ATTENTION.choose(compute_capability(), shape, backend=setup.config.model.attention)
+    return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)

@@ -32,6 +32,8 @@ class RematChoice:
     """Keep the layers' frozen weights in host memory."""
     remat: str
     """The policies as `--remat` takes them."""
+    attention: str = "auto"
+    """Attention's backend."""
     note: str = ""
     """Reason, and predicted time and memory."""
 
@@ -39,13 +41,15 @@ class RematChoice:
         return self.remat + self.note
 
 
-def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float, mesh: MeshShape) -> RematChoice:
+def choose_remat(
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
+) -> RematChoice:
     """Return the run's remat policy, checked against the GPU's memory, or the fastest that fits.
 
     Args:
         config: of the run.
         model: the model's shape.
-        visible_keys: mean number of keys that a query attends to.
+        document_lengths: of `Workload`.
         mesh: how GPUs share the work.
 
     Raises:
@@ -57,11 +61,17 @@ def choose_remat(config: TrainConfig, model: DecoderConfig, visible_keys: float,
         return _choose_on_cpu(config, model)
     if model.quantize == "fp8":
         check_fp8(compute_capability())
-    workload = make_workload(config, model, visible_keys, mesh)
+    workload = make_workload(config, model, document_lengths, mesh)
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
     plan = planner.resolve(remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory())
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
-    return RematChoice(policies=plan.policies, stream_weights=plan.stream_weights, remat=plan.remat, note=note)
+    return RematChoice(
+        policies=plan.policies,
+        stream_weights=plan.stream_weights,
+        remat=plan.remat,
+        attention=planner.workload.attention,
+        note=note,
+    )
 
 
 def host_memory() -> float:
@@ -74,7 +84,13 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
     auto = config.model.remat == AUTO
     remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (config.model.remat, "")
     policies = parse_policies(remat, model.num_hidden_layers)
-    return RematChoice(policies=policies, stream_weights=config.model.weights == "host", remat=remat, note=note)
+    return RematChoice(
+        policies=policies,
+        stream_weights=config.model.weights == "host",
+        remat=remat,
+        attention=config.model.attention,
+        note=note,
+    )
 
 
 def _predicted(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
+from jaxglue.planner.documents import sample_lengths
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
@@ -53,7 +54,8 @@ class Setup:
     def flops_per_token(self) -> float:
         """Return a token's FLOPs of forward and backward over the training documents."""
         full = self.config.model.method == "full"
-        return training_flops_per_token(self.model, visible_keys=self.workload.visible_keys, weight_gradients=full)
+        keys = mean_visible_keys(self.data.train.lengths)
+        return training_flops_per_token(self.model, visible_keys=keys, weight_gradients=full)
 
 
 def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup:
@@ -67,17 +69,15 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
     config = with_global_batch(config)
-    model = read_model(config)
+    model = _read_model(config)
     config, adapter = read_start(config, model)
     if not config.model.random_weights:
         open_checkpoint(config.model.folder)
     tokenizer = load_tokenizer(config.model.folder)
     with processes.main_process_first():
-        progress = DataProgress() if processes.is_main else None
-        task = config.objective.task(shared_prompt=False)
-        data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
-    visible_keys = mean_visible_keys(data.train.lengths)
-    mesh, remat = agree_on_mesh(config, model, visible_keys, processes)
+        data = prepare_data(config.data, tokenizer, model.vocab_size, DataProgress() if processes.is_main else None)
+    lengths = sample_lengths(data.train.lengths)
+    mesh, remat = agree_on_mesh(config, model, lengths, processes)
     batches, eval_batches = _make_batches(config, data, mesh)
     total_steps = config.run.steps or batches.total_steps
     assert total_steps is not None
@@ -85,7 +85,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         config=config,
         tokenizer=tokenizer,
         data=data,
-        workload=make_workload(config, model, visible_keys, mesh),
+        workload=make_workload(config, model, lengths, mesh),
         remat=remat,
         batches=batches,
         eval_batches=eval_batches,
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     )
 
 
-def read_model(config: TrainConfig) -> DecoderConfig:
+def _read_model(config: TrainConfig) -> DecoderConfig:
     """Return the model's shape, as its experts and linear layers are stored in this run."""
     raw = read_config(config.model.folder)
     model = config_from_hf(raw)

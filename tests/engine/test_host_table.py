@@ -38,7 +38,7 @@ def test_trained_or_tied_table_is_refused(split_parts):
 
 def test_planner_leaves_out_a_host_table(split_parts):
     parts = split_parts("lora")
-    work = Workload(config=parts.config, batch_size=1, seq_len=64, lora=LoraConfig(rank=4), visible_keys=9)
+    work = Workload(config=parts.config, batch_size=1, seq_len=64, lora=LoraConfig(rank=4))
     on_device, on_host = (
         Planner(replace(work, host_embeddings=host), find_gpu("H200")).plan(parse_policy("full")).device_bytes
         for host in (False, True)

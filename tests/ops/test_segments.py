@@ -5,7 +5,7 @@ import pytest
 from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.segments import (
     LONG_DOCUMENT,
-    few_long_documents,
+    batch_kind,
     pack_segments,
     segment_bucket,
     segments_from_cu_seqlens,
@@ -47,28 +47,28 @@ def test_segment_slots_are_bucketed(count, slots):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "long"),
+    ("lengths", "kind"),
     [
-        ([[LONG_DOCUMENT]], True),
-        ([[LONG_DOCUMENT - 1]], False),
-        ([[8 * LONG_DOCUMENT, 100, 100, 100]], True),
-        ([[8 * LONG_DOCUMENT, 100, 100, 100, 100]], False),
-        ([[LONG_DOCUMENT], [LONG_DOCUMENT - 1] * 4], False),
-        ([[LONG_DOCUMENT] * 4, [7], []], True),
-        ([[]], False),
-        ([], False),
+        ([[LONG_DOCUMENT]], (True, 4)),
+        ([[LONG_DOCUMENT - 1]], (False, 64)),
+        ([[8 * LONG_DOCUMENT, 100, 100, 100]], (True, 4)),
+        ([[8 * LONG_DOCUMENT, 100, 100, 100, 100]], (True, 64)),
+        ([[LONG_DOCUMENT], [LONG_DOCUMENT - 1] * 4], (False, 64)),
+        ([[LONG_DOCUMENT] * 4, [7], []], (True, 4)),
+        ([[]], (False, 64)),
+        ([], (False, 64)),
     ],
 )
-def test_few_long_documents_are_recognized(lengths, long):
-    assert few_long_documents(lengths) == long
+def test_kind_of_a_batch(lengths, kind):
+    assert batch_kind(lengths, 60) == kind
 
 
 def test_few_long_documents_take_few_slots():
     few, many = [[2 * LONG_DOCUMENT, 5]], [[LONG_DOCUMENT] + [1] * 20]
     packed = [pack_segments(rows, seq_len=3 * LONG_DOCUMENT, max_segments=60) for rows in (few, many)]
     assert [segments.cu_seqlens.shape for segments in packed] == [(1, 5), (1, 65)]
-    assert [segments.long for segments in packed] == [True, False]
-    assert pack_segments(few, seq_len=3 * LONG_DOCUMENT, max_segments=1 + 1).cu_seqlens.shape == (1, 3)
+    assert [segments.long for segments in packed] == [True, True]
+    assert pack_segments(few, seq_len=3 * LONG_DOCUMENT, max_segments=2).cu_seqlens.shape == (1, 3)
 
 
 def test_batches_of_a_bucket_share_one_compilation():

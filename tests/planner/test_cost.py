@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.planner.cost import program_cost
+from jaxglue.planner.cost import KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
 
 SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9, peers=1e9)
 SQUARE = 64 * 64 * 4
 
 
-def cost(function, *shapes, attention_seconds=None):
+def cost(function, *shapes, attention=None):
     arguments = [jnp.zeros(shape) for shape in shapes]
-    return program_cost(jax.make_jaxpr(function)(*arguments), SLOW_MATMULS, attention_seconds=attention_seconds or {})
+    return program_cost(jax.make_jaxpr(function)(*arguments), SLOW_MATMULS, attention=attention or {})
 
 
 def test_matmuls_take_their_flops():
@@ -40,8 +40,9 @@ def test_attention_takes_the_given_time():
     def kernel(x):
         return x * 2
 
-    seconds = cost(lambda x: kernel(x), (64, 64), attention_seconds={"kernel": 0.5}).seconds
-    assert seconds == pytest.approx(0.5, rel=1e-3)
+    foreseen = cost(lambda x: kernel(x), (64, 64), attention={"kernel": KernelCost(seconds=0.5, workspace=7)})
+    assert foreseen.seconds == pytest.approx(0.5, rel=1e-3)
+    assert foreseen.temporary == 7
 
 
 def test_platform_choice_counts_the_cuda_branch():

@@ -19,7 +19,7 @@ def test_fp8_matmuls_are_costed_at_their_own_rate():
     def seconds(dtype):
         a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((16384, 4096), (12288, 4096)))
         program = jax.make_jaxpr(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ()))))(a, b)
-        return program_cost(program, gpu, attention_seconds={}).seconds
+        return program_cost(program, gpu, attention={}).seconds
 
     assert 1.8 < seconds(jnp.bfloat16) / seconds(jnp.float8_e4m3fn) < 2.0
 

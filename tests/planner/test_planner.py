@@ -23,7 +23,7 @@ HOST = 64 * GIB
 def workload(tiny_config):
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "vocab_size": 32000}
     config = config_from_hf({**tiny_config, **sizes, "model_type": "qwen3", "head_dim": 128})
-    return Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), visible_keys=512)
+    return Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), document_lengths=(1023,))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_experts_are_planned_without_a_gpu(tiny_config):
     experts = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
     config = config_from_hf({**tiny_config, **sizes, **experts})
-    shapes = {"batch_size": 1, "lora": LoraConfig(), "visible_keys": 512}
+    shapes = {"batch_size": 1, "lora": LoraConfig(), "document_lengths": (1023,)}
     short, long = (
         Planner(Workload(config=config, seq_len=seq_len, **shapes), find_gpu("H200")).plan(parse_policy("full"))
         for seq_len in (8192, 16384)
@@ -178,7 +178,7 @@ def test_expert_parallel_layers_hold_tokens_of_all_devices(tiny_config):
     pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
     moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     config = config_from_hf({**tiny_config, **moe, "hidden_size": 512, "num_hidden_layers": 2})
-    work = Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), visible_keys=512)
+    work = Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), document_lengths=(1023,))
     graphdefs, *trees = abstract_parts(work)
     layer, keep = graphdefs.layers[0], parse_policy("save:expert_gate_up")
     with tracing_for((9, 0)):

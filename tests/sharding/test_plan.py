@@ -26,7 +26,7 @@ def work_of(tiny_config):
     def make(layers: int, method: str, **changes):
         raw = {**tiny_config, "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": layers, **changes}
         lora = LoraConfig(rank=4) if method == "lora" else None
-        return Workload(config=config_from_hf(raw), batch_size=B, seq_len=T, lora=lora, visible_keys=8)
+        return Workload(config=config_from_hf(raw), batch_size=B, seq_len=T, lora=lora)
 
     return make
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxglue.data.iterator import BatchIterator, Step
-from jaxglue.ops.segments import pack_segments
+from jaxglue.ops.segments import BatchKind, pack_segments
 from jaxglue.training.array_checks import check_arrays, non_finite
 from jaxglue.training.failed_step import load_step, save_step
 from jaxglue.training.metrics import Diverged, read_metrics
@@ -42,7 +42,7 @@ def test_arrays_that_are_not_finite_are_named():
 
 def test_failed_step_is_read_back(random_batch, tmp_path):
     batches = tuple(random_batch([[5, 3], [4]], seq_len=12, seed=seed) for seed in range(2))
-    few = pack_segments([[5], [4]], seq_len=12, long=True)
+    few = pack_segments([[5], [4]], seq_len=12, kind=BatchKind(long=True, slots=1))
     batches = (*batches, dataclasses.replace(batches[0], segments=few))
     save_step(tmp_path / "step.npz", Step(micro_batches=batches, tokens=24, targets=11))
     step = load_step(tmp_path / "step.npz")

@@ -101,4 +101,4 @@ def test_full_fine_tuning_is_refused(make_config, nf4_folder):
         make_config(quantize="int8", method="full")
     config = prepare(make_config(quantize="nf4")).model
     with pytest.raises(ValueError, match="quantize=nf4 holds frozen weights, and all train: use adapters"):
-        Workload(config=config, batch_size=1, seq_len=8, lora=None, visible_keys=4)
+        Workload(config=config, batch_size=1, seq_len=8, lora=None)

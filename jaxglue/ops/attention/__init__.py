@@ -19,7 +19,7 @@ from jaxglue.ops.backend import (
     triton_capability,
 )
 from jaxglue.ops.names import ATTENTION_OUT
-from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
 __all__ = ["ATTENTION", "AttentionShape", "packed_attention"]
 
@@ -38,7 +38,7 @@ class AttentionShape:
     segment_slots: int
     """S of `PackedSegments`: 1 when every row is one segment."""
     long: bool = False
-    """Rows hold few, long documents (`PackedSegments.long`)."""
+    """Most visible pairs are in long documents (`PackedSegments.long`)."""
     window: int | None = None
 
     def __post_init__(self):
@@ -71,14 +71,14 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
     from jaxglue.ops.attention.tiles import kernel_tiles
     from jaxglue.ops.attention.triton import TritonAttention
 
-    mean_length = shape.seq_len // shape.segment_slots
-    tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, mean_length=mean_length)
+    tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, long=shape.long)
     return TritonAttention(tiles=tiles, compute_capability=triton_capability(capability))
 
 
 def _order(shape: AttentionShape) -> tuple[str, str]:
-    few = (shape.long or shape.segment_slots == 1) and shape.window is None
-    return ("cudnn", "triton") if few else ("triton", "cudnn")
+    unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
+    few = shape.long and shape.segment_slots <= FEW_DOCUMENTS
+    return ("cudnn", "triton") if few and unbounded and shape.head_dim > 64 else ("triton", "cudnn")
 
 
 ATTENTION = Operation(

@@ -51,7 +51,7 @@ _HOPPER_WINDOW: Table = {
     256: _HOPPER[256],
 }
 _HOPPER_LONG: Table = {
-    64: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
+    64: _HOPPER[64],
     128: _tiles((128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 8, 3)),
     256: _HOPPER[256],
 }
@@ -66,11 +66,10 @@ _SMALL: Table = {  # 99 KiB: 8.6, 8.9, 12.x
     256: _tiles((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
 _SHORT_WINDOW = 512
-_LONG_SEGMENTS = 4096
 
 
 def kernel_tiles(
-    compute_capability: tuple[int, int], head_dim: int, *, window: int | None = None, mean_length: int = 1024
+    compute_capability: tuple[int, int], head_dim: int, *, window: int | None = None, long: bool = False
 ) -> AttentionKernelTiles:
     """Return the launch configurations for a GPU and a head dim up to 256.
 
@@ -78,17 +77,17 @@ def kernel_tiles(
         compute_capability: of the GPU, as (major, minor).
         head_dim: H.
         window: tokens visible to a query; None for all.
-        mean_length: tokens in a row per segment slot; long segments get large tiles.
+        long: most visible pairs are in long documents, which get large tiles.
     """
-    table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, mean_length >= _LONG_SEGMENTS)
+    table = _table(compute_capability, window is not None and window <= _SHORT_WINDOW, long)
     return next(tiles for size, tiles in table.items() if head_dim <= size)
 
 
-def _table(compute_capability: tuple[int, int], short_window: bool, long_segments: bool) -> Table:
+def _table(compute_capability: tuple[int, int], short_window: bool, long: bool) -> Table:
     if compute_capability in ((8, 6), (8, 7), (8, 9)) or compute_capability >= (12, 0):
         return _SMALL
     if compute_capability < (9, 0):
         return _AMPERE
     if short_window:
         return _HOPPER_WINDOW
-    return _HOPPER_LONG if long_segments else _HOPPER
+    return _HOPPER_LONG if long else _HOPPER

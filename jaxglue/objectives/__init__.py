@@ -1,1 +1,0 @@
-"""Objectives beyond supervised training: losses of answers' log-probabilities, and their configuration."""

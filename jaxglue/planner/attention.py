@@ -1,0 +1,117 @@
+"""Time and workspace of attention's kernels as a function of documents' lengths."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.segments import BatchKind
+from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, KernelCost
+from jaxglue.planner.documents import MicroBatches
+from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.workload import Workload
+
+
+class Rate(NamedTuple):
+    """Speed of a kernel: time is linear in visible pairs and in tokens."""
+
+    share: float
+    """Of the matmul rate, at which visible pairs are computed."""
+    waste: float
+    """Pairs computed for each token besides the visible ones: masked parts of tiles, and loops' starts."""
+
+
+class Rates(NamedTuple):
+    """Rates of a kernel's forward and backward passes."""
+
+    forward: Rate
+    backward: Rate
+
+
+_RATES = {
+    ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
+    ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
+    ("long", 128): Rates(Rate(0.78, 400), Rate(0.635, 250)),
+    ("cudnn", 128): Rates(Rate(0.855, 490), Rate(0.76, 400)),
+}
+"""By kernel and largest head dim, measured on an H200: our kernels with tiles for short and long documents, and cuDNN's
+(benchmarks/results/attention_lengths.json)."""
+_WORKSPACE = 8
+"""Bytes that cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
+_WORKSPACE_SHARE = 0.12
+"""Share of the GPU's memory that the workspace may take."""
+
+
+def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[str, KernelCost]:
+    """Return the costs of a layer's attention, mean over the micro-batches, by the function's name in a trace."""
+    forward = backward = 0.0
+    workspace = 0
+    for batches in workload.micro_batches:
+        backend = attention_backend(workload, gpu, batches.kind, window)
+        rates, reserved = _rates(workload, backend, batches.kind), _workspace(workload, backend, batches.kind)
+        forward += batches.share * _seconds(workload, gpu, batches, window, rates.forward)
+        backward += batches.share * (2.5 * _seconds(workload, gpu, batches, window, rates.backward))
+        backward += batches.share * reserved / gpu.copy  # written before it is used
+        workspace = max(workspace, reserved)
+    return {
+        ATTENTION_FORWARD: KernelCost(seconds=forward),
+        ATTENTION_BACKWARD: KernelCost(seconds=backward, workspace=workspace),
+    }
+
+
+def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
+    """Return the workload with our kernels in place of `auto` where cuDNN's workspace would take too much memory."""
+    if workload.attention != "auto":
+        return workload
+    needed = (
+        _workspace(workload, attention_backend(workload, gpu, batches.kind, window), batches.kind)
+        for batches in workload.micro_batches
+        for window in set(workload.config.layer_windows)
+    )
+    return workload if max(needed) <= _WORKSPACE_SHARE * gpu.memory else replace(workload, attention="triton")
+
+
+def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int | None) -> str:
+    """Return the kernels of a layer, cudnn or triton; triton where jax-triton is not installed here."""
+    config = workload.config
+    shape = AttentionShape(
+        dtype=jnp.dtype(workload.dtype),
+        head_dim=config.head_dim,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        seq_len=workload.seq_len,
+        segment_slots=kind.slots,
+        long=kind.long,
+        window=window,
+    )
+    if workload.attention != "auto":
+        return workload.attention
+    return "cudnn" if ATTENTION.choose(gpu.capability, shape).name == "cudnn" else "triton"
+
+
+def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
+    """Count the visible pairs of query and key in documents of these lengths."""
+    tokens = np.asarray(tuple(lengths), np.int64)
+    ramp = tokens if window is None else np.minimum(tokens, window)
+    return int((ramp * (ramp + 1) // 2 + (tokens - ramp) * ramp).sum())
+
+
+def _seconds(workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | None, rate: Rate) -> float:
+    """Return the seconds of a forward pass at a rate."""
+    config = workload.config
+    pairs = visible_pairs(batches.lengths, window) + rate.waste * sum(batches.lengths)
+    flops = 4 * config.num_attention_heads * config.head_dim * pairs / batches.batches
+    return flops / (rate.share * gpu.matmul)
+
+
+def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
+    kernel = "cudnn" if backend == "cudnn" else "long" if kind.long else "short"
+    return _RATES.get((kernel, 64), _RATES["short", 64]) if workload.config.head_dim <= 64 else _RATES[kernel, 128]
+
+
+def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
+    slots, config = kind.slots if backend == "cudnn" else 0, workload.config
+    return _WORKSPACE * slots * workload.tokens * config.num_attention_heads * config.head_dim

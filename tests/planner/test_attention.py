@@ -1,0 +1,80 @@
+"""Attention's foreseen cost, as a function of documents' lengths."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.ops.backend import has_jax_triton
+from jaxglue.planner.attention import attention_backend, attention_costs, visible_pairs, with_fitting_attention
+from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD
+from jaxglue.planner.documents import sample_lengths, sample_micro_batches
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.planner.workload import Workload
+
+H200 = find_gpu("H200")
+
+
+@pytest.fixture(scope="module")
+def workload(tiny_config):
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = config_from_hf({**tiny_config, **sizes, "model_type": "qwen3"})
+    return Workload(config=config, batch_size=1, seq_len=16_384, lora=LoraConfig())
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_visible_pairs_are_counted(window):
+    lengths = [1, 2, 7]
+    pairs = sum(min(token, window or token) for length in lengths for token in range(1, length + 1))
+    assert visible_pairs(lengths, window) == pairs
+
+
+def test_samples_keep_the_mean_and_the_longest():
+    lengths = np.random.default_rng(0).lognormal(6, 1, 50_000).astype(int)
+    sample = np.array(sample_lengths(lengths))
+    assert len(sample) == 1024
+    assert (sample**2).sum() / sample.sum() == pytest.approx((lengths**2).sum() / lengths.sum(), rel=0.02)
+    assert max(sample) > 0.9 * lengths.max()
+    assert sample_lengths(lengths[:3]) == tuple(lengths[:3])
+
+
+def test_micro_batches_are_told_apart_by_their_kernels():
+    mixed = (10_000, *[100] * 300)
+    kinds = sample_micro_batches(mixed, seq_len=10_000, batch_size=1)
+    assert [(kind.kind, kind.batches) for kind in kinds] == [((False, 128), 3), ((True, 4), 1)]
+    assert sum(kind.share for kind in kinds) == 1
+    assert sum(sum(kind.lengths) for kind in kinds) == sum(mixed)
+    (whole,) = sample_micro_batches((), seq_len=512, batch_size=3)
+    assert (whole.lengths, whole.batches, whole.kind) == ((512,) * 3, 1, (False, 1))
+    (cut,) = sample_micro_batches((9000,), seq_len=512, batch_size=1)
+    assert cut.lengths == (512,)
+
+
+def test_time_grows_with_documents_lengths(workload):
+    lengths = [64, 512, 2048, 16_384]
+    costs = [attention_costs(replace(workload, document_lengths=(n,)), H200, None) for n in lengths]
+    for name in (ATTENTION_FORWARD, ATTENTION_BACKWARD):
+        seconds = [cost[name].seconds for cost in costs]
+        assert seconds == sorted(seconds)
+        rates = [visible_pairs([n] * (16_384 // n)) / time for n, time in zip(lengths, seconds, strict=True)]
+        assert rates == sorted(rates)
+
+
+@pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
+def test_few_long_documents_are_costed_as_cudnn(workload):
+    def kernel(gpu="H200", window=None, **changes):
+        work = replace(workload, **changes)
+        return [attention_backend(work, find_gpu(gpu), batches.kind, window) for batches in work.micro_batches]
+
+    assert kernel() == kernel(document_lengths=(8192,)) == ["cudnn"]
+    assert kernel(document_lengths=(2048,)) == kernel(gpu="A100") == kernel(window=128) == ["triton"]
+    two = attention_costs(replace(workload, document_lengths=(8192,)), H200, None)[ATTENTION_BACKWARD]
+    assert two.workspace == 8 * 2 * 16_384 * 32 * 128
+
+
+@pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
+def test_cudnns_workspace_is_bounded_by_the_gpus_memory(workload):
+    two = replace(workload, document_lengths=(8192,))
+    assert [with_fitting_attention(two, H200.limited(gib)).attention for gib in (10, 7)] == ["auto", "triton"]
