@@ -18,7 +18,7 @@ from step import LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.executor import Executor
+from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policies
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments

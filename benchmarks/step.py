@@ -25,8 +25,8 @@ from traces import copy_overlap
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
+from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import packed_context

@@ -9,6 +9,7 @@ from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import Linear
 from jaxglue.models.lora_config import ALL_LINEAR, LoraConfig, match_pattern, parse_patterns
 from jaxglue.models.moe_layers import ExpertLinear
+from jaxglue.models.parameters import Params, merge_module
 
 
 def is_target(path: str, target: str) -> bool:
@@ -31,6 +32,16 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         if isinstance(linear, ExpertLinear) and (rank, scale) != (config.rank, config.scale):
             raise ValueError(f"rank_pattern and alpha_pattern on experts ({path}) are not supported: leave them out")
         linear.add_lora(rank=rank, scale=scale, dropout=config.dropout, name=kind, rngs=rngs)
+
+
+def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) -> nnx.GraphDef:
+    """Return the graphdef of a decoder layer with the frozen parameters alone."""
+    layer = merge_module(graphdef, trainable, frozen)
+    for _, module in nnx.iter_modules(layer):
+        if isinstance(module, Linear | ExpertLinear):
+            module.lora_A = module.lora_B = nnx.data(None)
+            module.lora_scale = 0.0
+    return nnx.split(layer, nnx.LoRAParam, ...)[0]
 
 
 def _check_names(config: LoraConfig, paths: list[str]) -> None:

@@ -13,7 +13,7 @@ FLOORS = (
     {"generation", "planner"},
     {"hf", "engine"},
     {"sharding"},
-    {"models"},
+    {"models", "objectives"},
     {"data"},
     {"cli", "distributed", "ops"},
     {"recipe"},

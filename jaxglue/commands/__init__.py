@@ -21,19 +21,25 @@ class Command:
     summary: str
     config: str | None = None
     """Module and class of its flags, which load no JAX; None if it has no flags."""
+    early: str | None = None
+    """Module and function called with the flags before the command's module is imported."""
     task: tuple[str, ...] = ()
     """Further words before the flags."""
 
 
 _CONFIGS = "jaxglue.commands.configs"
 COMMANDS = {
-    "train": Command(summary="fine-tune a model", config="jaxglue.training.config:TrainConfig"),
+    "train": Command(
+        summary="fine-tune a model",
+        config="jaxglue.training.config:TrainConfig",
+        early="jaxglue.commands.devices:start_devices",
+    ),
     "chat": Command(summary="talk with a model in the terminal", config="jaxglue.generation.config:AssistantConfig"),
     "generate": Command(
         summary="answer prompts with a model and an adapter", config="jaxglue.generation.config:GenerateConfig"
     ),
     "export": Command(
-        summary="merge an adapter into its base, quantize a model, or upload either", config=f"{_CONFIGS}:ExportConfig"
+        summary="merge an adapter, quantize a model, write a checkpoint, or upload", config=f"{_CONFIGS}:ExportConfig"
     ),
     "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
     "data": Command(
@@ -70,6 +76,8 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
     with Interrupts() as interrupts, _torch_hidden():
         try:
             config = _parse(name, sys.argv[1:] if argv is None else argv)
+            if early := COMMANDS[name].early:
+                _load(early)(config)
             command = importlib.import_module(f"jaxglue.commands.{name}")
             interrupts.importing = False
             command.main(config)
@@ -97,8 +105,13 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
     title = " ".join((name, *command.task))
     if command.config is None:
         return ArgumentParser(f"jaxglue {title}", description=command.summary).parse_args(flags)
-    module, _, cls = command.config.partition(":")
-    return parse_config(getattr(importlib.import_module(module), cls), flags, command=title)
+    return parse_config(_load(command.config), flags, command=title)
+
+
+def _load(name: str) -> Any:
+    """Return what `module:name` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @contextmanager

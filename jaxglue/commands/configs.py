@@ -64,7 +64,7 @@ class EstimateConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config):
-    """Merge an adapter into its base model, quantize a model, or upload either to the Hugging Face hub."""
+    """Merge an adapter into its base model, quantize a model, write a run's checkpoint, or upload the result."""
 
     base: Annotated[Path | None, Alias("model")] = None
     """Model folder, or owner/name on the hub; by default the adapter's base."""
@@ -74,6 +74,11 @@ class ExportConfig(Config):
     """PEFT adapter folder to merge, or to upload."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
+    checkpoint: str | None = None
+    """Write the adapter, or after full fine-tuning the model, of this checkpoint of --run: a step, best for the lowest
+    eval loss, or last."""
+    run: Path = Path("runs/latest")
+    """Output folder of the run that --checkpoint is of."""
     push: str | None = None
     """Repository owner/name on the hub to upload to, with a model card of the run."""
     private: bool = False
@@ -82,12 +87,17 @@ class ExportConfig(Config):
     """Shard limit in bytes."""
 
     def validate(self) -> None:
-        """Refuse both tasks at once, and neither."""
-        if (self.adapter is None) == (self.quantize == "none"):
-            raise ValueError("give either --adapter or --quantize; to do both, quantize the merged folder")
+        """Refuse several tasks at once, and none."""
+        tasks = (self.adapter is not None, self.quantize != "none", self.checkpoint is not None)
+        if sum(tasks) != 1:
+            raise ValueError(
+                "give one of --adapter, --quantize and --checkpoint: a further task starts from its output"
+            )
+        if self.checkpoint is not None and self.push is not None:
+            raise ValueError("--checkpoint only writes --output: upload that with --adapter OUTPUT --push NAME")
         if self.output is None and (self.adapter is None or self.push is None):
             raise ValueError("no --output: name a new folder")
-        if self.base is None and self.adapter is None:
+        if self.base is None and self.quantize != "none":
             raise ValueError("no --base: name the model to quantize")
 
     def base_folder(self, *, weights: bool = True) -> Path:

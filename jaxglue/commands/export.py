@@ -1,8 +1,9 @@
-"""Merge an adapter into its base, quantize a model, or upload the result to the Hugging Face hub.
+"""Merge an adapter, quantize a model, write a run's checkpoint, or upload the result to the Hugging Face hub.
 
 jaxglue export --adapter runs/first/adapter --output merged
 jaxglue export --adapter runs/first/adapter --push owner/name
 jaxglue export --quantize nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
+jaxglue export --run runs/first --checkpoint best --output best
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ from jaxglue.commands.configs import ExportConfig
 from jaxglue.hf.card import CURVE, model_card
 from jaxglue.hf.export import export_adapter, quantize_folder
 from jaxglue.hf.hub import base_reference, push_folder
+from jaxglue.training.checkpoint_export import export_checkpoint
 
 
 def main(config: ExportConfig) -> None:
@@ -23,7 +25,10 @@ def main(config: ExportConfig) -> None:
 
 
 def _write(config: ExportConfig, output: Path) -> None:
-    if config.adapter is not None:
+    if config.checkpoint is not None:
+        step = export_checkpoint(config.run, config.checkpoint, output)
+        print(f"the weights of step {step:,}")
+    elif config.adapter is not None:
         print(export_adapter(config.adapter, config.base_folder(), output, config.max_shard_bytes))
     else:
         quantize_folder(config.base_folder(), output, config.quantize, config.max_shard_bytes)

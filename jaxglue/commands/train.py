@@ -3,7 +3,7 @@
 import os
 import sys
 
-from jaxglue.distributed import find_process_info, join_processes, visible_gpus
+from jaxglue.distributed import find_process_info, join_processes
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.startup import StartupTimer
@@ -12,8 +12,6 @@ from jaxglue.training.trainer import train
 
 def main(config: TrainConfig) -> None:
     """Train, with the run's other processes if there are any; exit with 130 or 143 if interrupted."""
-    # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
     timer, interrupt = StartupTimer.since_process_start(), Interrupt()
     with join_processes(find_process_info(config.distributed, os.environ)) as processes:
         train(config, timer=timer, processes=processes, interrupt=interrupt)

@@ -1,16 +1,18 @@
 """Batches, and the tokenized data set behind them."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int, Int32
 
+from jaxglue.data.answers import Answers
 from jaxglue.data.packing import PackPlan
-from jaxglue.data.store import TokenStore
+from jaxglue.data.store import TokenStore, join_stores
 from jaxglue.ops.segments import BatchKind, PackedSegments, pack_segments
 
 
@@ -25,6 +27,8 @@ class Batch:
     loss_weights: Float32[Array, "B T"]
     """1 for trained targets, 0 elsewhere; sums to the number of target tokens."""
     segments: PackedSegments
+    answers: Answers | None = None
+    """Units of answers that an objective compares; None in supervised training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,48 @@ class TokenDataset:
     passes: tuple[float, ...] = (1.0,)
     """Passes over each source in an epoch."""
 
+    PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources")
+    """Fields with a value for each document."""
+
     def __len__(self) -> int:
         return len(self.documents)
+
+    def select(self, chosen: np.ndarray) -> Self:
+        """Return the documents of a mask or of indices."""
+        values = {name: getattr(self, name) for name in self.PER_DOCUMENT}
+        return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
+
+    def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
+        """Return the fields of the concatenation with data sets of further sources."""
+        parts = [self, *others]
+        firsts = np.cumsum([0, *(len(part.store.lengths) for part in parts)])
+        fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "targets")}
+        return fields | {
+            "store": join_stores([part.store for part in parts]),
+            "documents": np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=False)]),
+            "sources": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
+            "passes": (1.0,) * len(parts),
+        }
+
+    def build_batch(
+        self,
+        plan: PackPlan,
+        rows: Int[np.ndarray, "B"],
+        step: Int[np.ndarray, "documents"],
+        *,
+        seq_len: int,
+        max_segments: int,
+        kind: BatchKind | None = None,
+    ) -> Batch:
+        """Build the batch of these rows of the plan; rows past its end are all padding with weight 0.
+
+        Args:
+            plan: packed rows.
+            rows: of this process and micro-batch.
+            step: documents of the whole step, for normalization.
+            seq_len, max_segments, kind: of `pack_segments`.
+        """
+        return build_batch(self, plan, rows, seq_len=seq_len, max_segments=max_segments, kind=kind)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -13,6 +13,7 @@ from jaxglue.data.chat_pieces import ChatSplitter
 from jaxglue.data.files import Row
 from jaxglue.data.formats import CHATS, read_row
 from jaxglue.data.messages import Chat, read_weight
+from jaxglue.data.preference import KEYS, read_answers
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
 
 Pieces = list[tuple[str | list[int], bool]]
@@ -59,7 +60,7 @@ class Encoder:
             ValueError: an unusable row, with its origin.
         """
         with limits.memory_limit():
-            documents = [self._named_pieces(row) for row in rows]
+            documents = [pieces for row in rows for pieces in self._named_documents(row)]
         ids = iter(self._ids([piece for pieces in documents for piece, _ in pieces if isinstance(piece, str)]))
         parts = [[(next(ids) if isinstance(p, str) else p, t) for p, t in pieces] for pieces in documents]
         return Encoded(
@@ -71,14 +72,15 @@ class Encoder:
     def _ids(self, pieces: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(pieces, add_special_tokens=False)]
 
-    def _named_pieces(self, row: Row) -> Pieces:
+    def _named_documents(self, row: Row) -> list[Pieces]:
+        """Return the documents of a row: one, or two answers, of which a labelled row leaves one empty."""
         try:
             with limits.time_limit(limits.SECONDS):
-                pieces = self._pieces(row.value)
-            for text, _ in pieces:
+                documents = self._documents(row.value)
+            for text, _ in chain(*documents):
                 if isinstance(text, str):
                     text.encode()
-            return pieces
+            return documents
         except TimeoutError:
             raise ValueError(
                 f"{row.origin}: the chat template takes more than {limits.SECONDS} s of CPU time"
@@ -90,8 +92,12 @@ class Encoder:
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 
-    def _pieces(self, row: dict[str, Any]) -> Pieces:
-        content, row_trained = read_row(row, self._format), read_weight(row) is not False
+    def _documents(self, row: dict[str, Any]) -> list[Pieces]:
+        contents = read_answers(row, self._format) if self._format in KEYS else [read_row(row, self._format)]
+        trained = read_weight(row) is not False
+        return [self._pieces(content, trained) if content else [] for content in contents]
+
+    def _pieces(self, content: Chat | list[str], row_trained: bool) -> Pieces:
         pieces = self._chat_pieces(content) if isinstance(content, Chat) else self._text_pieces(content)
         return [(piece, trained and row_trained) for piece, trained in pieces]
 

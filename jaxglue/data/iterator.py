@@ -10,7 +10,7 @@ import grain
 import numpy as np
 from jaxtyping import Int
 
-from jaxglue.data.batch import Batch, TokenDataset, build_batch
+from jaxglue.data.batch import Batch, TokenDataset
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import batch_kind, segment_bucket
@@ -52,17 +52,17 @@ class _Steps:
         micro_batches = rows.reshape(self.gradient_accumulation_steps, self.process_count, -1)
         documents = self.plan.documents[slice(*self.plan.bounds[np.minimum(rows[[0, -1]] + [0, 1], self.plan.rows)])]
         return Step(
-            micro_batches=tuple(map(self._own_rows, micro_batches)),
+            micro_batches=tuple(self._own_rows(rows, documents) for rows in micro_batches),
             tokens=int(self.dataset.lengths[documents].sum()),
             targets=int(self.dataset.targets[documents].sum()),
         )
 
-    def _own_rows(self, rows: Int[np.ndarray, "processes B"]) -> Batch:
+    def _own_rows(self, rows: Int[np.ndarray, "processes B"], step: Int[np.ndarray, "documents"]) -> Batch:
         """Build this process's rows of a micro-batch; the rows of all processes decide on its kind."""
-        return build_batch(
-            self.dataset,
+        return self.dataset.build_batch(
             self.plan,
             rows[self.process_index],
+            step,
             seq_len=self.seq_len,
             max_segments=self.max_segments,
             kind=batch_kind([self.dataset.lengths[self.plan.row(row)] for row in rows.ravel()], self.max_segments),

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.answer_selection import select_answers
+from jaxglue.data.answer_task import AnswerTask
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
 from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
@@ -101,6 +103,7 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
     progress: DataProgress | None = None,
+    task: AnswerTask | None = None,
 ) -> PreparedData:
     """Read, template, tokenize, mask, truncate and split the data, on the host only.
 
@@ -109,6 +112,7 @@ def prepare_data(
         tokenizer: of the model; adopts `config.chat_template`, so that generation and export agree with training.
         vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
         progress: shows hashing, tokenizing and packing; by default nothing does.
+        task: treatment of preference data; None for supervised training.
 
     Raises:
         ValueError: unusable data, naming file and line where possible.
@@ -117,7 +121,7 @@ def prepare_data(
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     progress = progress or NoProgress()
     groups = [
-        [_select(source, config, tokenizer, vocab_size, progress) for source in sources]
+        [_select(source, config, tokenizer, vocab_size, progress, task) for source in sources]
         for sources in filter(None, (config.sources, config.eval_sources))
     ]
     parts = [join_selections([selection for _, selection in group]) for group in groups]
@@ -148,9 +152,12 @@ def _select(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     progress: DataProgress,
+    task: AnswerTask | None,
 ) -> tuple[Tokenized, Selection]:
-    tokenized = tokenize(source, config, tokenizer, progress)
+    tokenized = tokenize(source, config, tokenizer, progress, preferences=task is not None)
     _check_vocabulary(tokenized.store, vocab_size)
+    if task is not None:
+        return tokenized, select_answers(tokenized.store, config, source, task)
     return tokenized, select_documents(tokenized.store, config, source)
 
 

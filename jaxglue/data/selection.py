@@ -10,7 +10,7 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
 from jaxglue.data.readers import read_rows
 from jaxglue.data.sources import Source
-from jaxglue.data.store import TokenStore, join_stores
+from jaxglue.data.store import TokenStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def select_documents(store: TokenStore, config: DataConfig, source: Source) -> S
     """
     overlong = np.flatnonzero(store.lengths > config.seq_len)
     if len(overlong) and config.overlong == "error":
-        raise _overlong_error(store, config, source, int(overlong[0]))
+        raise overlong_error(config, source, int(overlong[0]), int(store.lengths[overlong[0]]))
     lengths = np.minimum(store.lengths, config.seq_len)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
@@ -52,18 +52,9 @@ def join_selections(selections: Sequence[Selection]) -> Selection:
     """Concatenate the documents of several sources."""
     if len(selections) == 1:
         return selections[0]
-    datasets = [selection.dataset for selection in selections]
-    firsts = np.cumsum([0, *(len(dataset.store.lengths) for dataset in datasets)])
-    documents = [dataset.documents + first for dataset, first in zip(datasets, firsts[:-1], strict=True)]
+    first, *others = (selection.dataset for selection in selections)
     return Selection(
-        dataset=TokenDataset(
-            store=join_stores([dataset.store for dataset in datasets]),
-            documents=np.concatenate(documents),
-            lengths=np.concatenate([dataset.lengths for dataset in datasets]),
-            targets=np.concatenate([dataset.targets for dataset in datasets]),
-            sources=np.repeat(np.arange(len(datasets)), [len(dataset) for dataset in datasets]),
-            passes=(1.0,) * len(datasets),
-        ),
+        dataset=replace(first, **first.joined(others)),
         truncated=sum(selection.truncated for selection in selections),
         dropped=sum(selection.dropped for selection in selections),
     )
@@ -88,16 +79,14 @@ def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selec
 
 
 def _part(selection: Selection, chosen: np.ndarray) -> Selection:
-    whole = selection.dataset
-    part = {name: getattr(whole, name)[chosen] for name in ("documents", "lengths", "targets")}
-    sources = None if whole.sources is None else whole.sources[chosen]
-    return Selection(dataset=replace(whole, sources=sources, **part), truncated=0, dropped=0)
+    return Selection(dataset=selection.dataset.select(chosen), truncated=0, dropped=0)
 
 
-def _overlong_error(store: TokenStore, config: DataConfig, source: Source, document: int) -> ValueError:
-    origin = next(islice(read_rows(source), document, None)).origin
+def overlong_error(config: DataConfig, source: Source, row: int, tokens: int) -> ValueError:
+    """Return the error for a row of more tokens than `seq_len`, with its origin."""
+    origin = next(islice(read_rows(source), row, None)).origin
     return ValueError(
-        f"{origin}: {store.lengths[document]} tokens, but seq_len={config.seq_len}: raise --seq-len, shorten the row, "
+        f"{origin}: {tokens} tokens, but seq_len={config.seq_len}: raise --seq-len, shorten the row, "
         "or choose --overlong truncate or drop"
     )
 

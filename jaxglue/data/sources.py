@@ -9,7 +9,16 @@ from jaxglue.config import Config, Kind, PositiveFloat, Range, nearest, plain_fi
 
 HUB_PREFIX = "hf:"
 Format = Literal[
-    "auto", "messages", "conversations", "prompt_completion", "alpaca", "alpaca_chat", "question_answer", "text"
+    "auto",
+    "messages",
+    "conversations",
+    "prompt_completion",
+    "alpaca",
+    "alpaca_chat",
+    "question_answer",
+    "text",
+    "preference",
+    "labelled",
 ]
 LossOn = Literal["assistant", "all"]
 

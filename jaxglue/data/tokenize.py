@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import batched, chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import detect_format
+from jaxglue.data.preference import KEYS, detect_preference
 from jaxglue.data.progress import Advance, DataProgress
 from jaxglue.data.readers import data_files, hub_fingerprint, read_rows
 from jaxglue.data.sources import HUB_PREFIX, Source
@@ -45,20 +47,25 @@ class Tokenized:
 
 
 def tokenize(
-    source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, progress: DataProgress
+    source: Source,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: DataProgress,
+    *,
+    preferences: bool = False,
 ) -> Tokenized:
-    """Tokenize a source, or open the cached result.
+    """Tokenize a source, or open the cached result; rows of preference data become two documents each.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
-    folder = Path(config.cache_dir) / _cache_key(digests, source, tokenizer)
+    folder = Path(config.cache_dir) / _cache_key(digests, source, tokenizer, preferences)
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config.workers, tokenizer, progress)
+        _write(folder, source, config.workers, tokenizer, progress, preferences)
 
     store, damage = open_or_write(folder, write)
     format = store.info["format"]
@@ -71,10 +78,12 @@ def _write(
     workers: int | None,
     tokenizer: PreTrainedTokenizerBase,
     progress: DataProgress,
+    preferences: bool,
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
-    format = _find_format(head, source)
+    format = _find_format(head, source, detect_preference if preferences else detect_format)
+    _check_format(format, source, preferences)
     encoder = Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system)
     workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
@@ -82,13 +91,19 @@ def _write(
         write_store(folder, _metered(encoded, advance), format=format)
 
 
-def _find_format(head: list[Row], source: Source) -> str:
+def _check_format(format: str, source: Source, preferences: bool) -> None:
+    if (format in KEYS) != preferences:
+        remedy = f"use one of {', '.join(KEYS)}, or auto" if preferences else "choose an --objective such as dpo or kto"
+        raise ValueError(f"{source}: format {format!r} does not fit the objective: {remedy}")
+
+
+def _find_format(head: list[Row], source: Source, detect: Callable[[Any], str]) -> str:
     if not head:
         raise ValueError(f"the data set is empty: no rows in {source}")
     if source.format != "auto":
         return source.format
     try:
-        return detect_format(head[0].value)
+        return detect(head[0].value)
     except ValueError as error:
         raise ValueError(f"{head[0].origin}: {error}") from error
 
@@ -145,11 +160,13 @@ def _metered(chunks: Iterable[tuple[Encoded, float]], advance: Advance) -> Itera
         yield chunk
 
 
-def _cache_key(digests: list[tuple[str, str]], source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+def _cache_key(
+    digests: list[tuple[str, str]], source: Source, tokenizer: PreTrainedTokenizerBase, preferences: bool
+) -> str:
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
     settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
-    return content_key(_VERSION, files, *settings, *model)
+    return content_key(_VERSION, files, *settings, *model, *(["preferences"] if preferences else []))
 
 
 def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jaxglue.data.answers import PROMPT, sum_parts
 from jaxglue.data.batch import Batch
 from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.host_table import needed_rows
@@ -16,8 +17,9 @@ from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
-from jaxglue.ops.cross_entropy import linear_cross_entropy
+from jaxglue.ops.cross_entropy import linear_cross_entropy, linear_log_probs, log_sum_squares
 from jaxglue.ops.rope import rope_tables
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
@@ -41,6 +43,9 @@ class EntryHead(Protocol):
     def loss(self, trainable: Params, frozen: Params, x, batch: Any, scale) -> Array:
         """Return scale · Σ loss of the last layer's output."""
 
+    def with_reference(self, trainable: Params, frozen: Params, x, batch: Any) -> Any:
+        """Return the batch with what a loss needs of a reference's last output; called with reference layers only."""
+
     def head_backward(self, trainable: Params, frozen: Params, x, batch: Any, scale, sums: Params) -> tuple:
         """Return (loss, dx, the head's entries of `sums` plus gradients)."""
 
@@ -58,19 +63,22 @@ class EmbedHead:
         dtype,
         attention: str,
         router_losses: RouterLosses | None = None,
+        objective: PreferenceLoss | None = None,
         layout: Layout = SINGLE_DEVICE,
     ):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
-        self._router_losses, self._layout = router_losses, layout
+        self._router_losses, self._objective, self._layout = router_losses, objective, layout
         self._head_parts = ("norm", "embed_tokens" if graphdefs.lm_head is None else "lm_head")
         self._embed_program = jit_step(self._embed)
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
         self._loss_program = jit_step(self._loss)
+        self._log_probs_program = jit_step(self._log_probs)
         self._head_backward_program = jit_step(self._head_backward, donate_argnames=("x", "accumulated"))
         self.programs = (
             self._embed_program,
             self._embed_backward_program,
             self._loss_program,
+            self._log_probs_program,
             self._head_backward_program,
         )
 
@@ -108,6 +116,18 @@ class EmbedHead:
     ) -> Float[Array, "..."]:
         """Return scale · Σ loss of the last layer's output; on a mesh, every device's share of it."""
         return self._loss_program(self._head(trainable), self._head(frozen), x, _shared(batch), scale)
+
+    def answer_log_probs(
+        self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
+    ) -> Float[Array, "B U 2"]:
+        """Return the log-probabilities of a batch's answers from the last layer's output."""
+        return self._log_probs_program(self._head(trainable), self._head(frozen), x, _shared(batch))
+
+    def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
+        """Return the batch with the answers' log-probabilities under a reference, from its last layer's output."""
+        assert batch.answers is not None
+        reference = self.answer_log_probs(trainable, frozen, x, batch)
+        return replace(batch, answers=replace(batch.answers, reference=reference))
 
     def head_backward(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale, sums: Params
@@ -147,7 +167,8 @@ class EmbedHead:
         moe = self._config.moe
         if self._router_losses is None or moe is None or scale is None:
             return None
-        share = scale * psum(batch.loss_weights.sum(), *BATCH_AXES) / sum(moe.sparse_layers)
+        terms = batch.loss_weights if batch.answers is None else batch.answers.used
+        share = scale * psum(terms.sum(), *BATCH_AXES) / sum(moe.sparse_layers)
         return RouterLosses(*(share * coefficient for coefficient in self._router_losses))
 
     def _embed_backward(self, trainable: Params, batch: Batch, dx, accumulated: Params | None) -> Params:
@@ -173,8 +194,8 @@ class EmbedHead:
 
         def program(weights, x, batch, scale):
             trainable, frozen = gather(layout, weights, stored)
-            loss = self._local_loss(trainable, frozen, x, batch, scale)
-            return stack(layout, divide_equally(loss, "tensor"))
+            _, values = self._local_loss(trainable, frozen, x, batch, scale)
+            return stack(layout, divide_equally(values, "tensor"))
 
         specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
@@ -184,11 +205,11 @@ class EmbedHead:
         grad_specs = layout.grad_specs(trainable)
 
         def program(weights, x, batch, scale, accumulated):
-            differentiate = jax.value_and_grad(self._local_loss, argnums=(0, 2))
-            loss, (gradients, dx) = differentiate(*gather(layout, weights, stored), x, batch, scale)
+            differentiate = jax.value_and_grad(self._local_loss, argnums=(0, 2), has_aux=True)
+            (_, values), (gradients, dx) = differentiate(*gather(layout, weights, stored), x, batch, scale)
             gradients = reduce_scatter_grads(layout, gradients, stored[0])
-            loss = stack(layout, divide_equally(loss, "tensor"))
-            return loss, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
+            values = stack(layout, divide_equally(values, "tensor"))
+            return values, dx, {name: add_trees(accumulated[name], gradients[name]) for name in self._head_parts}
 
         sum_specs = {name: None if accumulated[name] is None else grad_specs[name] for name in self._head_parts}
         specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec(), sum_specs)
@@ -196,14 +217,40 @@ class EmbedHead:
         arguments = (trainable, frozen), x, batch, scale, accumulated
         return per_device(program, layout.mesh, specs, results)(*arguments)
 
-    def _local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale):
-        """Return scale · Σ loss of this device's rows."""
+    def _log_probs(self, trainable: Params, frozen: Params, x, batch: Batch):
+        layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
+
+        def program(weights, x, batch):
+            trainable, frozen = gather(layout, weights, stored)
+            log_probs, _ = self._token_log_probs(*self._output(trainable, frozen, x), batch)
+            return sum_parts(log_probs, batch.answers)[..., :PROMPT]
+
+        specs = (stored, layout.batch_spec, layout.batch_spec)
+        return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
+
+    def _output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Float[Array, "V D"]]:
+        """Return the normed hidden states of all tokens, and the output projection."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        flat = norm(x).reshape(-1, x.shape[-1])
-        targets = batch.targets.ravel(), batch.loss_weights.ravel()
-        loss = linear_cross_entropy(flat, output.weight[...], *targets, fp8=self._config.fp8_head)
-        return loss * scale
+        return norm(x).reshape(-1, x.shape[-1]), output.weight[...]
+
+    def _local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale) -> tuple[Array, Array]:
+        """Return scale · Σ loss of this device's rows, and the same followed by an objective's metrics."""
+        hidden, weight = self._output(trainable, frozen, x)
+        if self._objective is None:
+            targets = batch.targets.ravel(), batch.loss_weights.ravel()
+            loss = linear_cross_entropy(hidden, weight, *targets, fp8=self._config.fp8_head) * scale
+            return loss, loss
+        values = self._objective(*self._token_log_probs(hidden, weight, batch), batch) * scale
+        return values[0], values
+
+    def _token_log_probs(self, hidden, weight, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
+        """Return the targets' log-probabilities and, for an objective that weighs by it, their alignment."""
+        tokens = hidden, weight, batch.targets.ravel(), batch.loss_weights.ravel()
+        log_probs = linear_log_probs(*tokens).reshape(batch.targets.shape)
+        if self._objective is None or not self._objective.needs_alignment:
+            return log_probs, None
+        return log_probs, log_probs - log_sum_squares(hidden, weight, tokens[3]).reshape(batch.targets.shape)
 
 
 def _shared(batch: Batch) -> Batch:

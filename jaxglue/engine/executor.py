@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.embed_head import EmbedHead, EntryHead
+from jaxglue.engine.embed_head import EntryHead
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer, Residuals
-from jaxglue.models.config import DecoderConfig
-from jaxglue.models.context import PackedContext, RouterLosses
-from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, set_part
+from jaxglue.models.context import PackedContext
+from jaxglue.models.parameters import ParamKey, Params, set_part
 from jaxglue.ops.collectives import per_device
 from jaxglue.sharding.gather import gather, merge_gathered, select_to_gather, sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
@@ -53,6 +52,8 @@ class LayerExecutor:
         policy: remat policy of all layers, or one for each.
         layout: of the model's arrays.
         stream_weights: the layers' frozen weights are in pinned host memory.
+        reference: layers of a reference on the same frozen weights, each run where the model's layer runs; their last
+            output enters the batch by `EntryHead.with_reference`.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
             and layers one after another; None chooses (`default_prefetch_depth`).
 
@@ -69,6 +70,7 @@ class LayerExecutor:
         policy: RematPolicy | Sequence[RematPolicy],
         layout: Layout = SINGLE_DEVICE,
         stream_weights: bool = False,
+        reference: Sequence[nnx.GraphDef] | None = None,
         prefetch_depth: int | None = None,
     ):
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
@@ -78,6 +80,9 @@ class LayerExecutor:
         types = list(zip(layers, policies, strict=True))
         self._layer_types = {kind: LayerFunctions(*kind, layout) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
+        reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
+        self._reference = None if reference is None else [reference_types[layer] for layer in reference]
+        self._reference_types = list(reference_types.values())
         self._stream_weights = stream_weights
         self._prefetch_depth = (
             transfer.default_prefetch_depth(stream_weights) if prefetch_depth is None else prefetch_depth
@@ -87,7 +92,7 @@ class LayerExecutor:
             transfer.check_pinned_memory(jax.local_devices()[0])
         self._zero_partials = jax.jit(partial(zero_partials, layout))
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
-        self._sum_loss = jax.jit(jnp.sum, out_shardings=layout.sharding(PartitionSpec()))
+        self._sum_loss = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.sharding(PartitionSpec()))
         self._gather = jax.jit(self._gather_weights)
 
     def loss_and_gradients(
@@ -137,18 +142,32 @@ class LayerExecutor:
     def loss(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, ""]:
         """Return Σ loss over one batch, not divided by its weight; keep nothing for a backward pass."""
         trainable, frozen = transfer.commit((trainable, frozen))
-        (x,) = deque(self.hidden_states(trainable, frozen, batch), maxlen=1)
+        if self._needs_reference(batch):
+            z = self.last_output(trainable, frozen, batch, reference=True)
+            batch = self._entry_head.with_reference(trainable, frozen, z, batch)
+        x = self.last_output(trainable, frozen, batch)
         return self._total_loss(self._entry_head.loss(trainable, frozen, x, batch, np.float32(1)))
 
-    def hidden_states(self, trainable: Params, frozen: Params, batch: Batch) -> Iterator[Float[Array, "B T D"]]:
-        """Yield the embedded tokens of a batch, then the output of each layer."""
+    def last_output(
+        self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
+    ) -> Float[Array, "B T D"]:
+        """Return the output of the last layer, or of the reference's."""
+        (x,) = deque(self.hidden_states(trainable, frozen, batch, reference=reference), maxlen=1)
+        return x
+
+    def hidden_states(
+        self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
+    ) -> Iterator[Float[Array, "B T D"]]:
+        """Yield the embedded tokens of a batch, then the output of each layer, or of the reference's layers."""
+        layers = self._reference if reference and self._reference is not None else self._layers
         x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
         yield x
         running = self._run_ahead()
         stored = self._stored_weights(trainable, frozen)
         gathered = self._gather_first(stored)
-        for layer, context in zip(self._layers, contexts, strict=True):
+        for layer, context in zip(layers, contexts, strict=True):
             weights = merge_gathered(gathered, stored.take())
+            weights = ({}, weights[1]) if reference else weights
             x, gathered = layer.apply(*weights, x, context, select_to_gather(self._layout, stored.following))
             if self._stream_weights:
                 running.add(x)
@@ -158,7 +177,7 @@ class LayerExecutor:
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
         programs: list[Any] = list(self._entry_head.programs)
-        for layer in self._layer_types.values():
+        for layer in [*self._layer_types.values(), *self._reference_types]:
             programs += [layer.forward, layer.backward, layer.apply]
         return sum(program._cache_size() for program in programs)
 
@@ -171,9 +190,12 @@ class LayerExecutor:
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
-        x, saved = self._forward(trainable, frozen, x, contexts)
+        z = x if self._needs_reference(batch) else None
+        x, saved, z = self._forward(trainable, frozen, x, contexts, z)
+        if z is not None:
+            batch = self._entry_head.with_reference(trainable, frozen, z, batch)
         loss, dx, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
-        del x
+        del x, z
         entry = self._entry_head.entry
         entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
@@ -182,8 +204,13 @@ class LayerExecutor:
         finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
 
-    def _forward(self, trainable, frozen, x, contexts: list[PackedContext]) -> tuple[Array, list[SavedLayer]]:
-        """Run all layers; start offloading each one's residuals as soon as it is dispatched."""
+    def _needs_reference(self, batch: Batch) -> bool:
+        return self._reference is not None and (batch.answers is None or batch.answers.reference is None)
+
+    def _forward(
+        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None
+    ) -> tuple[Array, list[SavedLayer], Array | None]:
+        """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched."""
         saved: list[SavedLayer] = []
         running = self._run_ahead()
         stored = self._stored_weights(trainable, frozen)
@@ -192,13 +219,15 @@ class LayerExecutor:
             weights = merge_gathered(gathered, stored.take())
             to_gather = select_to_gather(self._layout, stored.following)
             y, residuals, gathered = layer.forward(*weights, x, contexts[i], to_gather)
+            if z is not None and self._reference is not None:
+                z, _ = self._reference[i].apply({}, weights[1], z, contexts[i])
             stored_weights = trainable["layers"][i], frozen["layers"][i]
             saved.append(self._offload(i, SavedLayer(weights, x, residuals), stored_weights))
             if self._uses_host:
                 running.add((saved[-1].x, saved[-1].residuals.offloaded))
             x = y
             del weights, y, residuals  # free this layer's buffers before the next copy is requested
-        return x, saved
+        return x, saved, z
 
     def _backward(self, saved: list[SavedLayer], contexts, dx, sums: list[Params | None], finish: Update) -> Array:
         """Return the gradient to the first layer's input; empty `saved` and `sums` on the way."""
@@ -263,36 +292,3 @@ class LayerExecutor:
         """Pop the last layer and start its copies from the host."""
         layer = saved.pop()
         return transfer.to_device(layer) if self._uses_host else layer
-
-
-class Executor(LayerExecutor):
-    """Compute loss and gradients of a causal language model.
-
-    Args:
-        graphdefs: modules of `split_model`.
-        config: the model's shape.
-        policy: remat policy of all layers, or one for each.
-        dtype: of activations and matmuls.
-        attention: attention backend.
-        router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
-            disables them. Their gradients are added to the loss's, their values are not.
-        mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
-        options: of `LayerExecutor`.
-    """
-
-    def __init__(
-        self,
-        graphdefs: ModelGraphDefs,
-        config: DecoderConfig,
-        *,
-        policy: RematPolicy | Sequence[RematPolicy],
-        dtype=jnp.bfloat16,
-        attention: str = "auto",
-        router_losses: RouterLosses | None = None,
-        mesh: Mesh | None = None,
-        **options: Any,
-    ):
-        layout = Layout(mesh, dtype)
-        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "router_losses": router_losses}
-        embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
-        super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)

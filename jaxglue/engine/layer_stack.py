@@ -168,6 +168,9 @@ class _EntryHead:
     def loss(self, trainable: Params, frozen: Params, x: Array, batch: Any, scale) -> Array:
         return self._loss_program(trainable["head"], frozen["head"], x, batch, scale)
 
+    def with_reference(self, trainable: Params, frozen: Params, x: Array, batch: Any) -> Any:
+        raise NotImplementedError("a stack of own layers has no reference")
+
     def head_backward(self, trainable: Params, frozen: Params, x: Array, batch: Any, scale, sums: Params) -> tuple:
         arguments = trainable["head"], frozen["head"], x, batch, scale, sums["head"]
         loss, dx, gradients = self._head_backward_program(*arguments)

@@ -1,5 +1,6 @@
 """Model folders in Hugging Face's layout: config.json, and safetensors streamed to and from parameters."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,11 +18,9 @@ from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
 from jaxglue.ops.quant.formats import Quantized
 
-"""Default shard size in bytes, as in transformers."""
-
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 5
-_READERS = 4
+_READERS = min(16, os.cpu_count() or 1)
 """Tensors read concurrently."""
 
 

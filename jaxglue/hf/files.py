@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Limit of a safetensors file of a model folder."""
+"""Default size of a model folder's shards in bytes, as in transformers."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Metadata of packed rows, built once per batch on the host and used by every layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,10 @@ FEW_DOCUMENTS = 4
 class PackedSegments:
     """Bounds of the segments in packed rows: B rows, T tokens in a row, S segment slots.
 
-    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`. One scalar load then gives a
-    kernel its range of tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries before
-    `ends[n - 1]`.
+    A key `k` is visible to a query `q` when `max(starts[q], q - window + 1) <= k <= q`, and it is not in the gap
+    `gap_starts[q] <= k < gap_ends[q]` of a forked segment, where a window counts positions. One scalar load then gives
+    a kernel its range of tiles: queries from `m` on need keys from `starts[m]` on, keys before `n` need queries before
+    `ends[n - 1]`, or the largest in a tile of forked segments.
     """
 
     segment_ids: Int[Array, "B T"]
@@ -36,6 +37,10 @@ class PackedSegments:
     """Segment boundaries; unused slots repeat the number of real tokens in the row."""
     long: bool = field(default=False, metadata={"static": True})
     """Most visible pairs are in long documents; decides on attention's kernels."""
+    gap_starts: Int[Array, "B T"] | None = None
+    """In forked segments (`pack_forks`), the first key that a query does not see; None where no segment forks."""
+    gap_ends: Int[Array, "B T"] | None = None
+    """The key after the last that it does not see: those before are the other branch's."""
 
 
 def segment_bucket(count: int) -> int:
@@ -102,6 +107,40 @@ def pack_segments(
     fields["positions"] = np.where(fields["segment_ids"] > 0, positions, 0).astype(np.int32)
     fields["cu_seqlens"] = bounds.astype(np.int32)
     return PackedSegments(**fields, long=long)
+
+
+Fork = tuple[int, int, int]
+"""Tokens of a common beginning, of a first and of a second continuation."""
+
+
+def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: int | None = None) -> PackedSegments:
+    """Build the metadata, in numpy, of rows whose segments have two continuations of one beginning.
+
+    Both continuations see the beginning, at the same positions after it, and not each other. A beginning's `ends` are
+    the segment's, a continuation's its own.
+
+    Args:
+        rows: segments of each row, in order, laid out as beginning, first, second; a part may have no token.
+        seq_len, max_segments: of `pack_segments`.
+
+    Raises:
+        ValueError: as `pack_segments`.
+    """
+    lengths = [[sum(fork) for fork in row] for row in rows]
+    slots = segment_bucket(max_segments or max(map(len, rows), default=0))
+    whole = pack_segments(lengths, seq_len=seq_len, kind=BatchKind(False, slots))
+    ends, positions = np.array(whole.ends), np.array(whole.positions)
+    gap_starts, gap_ends = np.zeros((2, *ends.shape), np.int32)
+    for b, row in enumerate(rows):
+        for start, (shared, first, second) in zip(np.asarray(whole.cu_seqlens)[b], row, strict=False):
+            fork = start + shared
+            middle, stop = fork + first, fork + first + second
+            ends[b, fork:middle] = middle
+            positions[b, middle:stop] -= first
+            gap_starts[b, middle:stop], gap_ends[b, middle:stop] = fork, middle
+    gap_ends[np.asarray(whole.segment_ids) == 0] = seq_len
+    fields: dict[str, Any] = {"ends": ends, "positions": positions, "gap_starts": gap_starts, "gap_ends": gap_ends}
+    return replace(whole, **fields)
 
 
 def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:

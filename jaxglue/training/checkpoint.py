@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,7 +18,9 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.training.array_checks import check_arrays
+from jaxglue.training.differences import check_fingerprint
 from jaxglue.training.durable import DurablePath
+from jaxglue.training.orbax_errors import quiet_orbax, reason_of
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class Restored(NamedTuple):
     """The JSON values given to `save`."""
     step: int
     """Optimizer steps done."""
+    fingerprint: dict[str, Any]
+    """That of the run which saved it."""
 
 
 class _Manager(ocp.CheckpointManager):
@@ -87,7 +90,7 @@ class Checkpoints:
             temporary_path_class=DurablePath,
         )
         self._quiet = contextlib.ExitStack()
-        self._quiet.enter_context(_quiet_orbax())
+        self._quiet.enter_context(quiet_orbax())
         self._manager = _Manager(self._folder, options=options)
 
     def save(self, step: int, state: PyTree, host: Mapping[str, Any], *, eval_loss: float | None = None) -> None:
@@ -138,19 +141,42 @@ class Checkpoints:
         """
         damaged: list[int] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
-            signed = self._read(step, "meta", ocp.args.JsonRestore(), _check_meta)
-            if signed is not None:
-                meta = signed["content"]
-                check_fingerprint(meta["fingerprint"], self._fingerprint)
-                args = ocp.args.StandardRestore(abstract_state)
-                state = self._read(step, "state", args, partial(_check_digests, meta["arrays"]))
-                if state is not None:
-                    self._rename(damaged, "damaged")
-                    return Restored(state, meta["host"], step)
+            if restored := self._restore(step, abstract_state):
+                self._rename(damaged, "damaged")
+                return restored
             damaged.append(step)
         if damaged:
             raise ValueError(f"none of the checkpoints {damaged} in {self._folder} can be read: start a new run")
         return None
+
+    def restore_best(self, abstract_state: PyTree) -> Restored:
+        """Read the checkpoint with the lowest eval loss.
+
+        Args:
+            abstract_state: as for `restore_latest`.
+
+        Raises:
+            ValueError: no checkpoint has an eval loss, or the best one is damaged.
+        """
+        self.wait()
+        losses = {step: found for step in self._manager.all_steps() if (found := self._manager.metrics(step))}
+        if not losses:
+            raise ValueError(f"no checkpoint in {self._folder} has an eval loss: use --keep last")
+        best = min(losses, key=lambda step: (_eval_loss(losses[step]), step))
+        if restored := self._restore(best, abstract_state):
+            return restored
+        raise ValueError(f"the best checkpoint, of step {best}, is damaged: use --keep last")
+
+    def _restore(self, step: int, abstract_state: PyTree) -> Restored | None:
+        """Read one checkpoint; None if it is damaged."""
+        signed = self._read(step, "meta", ocp.args.JsonRestore(), check_meta)
+        if signed is None:
+            return None
+        meta = signed["content"]
+        check_fingerprint(meta["fingerprint"], self._fingerprint)
+        args = ocp.args.StandardRestore(abstract_state)
+        state = self._read(step, "state", args, partial(check_digests, meta["arrays"]))
+        return None if state is None else Restored(state, meta["host"], step, meta["fingerprint"])
 
     @property
     def latest_step(self) -> int | None:
@@ -199,7 +225,7 @@ class Checkpoints:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
-            reason = _reason(error)
+            reason = reason_of(error)
         reasons = list(filter(None, self._processes.all_gather_object(reason)))
         if not reasons:
             try:
@@ -232,7 +258,7 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free / 1e9
             raise OSError(
-                f"the checkpoint of step {step} could not be written to {self._folder}: {_reason(error)} "
+                f"the checkpoint of step {step} could not be written to {self._folder}: {reason_of(error)} "
                 f"({free:.2f} GB free). Earlier checkpoints are intact: {sorted(self._manager.all_steps())}. "
                 "Make room, then continue with --resume."
             ) from error
@@ -250,7 +276,8 @@ def _signed(content: dict[str, Any]) -> dict[str, Any]:
     return {"content": content, "digest": _digest(content)}
 
 
-def _check_meta(meta: Any) -> None:
+def check_meta(meta: Any) -> None:
+    """Raise `ValueError` if a checkpoint's settings and position differ from their digest."""
     if not isinstance(meta, dict) or meta.keys() != {"content", "digest"} or _digest(meta["content"]) != meta["digest"]:
         raise ValueError("its settings and position differ from their digest")
 
@@ -259,42 +286,8 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _check_digests(saved: Mapping[str, str], state: PyTree) -> None:
+def check_digests(saved: Mapping[str, str], state: PyTree) -> None:
+    """Raise `ValueError` naming the first array that differs from its digest."""
     found = {name: check.digest for name, check in check_arrays(state).items()}
     if wrong := [name for name in {**saved, **found} if saved.get(name) != found.get(name)]:
         raise ValueError(f"{len(wrong)} of {len(found)} arrays differ from their digests, the first of them {wrong[0]}")
-
-
-def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise `ValueError` naming each entry that differs between the saved run and the resumed one."""
-    current = json.loads(json.dumps(current))
-    differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
-    if differing:
-        lines = (f"  {key}: saved {saved.get(key)!r}, now {current.get(key)!r}" for key in differing)
-        raise ValueError(
-            "cannot resume, this run differs from the one that wrote the checkpoint:\n"
-            + "\n".join(lines)
-            + "\nUse the saved values, or start a new run in another output folder."
-        )
-
-
-def _reason(error: Exception) -> str:
-    """Shorten an error to its cause, without the paths that the storage library adds."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)", str(error), maxsplit=1)[0]
-    return message.rpartition(": ")[2][:200] or type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Silence Orbax's background threads, which log tracebacks of errors that it raises anyway."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

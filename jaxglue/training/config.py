@@ -9,8 +9,9 @@ from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage
-from jaxglue.training.optimizer_config import LEARNING_RATES, OptimizerConfig
+from jaxglue.training.optimizer_config import LEARNING_RATES, PREFERENCE_RATES, OptimizerConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -166,6 +167,11 @@ class RunConfig(Config):
     """Optimizer steps between checkpoints; by default as many as between evaluations."""
     keep_checkpoints: Annotated[PositiveInt, Alias("save_total_limit")] = 2
     """Latest checkpoints to keep, besides the best one; at least 2, as the latest may precede a divergence."""
+    keep: Annotated[Literal["last", "best", "both"], Alias("load_best_model_at_end", values={True: "best"})] = "last"
+    """Weights to export at the end: those of the last step, those with the lowest eval loss, or both (the best in
+    `adapter` or `model`, the last in `adapter-last` or `model-last`)."""
+    early_stopping: Annotated[PositiveInt, Alias("early_stopping_patience")] | None = None
+    """Evaluations in a row without a lower eval loss after which the run ends."""
     on_spike: Literal["nothing", "skip", "rewind"] = "nothing"
     """When loss or gradient norm of a step is a spike: leave out its update; or also return to the last checkpoint's
     weights and go on with the rows after it. The host then waits for each step."""
@@ -180,7 +186,7 @@ class RunConfig(Config):
     profile: NonNegativeInt = 0
     """Steps to trace with the JAX profiler, after the first three."""
     sample_prompt: tuple[str, ...] = ()
-    """Prompts to answer before and after training."""
+    """Prompts to answer before and after training, and at each evaluation."""
     sample_tokens: PositiveInt = 48
     """Longest answer to a sample prompt, in tokens."""
     compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")
@@ -202,6 +208,7 @@ class TrainConfig(Config):
 
     model: ModelConfig
     data: DataConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -210,16 +217,27 @@ class TrainConfig(Config):
     def validate(self) -> None:
         """Settle the learning rate of the method; refuse sample prompts on weights in host memory."""
         if self.optimizer.learning_rate is None:
-            optimizer = replace(self.optimizer, learning_rate=LEARNING_RATES[self.model.method])
+            optimizer = replace(self.optimizer, learning_rate=self.default_learning_rate)
             object.__setattr__(self, "optimizer", optimizer)
         if self.run.on_spike != "nothing" and self.optimizer.update_in_backward:
             raise ValueError(
                 f"--on-spike {self.run.on_spike} decides before the update, and --update-in-backward updates before "
                 "the gradient norm is known: leave one out"
             )
+        if self.objective.objective != "sft" and self.model.fp8_head:
+            raise ValueError(f"--fp8-head is for --objective sft, not {self.objective.objective}: leave it out")
+        if not (self.data.eval_data or self.data.eval_fraction):
+            for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
+                if given:
+                    raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
+
+    @property
+    def default_learning_rate(self) -> float:
+        """Return the learning rate of the method and the objective where none is given."""
+        return (LEARNING_RATES if self.objective.objective == "sft" else PREFERENCE_RATES)[self.model.method]
 
     @property
     def shared(self) -> "TrainConfig":

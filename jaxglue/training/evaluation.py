@@ -1,16 +1,18 @@
 """Evaluation between steps: loss on held-out data, and load of experts."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.executor import Executor
+from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.expert_load import ExpertLoadProbe
+from jaxglue.training.reference import preference_loss
 from jaxglue.training.setup import Setup
 
 
@@ -26,14 +28,30 @@ class Evaluation:
 
     def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
         self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
+        self._objective = preference_loss(setup.config)
         self._probe = None if setup.model.moe is None else probe
         self.best: tuple[float, int] | None = None
         """The lowest loss on held-out data, and its step."""
+        self.since_best = 0
+        """Evaluations since then."""
+        self._patience = setup.config.run.early_stopping
 
     @property
     def is_needed(self) -> bool:
         """Whether the run has held-out data or routers."""
         return self._batches is not None or self._probe is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `--early-stopping` ends the run."""
+        return self._patience is not None and self.since_best >= self._patience
+
+    @property
+    def why_stale(self) -> str:
+        """The reason of an early end, for the user."""
+        loss, step = self.best or (math.nan, 0)
+        count = f"{self.since_best} evaluations" if self.since_best > 1 else "1 evaluation"
+        return f"stopped early: no eval loss below {loss:.4f}, of step {step:,}, in {count}"
 
     def read(self, step: int, trainable: Params, frozen: Params, last_batch: Batch | None) -> dict[str, float]:
         """Return `eval_loss`, the mean per held-out target token, and expert load, where the run has them.
@@ -46,10 +64,25 @@ class Evaluation:
         values = {}
         if self._batches is not None:
             losses = [self._executor.loss(trainable, frozen, place_batch(batch, self._mesh)) for batch in self._batches]
-            loss = values["eval_loss"] = float(np.sum(jax.device_get(losses))) / self._batches.targets
-            if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
-                self.best = (loss, step)
+            means: Any = np.sum(jax.device_get(losses), 0) / self._batches.targets
+            loss = values["eval_loss"] = float(np.ravel(means)[0])
+            if self._objective is not None:
+                values |= {f"eval_{name}": float(value) for name, value in self._objective.metrics(means).items()}
+            self._count(loss, step)
         if self._probe is not None:
             batch = last_batch if self._batches is None else next(iter(self._batches))
             values |= self._probe.read(trainable, frozen, place_batch(batch, self._mesh))
         return values
+
+    def _count(self, loss: float, step: int) -> None:
+        self.since_best += 1
+        if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
+            self.best, self.since_best = (loss, step), 0
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the best loss, and the evaluations since, as JSON."""
+        return {"best_eval": self.best, "since_best": self.since_best}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from `get_state`."""
+        self.best, self.since_best = state["best_eval"] and tuple(state["best_eval"]), state.get("since_best", 0)

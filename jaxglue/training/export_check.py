@@ -22,6 +22,7 @@ from jaxglue.hf.export_check import (
     rounding_limit,
 )
 from jaxglue.models import config_from_hf
+from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, hf_name
 from jaxglue.training.setup import Setup
 
@@ -49,7 +50,7 @@ def check_export(
     lora = setup.config.model.method == "lora"
     adapter = load_adapter(result) if lora else None
     if adapter is not None:
-        _require_equal(adapter, setup, trainable)
+        require_equal(adapter, setup.config.lora, trainable)
     if setup.mesh.devices > 1 or setup.remat.stream_weights or setup.workload.host_embeddings:
         return None
     rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
@@ -81,7 +82,8 @@ def _with_values(trainable: Params, adapter: Adapter) -> Params:
     return jax.tree_util.tree_map_with_path(value, trainable)
 
 
-def _require_equal(adapter: Adapter, setup: Setup, trainable: Params) -> None:
+def require_equal(adapter: Adapter, lora: LoraConfig, trainable: Params) -> None:
+    """Raise `ValueError` unless an adapter's files hold the trained tensors, and the scales of their configuration."""
     trained = flatten_names(trainable)
     if differing := sorted(trained.keys() ^ adapter.tensors.keys()):
         raise ValueError(f"{adapter.folder} lacks, or adds, {differing[0]}; the export failed")
@@ -89,7 +91,7 @@ def _require_equal(adapter: Adapter, setup: Setup, trainable: Params) -> None:
         if tensor.is_fully_addressable and not np.array_equal(adapter.tensors[name], np.asarray(tensor)):
             raise ValueError(f"{adapter.folder}: {name} differs from the trained one; the export failed")
     for path in adapter.modules:
-        if adapter.config.scale_of(path) != setup.config.lora.scale_of(path):
+        if adapter.config.scale_of(path) != lora.scale_of(path):
             raise ValueError(f"{adapter.folder}: the scale of {path} differs from the trained one; the export failed")
 
 

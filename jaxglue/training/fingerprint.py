@@ -22,9 +22,14 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "dtype": str(config.model.compute_dtype),
         "adapter": config.model.adapter and str(config.model.adapter),
         "lora": groups["lora"] if config.model.method == "lora" else None,
+        "objective": None if config.objective.objective == "sft" else groups["objective"],
         "optimizer": groups["optimizer"],
         "steps": setup.total_steps,
-        "batch": [config.run.gradient_accumulation_steps, config.run.batch_size, config.data.seq_len],
+        "batch": {
+            "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
+            "batch_size": config.run.batch_size,
+            "seq_len": config.data.seq_len,
+        },
     }
 
 

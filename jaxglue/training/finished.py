@@ -24,9 +24,13 @@ def _finished_summary(setup: Setup) -> dict[str, Any] | None:
     values = read_json(path)
     if values.pop("fingerprint", None) != json.loads(json.dumps(fingerprint(setup))):
         return None
+    run = setup.config.run
+    if (values.pop("keep", "last"), values.pop("early_stopping", None)) != (run.keep, run.early_stopping):
+        return None
     try:
         summary = read_summary(values)
         summary_rows(summary)
-        return values if summary.steps >= setup.total_steps and Path(summary.adapter or "").is_dir() else None
+        at_end = summary.steps >= setup.total_steps or summary.stopped_early
+        return values if at_end and Path(summary.adapter or "").is_dir() else None
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is damaged: delete it, and --resume writes it again") from None

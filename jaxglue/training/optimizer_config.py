@@ -8,6 +8,8 @@ from jaxglue.ops.choices import MomentFormat
 
 LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
 """Peak learning rates by training method."""
+PREFERENCE_RATES = {"lora": 5e-6, "full": 5e-7}
+"""Those of objectives that compare answers, as in TRL's and Zephyr's recipes."""
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "float32"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "8bit"),

@@ -19,11 +19,11 @@ _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
 _WRITTEN = (
     *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "loss.png"),
-    *("adapter", "base", "model", "checkpoints", "tensorboard", "profile"),
+    *("adapter", "adapter-last", "base", "model", "model-last", "checkpoints", "tensorboard", "profile"),
     *(_OWNER, _LOCK, MANIFEST),
 )
 """Everything that a run writes at the top of its folder."""
-_REPLACED_WHOLE = ("base", "checkpoints", "model")
+_REPLACED_WHOLE = ("base", "checkpoints", "model", "model-last")
 """Folders in which a run deletes and replaces folders."""
 _SHARED_SECONDS = 15
 """Time for another host to see a file of process 0."""

@@ -14,7 +14,7 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.optimizer_config import LEARNING_RATES, warmup_steps
+from jaxglue.training.optimizer_config import warmup_steps
 from jaxglue.training.setup import Setup
 
 _STORED = {
@@ -51,7 +51,9 @@ def plan_rows(setup: Setup) -> dict[str, object]:
 
 def _optimizer(setup: Setup) -> str:
     optimizer, method = setup.config.optimizer, setup.config.model.method
-    default = f" (default of --method {method})" if optimizer.learning_rate == LEARNING_RATES[method] else ""
+    default = (
+        f" (default of --method {method})" if optimizer.learning_rate == setup.config.default_learning_rate else ""
+    )
     rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
     return f"AdamW, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 

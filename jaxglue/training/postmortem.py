@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxglue.data.iterator import Step
@@ -12,6 +11,7 @@ from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.training.array_checks import non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.metrics import Diverged
+from jaxglue.training.result import abstract_state
 from jaxglue.training.setup import Setup
 from jaxglue.training.train_step import TrainStep
 
@@ -79,7 +79,7 @@ class Postmortem:
     def _return_to(self, step: int) -> bool:
         """Bring model and batches to the state after `step` steps; return whether it is near enough."""
         model, batches = self._model, self._setup.batches
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model.state())
+        abstract = abstract_state(model.state())
         begin = self._checkpoints.latest_step or 0
         if not begin <= step <= begin + _MOST_STEPS:
             return False

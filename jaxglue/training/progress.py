@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+_SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "KL"}
+"""Metrics of an objective on a line, and their names there."""
 _NOTABLE_WAIT = 0.01
 """Share of time spent waiting for data above which it is shown."""
 
@@ -29,6 +31,8 @@ class StepReport:
     memory_gb: float
     data_wait: float
     """Share of time spent waiting for a batch, 0–1."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Those of the objective, by TRL's names."""
 
 
 class TrainingProgress:
@@ -93,6 +97,7 @@ def format_report(report: StepReport, seconds_left: float | None) -> str:
     """Format a step's values on one line, the most important first: a narrow terminal cuts off the end."""
     parts = [
         f"loss {report.loss:.4f}",
+        *(f"{name} {report.metrics[key]:.3g}" for key, name in _SHOWN.items() if key in report.metrics),
         f"{format_duration(seconds_left)} left" if seconds_left is not None else "",
         f"{report.tokens_per_second:,.0f} tokens/s",
         f"epoch {report.epoch:.2f}",

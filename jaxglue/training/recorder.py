@@ -13,6 +13,9 @@ from jaxglue.training.setup import Setup
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.throughput import Meter, memory_use
 
+_REPORTED = {"loss", "learning_rate", "grad_norm"}
+"""Values of every step; others are an objective's metrics."""
+
 
 class Recorder:
     """Records the steps of a run, in their order.
@@ -61,6 +64,7 @@ class Recorder:
                 report = self._report(result.step, values)
                 progress.report(result.step, report)
                 values = dataclasses.asdict(report)
+                values |= values.pop("metrics")
         loggers.log(result.step, values)
 
     def is_log_due(self, step: int) -> bool:
@@ -76,6 +80,6 @@ class Recorder:
 
     def _report(self, step: int, values: dict[str, Any]) -> StepReport:
         memory_gb, epoch = memory_use(jax.local_devices()).used / 1e9, step / self._steps_per_epoch
-        return StepReport(
-            **{"grad_norm": None, **values}, **self.meter.read()._asdict(), memory_gb=memory_gb, epoch=epoch
-        )
+        known = {"grad_norm": None, **{name: values[name] for name in values.keys() & _REPORTED}}
+        metrics = {name: value for name, value in values.items() if name not in _REPORTED}
+        return StepReport(**known, **self.meter.read()._asdict(), memory_gb=memory_gb, epoch=epoch, metrics=metrics)

@@ -1,7 +1,6 @@
 """One run, from its loaded weights to the exported result."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation
 from jaxglue.training.expert_load import ExpertLoadProbe
-from jaxglue.training.export_check import check_export
 from jaxglue.training.failed_step import save_step
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
@@ -27,6 +25,8 @@ from jaxglue.training.postmortem import Postmortem
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import TrainingProgress
 from jaxglue.training.recorder import Recorder
+from jaxglue.training.result import Result, ResultWriter, abstract_state
+from jaxglue.training.resuming import resume_notes
 from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.samples import Samples
 from jaxglue.training.setup import Setup
@@ -35,7 +35,6 @@ from jaxglue.training.startup import StartupTimer
 from jaxglue.training.summary import RunSummary, print_panel, summary_json, summary_rows
 from jaxglue.training.throughput import memory_use
 from jaxglue.training.train_step import TrainStep
-from jaxglue.training.weights import export_result
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
@@ -68,6 +67,7 @@ class Trainer:
         self._evaluation = Evaluation(setup, self._model.executor, probe, mesh)
         self._samples = Samples(setup, self._model.graphdefs, folder if processes.is_main else None, console)
         self._recorder = Recorder(setup, timer)
+        self._result = ResultWriter(setup, self._model, self._output, processes, console)
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
         self._spikes = None if self._run.on_spike == "nothing" else Spikes(self._run.spike_sigma)
@@ -78,8 +78,8 @@ class Trainer:
         with self._output.replacing(), self._open_checkpoints() as checkpoints:
             if self._run.resume:
                 self._resume(checkpoints)
-            if self._model.step == self._setup.total_steps:
-                return self._finish(begun)
+            if self._has_ended:
+                return self._finish(begun, checkpoints)
             if self._processes.is_main:
                 self._output.begin(to_toml(self._setup.config.shared))
             if self._model.step == 0:
@@ -90,10 +90,14 @@ class Trainer:
                 self._interrupt,
             ):
                 self._train(checkpoints, loggers)
-        if self._model.step < self._setup.total_steps:
-            self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
-            return None
-        return self._finish(begun)
+            if self._has_ended:
+                return self._finish(begun, checkpoints)
+        self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
+        return None
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._model.step == self._setup.total_steps or self._evaluation.is_stale
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -137,16 +141,20 @@ class Trainer:
                 profiler.before(self._model.step + 1)
                 in_flight.add(self._dispatch_step(checkpoints, progress))
                 stop = self._must_stop()
-                evaluate = self._evaluation.is_needed and self._is_due(eval_every)
+                look = self._is_due(eval_every)
+                evaluate = self._evaluation.is_needed and look
                 save = stop or self._is_due(save_every)
-                drain = evaluate or save or not self._recorder.has_compiled
+                drain = look or save or not self._recorder.has_compiled
                 for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
                     self._recorder.record(result, done, loggers, progress)
                 with self._recorder.meter.paused():
                     eval_loss = self._evaluate(loggers, progress) if evaluate else None
+                    if look and self._model.step < total:
+                        self._answer_samples(f"step {self._model.step} of")
                     # Only after the finite checks, so a diverged step is never saved.
-                    if save:
+                    if save or self._must_keep:
                         self._save(checkpoints, eval_loss)
+                stop = stop or self._evaluation.is_stale
 
     def _open_loggers(self) -> Loggers:
         return open_loggers(self._folder, resume_step=self._model.step) if self._processes.is_main else Loggers()
@@ -170,7 +178,7 @@ class Trainer:
         values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
         saved = checkpoints.latest_step if self._run.on_spike == "rewind" else None
         if saved is not None:
-            abstract = _abstract(self._model.state())
+            abstract = abstract_state(self._model.state())
             self._model.release()
             restored = checkpoints.restore_latest(abstract)
             assert restored is not None
@@ -185,6 +193,13 @@ class Trainer:
             return False
         self._interrupt.number = max(self._processes.all_gather_object(self._interrupt.number))
         return bool(self._interrupt.number)
+
+    @property
+    def _must_keep(self) -> bool:
+        """Whether this step has the best weights, to be exported, or ends the run early."""
+        best = self._evaluation.best
+        is_best = self._run.keep != "last" and best is not None and best[1] == self._model.step
+        return is_best or self._evaluation.is_stale
 
     def _is_due(self, every: int) -> bool:
         return self._model.step % every == 0 or self._model.step == self._setup.total_steps
@@ -206,7 +221,7 @@ class Trainer:
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host = {
             "batches": self._setup.batches.get_state(),
-            "best_eval": self._evaluation.best,
+            **self._evaluation.get_state(),
             "first_loss": self._recorder.first_loss,
             "last_loss": self._recorder.last_loss,
             "spikes": self._spikes and self._spikes.get_state(),
@@ -217,41 +232,36 @@ class Trainer:
             raise Diverged(self._model.step, f"after its update {error}") from error
 
     def _resume(self, checkpoints: Checkpoints) -> None:
-        restored = checkpoints.restore_latest(_abstract(self._model.state()))
+        restored = checkpoints.restore_latest(abstract_state(self._model.state()))
         if restored is None:
             self._console.print("no checkpoint yet: starting from step 0", highlight=False)
             return
-        host = restored.host
+        host, notes = restored.host, list(resume_notes(self._setup, restored))
         self._model.restore(restored.state, restored.step)
         self._setup.batches.set_state(host["batches"])
-        self._evaluation.best = host["best_eval"] and tuple(host["best_eval"])
+        self._evaluation.set_state(host)
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
         if self._spikes and host.get("spikes"):
             self._spikes.set_state(host["spikes"])
-        self._console.print(f"resumed from step {restored.step}", highlight=False)
+        for note in notes:
+            self._console.print(note, markup=False, highlight=False)
 
-    def _finish(self, begun: float) -> RunSummary:
-        """Answer samples, export the result and write curve and summary; `begun` is the start, `time.monotonic`."""
-        is_main = self._processes.is_main
+    def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
+        """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
+        _, best_step = self._evaluation.best or (None, None)
+        if self._evaluation.is_stale:
+            self._console.print(self._evaluation.why_stale, highlight=False)
+        result = self._result.write(checkpoints, best_step, self._last_batch)
         self._answer_samples("after")
-        with self._output.writing(*(("base", "adapter") if self._setup.config.model.method == "lora" else ("model",))):
-            result = export_result(self._setup, self._model.trainable, self._model.frozen, self._folder, write=is_main)
-            if is_main:
-                self._check_export(result)
         summary = self._summarize(result, time.monotonic() - begun)
-        if is_main:
+        if self._processes.is_main:
             save_loss_curve(summary.metrics, summary.curve)
-            write_json(self._folder / "summary.json", summary_json(summary) | {"fingerprint": self._identity})
+            asked = {"keep": self._run.keep, "early_stopping": self._run.early_stopping}
+            write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
         return summary
 
-    def _check_export(self, result: Path) -> None:
-        model = self._model
-        check = check_export(self._setup, model.graphdefs, model.trainable, model.frozen, result, self._last_batch)
-        if check is not None:
-            self._console.print(f"{result}: {check}", highlight=False)
-
-    def _summarize(self, result: Path, seconds: float) -> RunSummary:
+    def _summarize(self, result: Result, seconds: float) -> RunSummary:
         recorder, speed = self._recorder, self._recorder.meter.total()
         best_loss, best_step = self._evaluation.best or (None, None)
         assert recorder.first_loss is not None and recorder.last_loss is not None
@@ -266,13 +276,12 @@ class Trainer:
             peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
             seconds=seconds,
             startup_seconds=self._timer.stages,
-            adapter=result,
+            adapter=result.path,
+            adapter_step=result.step,
+            last_adapter=result.last,
+            stopped_early=self._evaluation.why_stale if self._evaluation.is_stale else None,
             checkpoints=self._folder / "checkpoints",
             metrics=self._folder / "metrics.jsonl",
             curve=self._folder / "loss.png",
             skipped_steps=self._spikes.steps if self._spikes else [],
         )
-
-
-def _abstract(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

@@ -1,4 +1,4 @@
-"""Answers to sample prompts before and after training."""
+"""Answers to sample prompts before and after training, and at each evaluation."""
 
 import json
 from pathlib import Path

@@ -69,13 +69,15 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
     config = with_global_batch(config)
-    model = _read_model(config)
+    model = read_model(config)
     config, adapter = read_start(config, model)
     if not config.model.random_weights:
         open_checkpoint(config.model.folder)
     tokenizer = load_tokenizer(config.model.folder)
     with processes.main_process_first():
-        data = prepare_data(config.data, tokenizer, model.vocab_size, DataProgress() if processes.is_main else None)
+        progress = DataProgress() if processes.is_main else None
+        task = config.objective.task(shared_prompt=False)
+        data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
     lengths = sample_lengths(data.train.lengths)
     mesh, remat = agree_on_mesh(config, model, lengths, processes)
     batches, eval_batches = _make_batches(config, data, mesh)
@@ -94,7 +96,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     )
 
 
-def _read_model(config: TrainConfig) -> DecoderConfig:
+def read_model(config: TrainConfig) -> DecoderConfig:
     """Return the model's shape, as its experts and linear layers are stored in this run."""
     raw = read_config(config.model.folder)
     model = config_from_hf(raw)

@@ -35,6 +35,12 @@ class RunSummary:
     checkpoints: Path | None
     metrics: Path
     curve: Path
+    adapter_step: int | None = None
+    """Step whose weights `adapter` holds; None is the last."""
+    last_adapter: Path | None = None
+    """Folder of the last step's weights, where `adapter` holds the best."""
+    stopped_early: str | None = None
+    """Why the run ended before its last step."""
     skipped_steps: list[int] = field(default_factory=list)
     """Steps whose update was left out as a spike's."""
 
@@ -61,11 +67,17 @@ def summary_rows(summary: RunSummary) -> dict[str, object]:
         "MFU": summary.mfu if summary.mfu is None else f"{summary.mfu:.1%}",
         "peak memory": f"{summary.peak_memory_gb:.1f} GB",
         "time": format_duration(summary.seconds),
-        "adapter": summary.adapter,
+        "stopped early": summary.stopped_early,
+        "adapter": _of_step(summary.adapter, summary.adapter_step),
+        "last adapter": _of_step(summary.last_adapter, summary.steps),
         "checkpoints": summary.checkpoints,
         "metrics": summary.metrics,
         "loss curve": summary.curve,
     }
+
+
+def _of_step(folder: Path | None, step: int | None) -> str | None:
+    return None if folder is None else f"{folder}" + (f" (step {step:,})" if step is not None else "")
 
 
 def summary_json(summary: RunSummary) -> dict[str, object]:
@@ -76,5 +88,5 @@ def summary_json(summary: RunSummary) -> dict[str, object]:
 
 def read_summary(values: Mapping[str, Any]) -> RunSummary:
     """Return the results that `summary_json` wrote."""
-    paths = ("adapter", "checkpoints", "metrics", "curve")
-    return RunSummary(**{**values, **{name: values[name] and Path(values[name]) for name in paths}})
+    paths = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
+    return RunSummary(**{**values, **{name: Path(values[name]) for name in paths if values.get(name)}})

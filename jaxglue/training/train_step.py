@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.engine.executor import Executor, Update
+from jaxglue.engine.executor import Update
 from jaxglue.engine.layer_errors import layer_errors
+from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.quant.fp8 import expand_products
 from jaxglue.sharding.mesh import place_batch
@@ -20,6 +21,7 @@ from jaxglue.sharding.rules import Layout
 from jaxglue.training.fp8_check import expand_inaccurate
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.reference import preference_loss, reference_layers
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
 
@@ -40,6 +42,7 @@ class TrainStep:
         self._setup, self._config, self._mesh = setup, setup.config, mesh
         self.layout = Layout(mesh, setup.config.model.compute_dtype)
         self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
+        self._objective = preference_loss(setup.config)
         self.executor = Executor(
             self.graphdefs,
             setup.model,
@@ -48,6 +51,8 @@ class TrainStep:
             attention=setup.remat.attention,
             stream_weights=setup.remat.stream_weights,
             router_losses=setup.config.model.router_losses,
+            objective=self._objective,
+            reference=reference_layers(setup, self.graphdefs, self.trainable, self.frozen),
             mesh=mesh,
         )
         self._optimizer = Optimizer(setup.config.optimizer, setup.total_steps, self.layout)
@@ -112,20 +117,21 @@ class TrainStep:
 
     def visit_gradients(self, batch: Step, visit: Update) -> jax.Array:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
-        return self.executor.loss_and_update(*self._arguments(batch), visit, self._dropout_key())
+        return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._dropout_key()))[0]
 
     def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
-        loss, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._dropout_key())
+        sums, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._dropout_key())
+        loss, metrics = self._divided(sums)
         if accepts is not None:
             norm = self._norm(gradients)
             if not accepts(self.step + 1, {"loss": float(loss), "grad_norm": float(norm)}):
                 skipped = {"grad_norm": norm, **self._optimizer.learning_rate(self.step), "skipped": jnp.int32(1)}
-                return loss, skipped
+                return loss, metrics | skipped
         self.trainable, self._optimizer_state, values = self._optimizer.update(
             self.trainable, self._optimizer_state, gradients, self.step
         )
-        return loss, values
+        return loss, metrics | values
 
     def _update_in_backward(self, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update each part as soon as its gradients exist; return the loss, and the learning rate."""
@@ -136,8 +142,13 @@ class TrainStep:
                     self.trainable, self._optimizer_state, key, gradient, self.step
                 )
 
-        loss = self.executor.loss_and_update(*self._arguments(batch), update_part, self._dropout_key())
-        return loss, self._optimizer.learning_rate(self.step)
+        values = self.executor.loss_and_update(*self._arguments(batch), update_part, self._dropout_key())
+        loss, metrics = self._divided(values)
+        return loss, metrics | self._optimizer.learning_rate(self.step)
+
+    def _divided(self, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return (loss, metrics of the objective)."""
+        return (loss, {}) if self._objective is None else (loss[0], self._objective.metrics(loss))
 
     def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
         return self.trainable, self.frozen, self.place(batch), float(batch.targets)

@@ -3,11 +3,12 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from transformers import PreTrainedTokenizerBase
 
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.transfer import commit, is_streamed, pinned_host
@@ -15,15 +16,33 @@ from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model, set_adapter
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.training.config import TrainConfig
 from jaxglue.training.setup import Setup
 from jaxglue.training.start_adapter import base_identity
 
 _MOST_KEPT = 2**30
 """Largest random model that is written beside its adapter, in bytes."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class Exportable(Protocol):
+    """The parts of a run that its exported weights need."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Return the run's settings."""
+
+    @property
+    def model(self) -> DecoderConfig:
+        """Return the model's shape."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, with the run's chat template."""
 
 
 def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
@@ -56,29 +75,39 @@ def layers_on_host(name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
 
 
-def export_result(setup: Setup, trainable: Params, frozen: Params, folder: Path, *, write: bool = True) -> Path:
-    """Write the adapter, or the whole model, into the run's folder; return its path.
+def export_result(
+    run: Exportable, trainable: Params, output: Path, kept_base: Path | None = None, *, write: bool = True
+) -> Path:
+    """Write the adapter, or the whole model, to a folder; return it.
 
-    An adapter on random weights comes with these as the folder `base`, if they are small and stored unquantized.
     All processes must call it, as each has a part of the arrays; one of them writes.
+
+    Args:
+        run: the weights' run.
+        trainable: its trained parameters.
+        output: the folder.
+        kept_base: folder of random base weights, from `keep_base`.
+        write: False on processes that only contribute their shards.
     """
-    tensors, base, config = flatten_names(trainable), setup.config.model.folder, setup.config
+    tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
     if config.model.method == "full":
         dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
-        save_model(folder / "model", tensors, base, dtype=dtype, write=write)
-        return folder / "model"
-    if drawn := _is_kept(setup, frozen):
-        save_model(folder / "base", flatten_names(frozen), base, write=write)
+        save_model(output, tensors, base, dtype=dtype, write=write)
+        return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
-        identity = identify(folder / "base") if drawn else base_identity(config, setup.model)
-        save_adapter(folder / "adapter", adapter, config.lora, folder / "base" if drawn else base, identity)
-        setup.tokenizer.save_pretrained(folder / "adapter")
-    return folder / "adapter"
+        identity = identify(kept_base) if kept_base else base_identity(config, run.model)
+        save_adapter(output, adapter, config.lora, kept_base or base, identity)
+        run.tokenizer.save_pretrained(output)
+    return output
 
 
-def _is_kept(setup: Setup, frozen: Params) -> bool:
-    """Tell whether a run writes its frozen weights, which no folder holds."""
+def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True) -> Path | None:
+    """Write an adapter's random base weights to a folder; None unless they are small and stored unquantized."""
     plain = not (setup.remat.stream_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
-    return setup.config.model.random_weights and plain and size <= _MOST_KEPT
+    random = setup.config.model.random_weights and setup.config.model.method == "lora"
+    if not (random and plain and size <= _MOST_KEPT):
+        return None
+    save_model(folder, flatten_names(frozen), setup.config.model.folder, write=write)
+    return folder

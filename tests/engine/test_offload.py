@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxglue.engine import transfer
-from jaxglue.engine.executor import Executor
+from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.engine.transfer import PINNED, prefetch
 

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
-from jaxglue.engine.executor import Executor
 from jaxglue.engine.layer_errors import layer_errors
+from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf

@@ -30,7 +30,7 @@ def test_a_head_in_fp8_is_planned_faster(tiny_config):
 
     def seconds(fp8_head):
         shape = replace(config, quantize="fp8", fp8_head=fp8_head)
-        work = Workload(config=shape, batch_size=1, seq_len=4096, lora=LoraConfig(), visible_keys=100)
+        work = Workload(config=shape, batch_size=1, seq_len=4096, lora=LoraConfig())
         return TracedModel(work, find_gpu("H200"), kernels=True).head.seconds
 
     assert 0.45 < seconds(True) / seconds(False) < 0.8

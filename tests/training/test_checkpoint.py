@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxglue.training import durable
-from jaxglue.training.checkpoint import Checkpoints, check_fingerprint
+from jaxglue.training.checkpoint import Checkpoints
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
 
@@ -49,7 +49,7 @@ def restore(folder, fingerprint=FINGERPRINT):
 
 def test_latest_checkpoint_is_restored_bit_for_bit(tmp_path):
     save_all(tmp_path, {1: None, 2: None})
-    state, host, step = restore(tmp_path)
+    state, host, step, _ = restore(tmp_path)
     assert_same(state, make_state(2))
     assert (host, step) == ({"epoch": 1.0}, 2)
 
@@ -91,7 +91,7 @@ def test_any_damaged_file_still_restores_a_whole_checkpoint(tmp_path, damage, ca
             (folder / file).write_bytes((folder / file).read_bytes()[: (folder / file).stat().st_size // 2])
         else:
             (folder / file).unlink()
-        state, _, step = restore(folder)
+        state, _, step, _ = restore(folder)
         assert_same(state, make_state(step))
         skipped += step == 1
     assert skipped >= 3, "array data, manifest and host state cannot all be spared"
@@ -113,7 +113,7 @@ def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):
         bit = rng.randrange(len(content) * 8)
         content[bit // 8] ^= 1 << bit % 8
         (folder / file).write_bytes(content)
-        state, host, step = restore(folder)
+        state, host, step, _ = restore(folder)
         assert_same(state, make_state(step))
         assert host == {"epoch": step / 2}
         fallen_back += step == 1
@@ -186,7 +186,18 @@ def test_resuming_another_run_names_the_difference(tmp_path, key, value):
         restore(tmp_path, FINGERPRINT | {key: value})
 
 
-def test_fingerprints_compare_as_json():
-    check_fingerprint({"columns": ["a"]}, {"columns": ("a",)})
-    with pytest.raises(ValueError, match="rank: saved None, now 8\nUse the saved values, or start a new run"):
-        check_fingerprint({}, {"rank": 8})
+def test_best_checkpoint_is_restored(tmp_path):
+    save_all(tmp_path, {1: 3.0, 2: 2.0, 3: 2.5, 4: None})
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        restored = checkpoints.restore_best(abstract(make_state(0)))
+    assert restored.step == 2
+    assert_same(restored.state, make_state(2))
+
+
+def test_best_checkpoint_needs_an_eval_loss(tmp_path):
+    save_all(tmp_path, {1: None})
+    with (
+        Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints,
+        pytest.raises(ValueError, match="use --keep last"),
+    ):
+        checkpoints.restore_best(abstract(make_state(0)))

@@ -16,7 +16,7 @@ from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.training import run as run_module
+from jaxglue.training import result as result_module
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.trainer import train
 from jaxglue.training.weights import export_result
@@ -68,7 +68,7 @@ def test_an_export_that_differs_fails(with_weights, tmp_path, monkeypatch):
         save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / TENSORS)
         return folder
 
-    monkeypatch.setattr(run_module, "export_result", damaged)
+    monkeypatch.setattr(result_module, "export_result", damaged)
     with pytest.raises(ValueError, match="differs from the trained one; the export failed"):
         train(with_weights(steps=1))
 

@@ -47,7 +47,7 @@ def test_run_learns_and_writes_its_results(make_config, tmp_path):
     assert (run / "checkpoints" / str(summary.steps)).is_dir()
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [
-        (step, prompt) for step in (0, summary.steps) for prompt in prompts
+        (step, prompt) for step in range(0, summary.steps + 1, summary.steps // 4) for prompt in prompts
     ]
     assert json.loads((run / "summary.json").read_text())["last_loss"] == summary.last_loss
 

@@ -20,7 +20,11 @@ def reference_attention(
     K = k.shape[2]
     q_index, k_index = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
     visible = (k_index <= q_index) & (k_index >= segments.starts[:, :, None])
-    if window is not None:
+    if segments.gap_starts is not None and segments.gap_ends is not None:
+        visible &= (k_index < segments.gap_starts[:, :, None]) | (k_index >= segments.gap_ends[:, :, None])
+        if window is not None:
+            visible &= segments.positions[:, None, :] > segments.positions[:, :, None] - window
+    elif window is not None:
         visible &= k_index > q_index - window
     visible = visible[:, None, None]
     grouped = q.reshape(B, T, K, N // K, H)

@@ -2,15 +2,25 @@
 
 from typing import Any
 
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
+from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import reference_cross_entropy
 from jaxglue.ops.cross_entropy.vjp import chunked_cross_entropy
 
-__all__ = ["CROSS_ENTROPY", "LOGITS_BYTES", "chunk_size", "linear_cross_entropy", "reference_cross_entropy"]
+__all__ = [
+    "CROSS_ENTROPY",
+    "LOGITS_BYTES",
+    "chunk_size",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "log_sum_squares",
+    "reference_cross_entropy",
+]
 
 LOGITS_BYTES = 2**30
 """Memory for the float32 logits of a chunk."""
@@ -63,6 +73,46 @@ def linear_cross_entropy(
         return fp8_cross_entropy(spec, x, weight, targets, loss_weights)
     spec = ChunkSpec(cross_entropy=kernels or reference_cross_entropy, chunk=chunk)
     return chunked_cross_entropy(spec, x, weight, targets, loss_weights)
+
+
+def linear_log_probs(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    counted: Float[Array, " M"],
+    chunk: int | None = None,
+    *,
+    backend: str = "auto",
+) -> Float[Array, " M"]:
+    """Return each token's counted · log softmax(x·Wᵀ)[target], float32.
+
+    The forward pass forms every token's gradient to `x` from its chunk's logits, which the backward pass scales by the
+    token's cotangent. Only a gradient to `weight` computes the logits again.
+
+    Args:
+        x: hidden states of M tokens, after the final norm.
+        weight: the output projection.
+        targets: the token to predict at each position.
+        counted: 1, or 0 for positions without a prediction. Not differentiated.
+        chunk: tokens whose logits exist at a time; `chunk_size` by default.
+        backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
+
+    Raises:
+        ValueError: a named backend that cannot serve.
+    """
+    return chunked_log_probs(_spec(x, weight, chunk, backend), x, weight, targets, counted)
+
+
+def log_sum_squares(
+    x: Float[Array, "M D"], weight: Float[Array, "V D"], counted: Float[Array, " M"], chunk: int | None = None
+) -> Float[Array, " M"]:
+    """Return each token's counted · log Σ softmax(x·Wᵀ)² over the vocabulary, float32, without a gradient."""
+    return chunked_log_sum_squares(_spec(x, weight, chunk, "reference"), x, lax.stop_gradient(weight), counted)
+
+
+def _spec(x: Array, weight: Array, chunk: int | None, backend: str) -> ChunkSpec:
+    cross_entropy = CROSS_ENTROPY.load(x.dtype, backend=backend) or reference_cross_entropy
+    return ChunkSpec(cross_entropy=cross_entropy, chunk=chunk or chunk_size(weight.shape[0]))
 
 
 def chunk_size(vocab_size: int) -> int:

@@ -1,0 +1,148 @@
+"""Selection of units of two answers: common beginnings, truncation, dropping."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.data.answer_dataset import AnswerDataset
+from jaxglue.data.answer_task import AnswerTask
+from jaxglue.data.config import DataConfig
+from jaxglue.data.selection import Selection, overlong_error
+from jaxglue.data.sources import Source
+from jaxglue.data.store import TokenStore
+
+
+class _Unit(NamedTuple):
+    document: int
+    prompt: int
+    """Tokens of the common beginning without its last."""
+    sizes: tuple[int, int]
+    second: int
+    desirable: bool
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """First and last trained tokens of every document of a store; −1 for documents without."""
+
+    firsts: Int[np.ndarray, "documents"]
+    lasts: Int[np.ndarray, "documents"]
+
+    @classmethod
+    def of(cls, store: TokenStore) -> "_Bounds":
+        trained = np.append(np.flatnonzero(store.mask), len(store.mask))
+        starts, ends = store.offsets[:-1], store.offsets[1:]
+        first, after = np.searchsorted(trained, starts), np.searchsorted(trained, ends)
+        some = after > first
+        return cls(
+            firsts=np.where(some, trained[first] - starts, -1), lasts=np.where(some, trained[after - 1] - starts, -1)
+        )
+
+
+def select_answers(store: TokenStore, config: DataConfig, source: Source, task: AnswerTask) -> Selection:
+    """Select the units whose answers have target tokens, fitted into a row.
+
+    A store has two documents for every row of the data: a preferred and another answer, one empty where the row has a
+    label. An overlong unit loses the ends of its answers, the longer one's first.
+
+    Raises:
+        ValueError: an overlong unit under `overlong='error'`, or no unit left.
+    """
+    bounds, seq_len = _Bounds.of(store), config.seq_len
+    candidates = list(_labelled(store, bounds) if task.labelled else _pairs(store, bounds))
+    rows = len(store.lengths) // 2
+    units, truncated = [], 0
+    for unit in candidates:
+        prompts = unit.prompt * (1 if task.shared_prompt else 2)
+        overlong = prompts + sum(unit.sizes) > seq_len
+        if overlong and config.overlong == "error":
+            raise overlong_error(config, source, unit.document // 2, prompts + sum(unit.sizes))
+        unit = unit._replace(sizes=_fitted(unit.sizes, seq_len - prompts))
+        if not _counts(store, unit) or (overlong and config.overlong == "drop"):
+            continue
+        units.append(unit)
+        truncated += overlong
+    if not units:
+        raise ValueError(
+            f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
+        )
+    expected = len(candidates) if task.labelled else rows
+    return Selection(dataset=_dataset(store, units, task), truncated=truncated, dropped=expected - len(units))
+
+
+def _pairs(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
+    for first in range(0, len(store.lengths), 2):
+        second = first + 1
+        begins = min(bounds.firsts[first], bounds.firsts[second])
+        if begins < 1:
+            continue
+        shared = _common(store, first, second, int(begins))
+        if shared:
+            sizes = tuple(int(bounds.lasts[document]) + 1 - shared for document in (first, second))
+            yield _unit(store, first, shared, sizes, int(store.offsets[second]) + shared, True)
+
+
+def _labelled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
+    """Yield every answer beside the previous row's, under its own prompt."""
+    documents = np.flatnonzero(bounds.firsts > 0)
+    for other, document in zip(np.roll(documents, 1), documents, strict=True):
+        shared = int(bounds.firsts[document])
+        sizes = (
+            int(bounds.lasts[document]) + 1 - shared,
+            int(bounds.lasts[other] + 1 - bounds.firsts[other]),
+        )
+        second = int(store.offsets[other] + bounds.firsts[other])
+        yield _unit(store, int(document), shared, sizes, second, document % 2 == 0)
+
+
+def _unit(store: TokenStore, document: int, shared: int, sizes, second: int, desirable: bool) -> _Unit:
+    return _Unit(document, shared - 1, sizes, second, bool(desirable))
+
+
+def _common(store: TokenStore, first: int, second: int, limit: int) -> int:
+    """Return the tokens, up to `limit`, with which two documents both begin."""
+    a, b = (store.tokens[start : start + limit] for start in store.offsets[[first, second]])
+    differing = np.flatnonzero(a != b)
+    return int(differing[0]) if len(differing) else limit
+
+
+def _counts(store: TokenStore, unit: _Unit) -> bool:
+    """Tell whether both answers have target tokens."""
+    starts = store.offsets[unit.document] + unit.prompt + 1, unit.second
+    return all(_counted(store, start, size) for start, size in zip(starts, unit.sizes, strict=True))
+
+
+def _counted(store: TokenStore, start: int, size: int) -> int:
+    return int(store.mask[np.arange(start, start + max(size, 0))].sum())
+
+
+def _fitted(sizes: tuple[int, int], room: int) -> tuple[int, int]:
+    """Shorten two sizes to a sum of `room`, the longer one first."""
+    first, second = sizes
+    if first + second <= room:
+        return sizes
+    half = room // 2
+    first = min(first, max(half, room - second))
+    return first, min(second, room - first)
+
+
+def _dataset(store: TokenStore, units: list[_Unit], task: AnswerTask) -> AnswerDataset:
+    prompts, sizes = np.array([u.prompt for u in units]), np.array([u.sizes for u in units])
+    documents = np.array([u.document for u in units])
+    answers = store.offsets[documents] + prompts + 1
+    counted = [_counted(store, start, size) for start, size in zip(answers, sizes[:, 0], strict=True)]
+    return AnswerDataset(
+        store=store,
+        documents=documents,
+        lengths=prompts * (1 if task.shared_prompt else 2) + sizes.sum(1),
+        targets=np.ones(len(units), np.int64),
+        task=task,
+        prompts=prompts,
+        sizes=sizes,
+        seconds=np.array([u.second for u in units]),
+        desirable=np.array([u.desirable for u in units]),
+        first_tokens=np.array(counted) + (prompts if task.prompt_loss else 0),
+    )

@@ -1,0 +1,14 @@
+"""Treatment of preference data by an objective."""
+
+from typing import NamedTuple
+
+
+class AnswerTask(NamedTuple):
+    """Treatment of preference data by an objective."""
+
+    labelled: bool = False
+    """Answers are judged one by one, each beside another prompt's answer (KTO)."""
+    shared_prompt: bool = True
+    """Rows hold a pair's prompt once."""
+    prompt_loss: bool = False
+    """The prompt's tokens count as a part of their own (ORPO)."""

@@ -1,0 +1,36 @@
+"""Data sets of answers that are compared, and their batches: a prompt's two answers share a place in a row."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
+"""Owners of counted tokens in a unit: the first answer, the second, their prompt; and their number."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Units of packed rows, each of two answers; U unit slots in a row."""
+
+    owners: Int32[Array, "B T"]
+    """PARTS · unit + part for counted tokens; PARTS · U for others."""
+    used: Float32[Array, "B U"]
+    """1 for a unit, 0 for an unused slot."""
+    desirable: Float32[Array, "B U"]
+    """1 where the first answer is a good one; 0 for a bad one of labelled data."""
+    token_weight: Float32[Array, "B U"]
+    """Units over tokens of first answers, of the whole step: turns sums of their log-probabilities into means."""
+    reference: Float32[Array, "B U 2"] | None = None
+    """The reference's log-probabilities of the answers; None until they are known."""
+
+
+def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B U PARTS"]:
+    """Sum values of tokens over the parts of every unit."""
+    rows, units = answers.used.shape
+    slots = units * PARTS + 1
+    flat = answers.owners + slots * jnp.arange(rows, dtype=jnp.int32)[:, None]
+    sums = jax.ops.segment_sum(values.ravel(), flat.ravel(), rows * slots)
+    return sums.reshape(rows, slots)[:, :-1].reshape(rows, units, PARTS)

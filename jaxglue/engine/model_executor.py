@@ -1,0 +1,61 @@
+"""The executor of a causal language model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jaxglue.data.batch import Batch
+from jaxglue.engine import transfer
+from jaxglue.engine.embed_head import EmbedHead
+from jaxglue.engine.executor import LayerExecutor
+from jaxglue.engine.policy import RematPolicy
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import RouterLosses
+from jaxglue.models.parameters import ModelGraphDefs, Params
+from jaxglue.objectives.preference import PreferenceLoss
+from jaxglue.sharding.rules import Layout
+
+
+class Executor(LayerExecutor):
+    """Compute loss and gradients of a causal language model.
+
+    Args:
+        graphdefs: modules of `split_model`.
+        config: the model's shape.
+        policy: remat policy of all layers, or one for each.
+        dtype: of activations and matmuls.
+        attention: attention backend.
+        router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
+            disables them. Their gradients are added to the loss's, their values are not.
+        objective: of answers, whose losses are followed by metrics, [1 + metrics]; None for the targets' cross-entropy.
+        mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
+        options: of `LayerExecutor`.
+    """
+
+    def __init__(
+        self,
+        graphdefs: ModelGraphDefs,
+        config: DecoderConfig,
+        *,
+        policy: RematPolicy | Sequence[RematPolicy],
+        dtype=jnp.bfloat16,
+        attention: str = "auto",
+        router_losses: RouterLosses | None = None,
+        objective: PreferenceLoss | None = None,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        layout = Layout(mesh, dtype)
+        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "router_losses": router_losses}
+        embed_head = EmbedHead(graphdefs, config, **shared, objective=objective, layout=layout)
+        self._embed_head = embed_head
+        super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
+
+    def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
+        """Return the log-probabilities of a batch's answers."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self._embed_head.answer_log_probs(trainable, frozen, x, batch)

@@ -1,0 +1,1 @@
+"""Objectives beyond supervised training: losses of answers' log-probabilities, and their configuration."""

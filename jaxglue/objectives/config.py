@@ -1,0 +1,75 @@
+"""Configuration of the objective, under TRL's names."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveFloat, Range
+from jaxglue.data.answer_task import AnswerTask
+
+Objective = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo"]
+LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]
+_FOR: dict[str, tuple[str, ...]] = {
+    "loss_type": ("dpo",),
+    "label_smoothing": ("dpo", "simpo"),
+    "rpo_alpha": ("dpo", "ipo", "simpo"),
+    "use_weighting": ("dpo", "ipo"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Objectives that read a setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Config):
+    """What training minimizes."""
+
+    objective: Annotated[Objective, Alias("rl", "pref_loss")] = "sft"
+    """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
+    KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734)."""
+    loss_type: LossType = "sigmoid"
+    """Form of DPO's loss: sigmoid; sigmoid_norm, of log-probabilities for each token; or another of TRL's."""
+    beta: Annotated[PositiveFloat, Alias("pref_beta", "rl_beta")] = 0.1
+    """Strength of the tie to the reference; IPO's τ, ORPO's λ, the scale of SimPO's rewards."""
+    label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
+    """Probability that a pair's order is wrong: conservative DPO, or loss_type robust or exo_pair."""
+    rpo_alpha: Annotated[NonNegativeFloat, Alias("pref_ftx", "cpo_alpha")] = 0.0
+    """Weight of the supervised loss of the preferred answers (RPO, arXiv 2404.19733)."""
+    use_weighting: Annotated[bool, Alias("dpo_use_weighting")] = False
+    """Weight a pair by the probabilities that the model gives its answers (WPO, arXiv 2406.11827)."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """Margin between the rewards of SimPO's answers."""
+    desirable_weight: Annotated[NonNegativeFloat, Alias("kto_chosen_weight")] = 1.0
+    """Weight of KTO's good answers."""
+    undesirable_weight: Annotated[NonNegativeFloat, Alias("kto_rejected_weight")] = 1.0
+    """Weight of KTO's bad answers."""
+    reference_cache: Annotated[
+        Literal["auto", "on", "off"], Alias("precompute_ref_log_probs", values={True: "on", False: "off"})
+    ] = "auto"
+    """Compute the reference's log-probabilities once and keep them on disk, or beside every step; auto takes the
+    faster, and the disk where the reference is not the frozen weights."""
+
+    def validate(self) -> None:
+        """Refuse settings that the objective does not read."""
+        for name, objectives in _FOR.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.objective not in objectives:
+                flag = name.replace("_", "-")
+                raise ValueError(
+                    f"--{flag} is for --objective {' or '.join(objectives)}, not {self.objective}: leave it out"
+                )
+
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            raise ValueError("--loss-type exo_pair needs --label-smoothing above 0, such as 0.001")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.objective in ("dpo", "ipo", "kto")
+
+    def task(self, *, shared_prompt: bool) -> AnswerTask | None:
+        """Return the treatment of preference data; None for supervised training."""
+        if self.objective == "sft":
+            return None
+        labelled, prompt_loss = self.objective == "kto", self.objective == "orpo"
+        return AnswerTask(labelled=labelled, shared_prompt=shared_prompt, prompt_loss=prompt_loss)

@@ -1,0 +1,91 @@
+"""Log-probabilities of target tokens chunk by chunk, with a gradient for each token."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
+from jaxglue.ops.cross_entropy.reference import token_losses
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_log_probs(
+    spec: ChunkSpec,
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    counted: Float[Array, " M"],
+) -> Float[Array, " M"]:
+    """See `linear_log_probs`."""
+    return _scan(spec, x, weight, targets, counted, x_needs_grad=False)[0]
+
+
+def _scan(spec: ChunkSpec, x, weight, targets, counted, *, x_needs_grad: bool) -> tuple[Array, Array | None]:
+    """Return (log-probabilities, each token's gradient of its own log-probability to x, None if not needed)."""
+    w = weight.astype(x.dtype)
+
+    def step(_, inputs):
+        x_chunk, target, count = inputs
+        logits = _logits(x_chunk, w)
+        if not x_needs_grad:
+            return None, (-count * token_losses(logits, target)[0], None)
+        losses, dlogits = spec.cross_entropy(logits, target, count, x.dtype)
+        return None, (-losses, -(dlogits @ w))
+
+    _, (log_probs, dx) = lax.scan(step, None, split_chunks(spec.chunk, x, targets, counted))
+    return log_probs.ravel()[: len(x)], None if dx is None else dx.reshape(-1, x.shape[1])[: len(x)]
+
+
+def _weight_gradient(spec: ChunkSpec, x, weight, targets, factors) -> Float[Array, "V D"]:
+    """Return Σ factors · d log-probability / d weight, from logits computed again."""
+    w = weight.astype(x.dtype)
+
+    def step(total, inputs):
+        x_chunk, target, factor = inputs
+        _, dlogits = spec.cross_entropy(_logits(x_chunk, w), target, -factor, x.dtype)
+        return total + lax.dot_general(
+            dlogits, x_chunk, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        ), None
+
+    return lax.scan(step, jnp.zeros(weight.shape, jnp.float32), split_chunks(spec.chunk, x, targets, factors))[0]
+
+
+def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array, " M"]:
+    """See `log_sum_squares`."""
+    w = weight.astype(x.dtype)
+
+    def step(_, inputs):
+        x_chunk, count = inputs
+        logits = _logits(x_chunk, w)
+        return None, count * (jax.nn.logsumexp(2 * logits, -1) - 2 * jax.nn.logsumexp(logits, -1))
+
+    return lax.scan(step, None, split_chunks(spec.chunk, lax.stop_gradient(x), counted))[1].ravel()[: len(x)]
+
+
+def _logits(x: Float[Array, "chunk D"], weight: Float[Array, "V D"]) -> Float[Array, "chunk V"]:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _forward(spec, x, weight, targets, counted):
+    arguments = x.value, weight.value, targets.value, counted.value
+    log_probs, dx = _scan(spec, *arguments, x_needs_grad=x.perturbed)
+    return log_probs, (dx, arguments if weight.perturbed else None)
+
+
+def _backward(spec, residuals, factors):
+    dx, arguments = residuals
+    if isinstance(factors, SymbolicZero):
+        return None, None, None, None
+    dx = None if dx is None else (dx * factors[:, None]).astype(dx.dtype)
+    if arguments is None:
+        return dx, None, None, None
+    x, weight, targets, counted = arguments
+    dweight = _weight_gradient(spec, x, weight, targets, factors * counted)
+    return dx, dweight.astype(weight.dtype), None, None
+
+
+chunked_log_probs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,130 @@
+"""Export of one checkpoint of a run that has finished, was interrupted or still trains."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.config import nearest
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.files import atomic_folder, require_empty
+from jaxglue.json_file import read_json
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.parameters import Params
+from jaxglue.recipe import load_config
+from jaxglue.training.checkpoint import check_digests, check_meta
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.export_check import require_equal
+from jaxglue.training.orbax_errors import quiet_orbax, reason_of
+from jaxglue.training.setup import read_model
+from jaxglue.training.weights import export_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """The parts of a run that its exported weights need."""
+
+    config: TrainConfig
+    model: DecoderConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def export_checkpoint(run: Path, which: str, output: Path) -> int:
+    """Write the adapter, or the whole model, of a checkpoint; return its step.
+
+    Args:
+        run: output folder of the run.
+        which: a step, "best" for the lowest eval loss, or "last".
+        output: absent or empty; it appears complete or not at all.
+
+    Raises:
+        ValueError: no such run or checkpoint, or a damaged one.
+        OSError: a failed write, such as on a full disk.
+    """
+    require_empty(output)
+    recipe = run / "config.toml"
+    if not recipe.is_file():
+        raise ValueError(f"{run} holds no run of jaxglue: name the --output of a training run with --run")
+    step = choose_step(run / "checkpoints", which)
+    trainable = read_trainable(run / "checkpoints" / str(step))
+    source = _read_run(load_config(TrainConfig, recipe))
+    base = run / "base"
+    with atomic_folder(output) as temporary:
+        export_result(source, trainable, temporary, base if base.is_dir() else None)
+        if source.config.model.method == "lora":
+            require_equal(load_adapter(temporary), source.config.lora, trainable)
+    return step
+
+
+def choose_step(checkpoints: Path, which: str) -> int:
+    """Return the step of a checkpoint: the given one, that with the lowest eval loss, or the last.
+
+    Raises:
+        ValueError: there is none; names those that exist.
+    """
+    steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
+    if not steps:
+        raise ValueError(f"{checkpoints} holds no checkpoint")
+    losses = {step: loss for step in steps if (loss := _eval_loss(checkpoints / str(step))) is not None}
+    listed = ", ".join(map(str, steps))
+    if which == "last":
+        return steps[-1]
+    if which == "best":
+        if not losses:
+            raise ValueError(f"--checkpoint best: none of the checkpoints {listed} has an eval loss; give a step")
+        return min(losses, key=lambda step: (losses[step], step))
+    if not which.isdecimal() or int(which) not in steps:
+        hint = nearest(which, ("best", "last"))
+        raise ValueError(f"--checkpoint {which}: {checkpoints} has {listed}; give one of these, best or last{hint}")
+    return int(which)
+
+
+def read_trainable(folder: Path) -> Params:
+    """Read the trained parameters of a checkpoint into host memory, without the optimizer's state.
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    folder = folder.absolute()
+    try:
+        with quiet_orbax():
+            meta = read_json(folder / "meta" / "metadata")
+            check_meta(meta)
+            state = {"trainable": _restore(folder / "state")}
+            saved = meta["content"]["arrays"]
+            check_digests({name: saved[name] for name in saved if name.startswith("trainable.")}, state)
+    except MemoryError:
+        raise
+    except Exception as error:  # Orbax raises a plain `Exception` for truncated array data
+        raise ValueError(f"the checkpoint {folder} is damaged: {reason_of(error)}") from error
+    return state["trainable"]
+
+
+def _restore(state: Path) -> Params:
+    host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        stored: Any = checkpointer.metadata(state).item_metadata.tree["trainable"]
+        shapes = jax.tree.map(lambda item: jax.ShapeDtypeStruct(item.shape, item.dtype, sharding=host), stored)
+        item = {"trainable": shapes}
+        options = ocp.checkpoint_utils.construct_restore_args(item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=options, partial_restore=True)
+        return checkpointer.restore(state, args=args)["trainable"]
+
+
+def _eval_loss(folder: Path) -> float | None:
+    path = folder / "metrics" / "metrics"
+    try:
+        return float(read_json(path)["eval_loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_run(config: TrainConfig) -> FinishedRun:
+    tokenizer = load_tokenizer(config.model.folder)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
+    return FinishedRun(config=config, model=read_model(config), tokenizer=tokenizer)

@@ -1,0 +1,61 @@
+"""Differences between the settings of a saved run and a resumed one, key by key."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.recipe import as_dict, read_tables
+from jaxglue.training.config import TrainConfig
+
+_MAY_CHANGE = ("steps",)
+"""Entries of a fingerprint in which a resumed run may differ: its length."""
+_PER_START = ("run.resume", "run.overwrite")
+"""Settings of one start of a run, not of the run."""
+_SHOWN = 80
+"""Longest value shown, in characters."""
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return "saved …, now …" for each entry in which two nested dictionaries differ, by dotted key."""
+    pairs = _differing(saved, json.loads(json.dumps(current)))
+    return {key: f"saved {_shown(old)}, now {_shown(new)}" for key, old, new in pairs}
+
+
+def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming each entry, other than the steps, in which a resumed run differs from the saved one."""
+    found = {key: text for key, text in differences(saved, current).items() if key not in _MAY_CHANGE}
+    if found:
+        raise ValueError(
+            "cannot resume, this run differs from the one that wrote the checkpoint:\n"
+            + "\n".join(f"  {key}: {text}" for key, text in found.items())
+            + "\nUse the saved values, or start a new run in another output folder."
+        )
+
+
+def changed_settings(recipe: Path, config: TrainConfig) -> dict[str, str]:
+    """Return the settings that differ from a run's `config.toml`; none if it cannot be read."""
+    try:
+        saved = read_tables(recipe)
+    except (OSError, ValueError):
+        return {}
+    found = differences(saved, as_dict(config.shared))
+    return {key: text for key, text in found.items() if key not in _PER_START}
+
+
+def _differing(
+    saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in {**saved, **current}:
+        old, new = saved.get(key), current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differing(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield prefix + key, old, new
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "given"
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
