@@ -23,7 +23,7 @@ def predict(case: dict, gpu: str) -> dict:
     work = replace(work, host_embeddings=case.get("embeddings") == "host")
     count = work.config.num_hidden_layers
     policies = parse_policies(case["remat"], count)
-    plan = Planner(work, find_gpu(gpu)).plan(policies, stream_weights=case["weights"] == "host")
+    plan = Planner(work, find_gpu(gpu)).plan(policies, weights=case["weights"])
     ms, gib = plan.seconds * 1e3, plan.device_bytes / GIB
     return {
         "gpu": gpu,

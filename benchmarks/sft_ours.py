@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, parse_policies
+from jaxglue.engine.residency import is_streamed
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import add_adapter, load_model
@@ -42,7 +44,7 @@ from jaxglue.planner.workload import Workload
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.optimizer_config import OptimizerConfig
 from jaxglue.training.startup import StartupTimer
-from jaxglue.training.weights import layers_on_host
+from jaxglue.training.weights import place_layers
 
 PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")
 
@@ -83,9 +85,9 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
     )
     planner = Planner(workload, device_gpu(jax.devices()[0]).limited(args.memory_limit), prefetch_depth=args.depth)
     if args.remat == AUTO:
-        stream = None if args.memory_limit else False
-        return planner.choose(host_memory=args.pinned_gib * GIB, stream_weights=stream)
-    return planner.plan(parse_policies(args.remat, config.num_hidden_layers), stream_weights=args.weights == "host")
+        weights = AUTO if args.memory_limit else args.weights
+        return planner.choose(host_memory=args.pinned_gib * GIB, weights=weights)
+    return planner.plan(parse_policies(args.remat, config.num_hidden_layers), weights=args.weights)
 
 
 class Run:
@@ -94,8 +96,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, config: DecoderConfig, plan: Plan | None, steps: int):
         cpu = jax.default_backend() == "cpu"
         dtype = np.dtype("float32") if cpu else jax.numpy.bfloat16
-        stream = plan is not None and plan.stream_weights
-        place = layers_on_host if stream else None
+        stream = plan is not None and is_streamed(plan.weights)
+        place = partial(place_layers, plan.weights) if plan is not None and stream else None
         model = load_model(args.model, dtype=dtype, quantize=storage(args), place=place)
         add_adapter(model, args.adapter)
         self._graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
@@ -225,7 +227,7 @@ def parse(flags: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--fp8-head", action="store_true", help="the output projection in FP8 too")
     parser.add_argument("--remat", default=AUTO)
-    parser.add_argument("--weights", choices=("device", "host"), default="device", help="where --remat is not auto")
+    parser.add_argument("--weights", default="device", help="where there is no --memory-limit")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--depth", type=int, help="layers that copies from the host are ahead")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans for")

@@ -28,6 +28,7 @@ from jaxglue.engine import transfer
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
+from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora_config import LoraConfig
@@ -65,7 +66,7 @@ def random_batch(tokens: int, vocab_size: int) -> Batch:
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
 
 
-def parameters(work: Workload, weights: str, embeddings: str = "device"):
+def parameters(work: Workload, weights: tuple[str, ...], embeddings: str = "device"):
     """Return (graphdefs, trainable, frozen) with random values, made layer by layer to bound GPU memory."""
     graphdefs, *trees = abstract_parts(work)
 
@@ -76,10 +77,9 @@ def parameters(work: Workload, weights: str, embeddings: str = "device"):
 
     out = []
     for number, tree in enumerate(trees):
-        host = weights == "host" and number == 1
         rest = fill({name: part for name, part in tree.items() if name != "layers"}, jax.random.key(number), False)
         layers = [
-            fill(layer, jax.random.key(100 + 2 * index + number), host and transfer.is_streamed(index))
+            fill(layer, jax.random.key(100 + 2 * index + number), number == 1 and weights[index] != DEVICE)
             for index, layer in enumerate(tree["layers"])
         ]
         out.append({**rest, "layers": layers})
@@ -118,8 +118,8 @@ def choose(args, work: Workload) -> dict:
     """Return the setting that `--remat auto` chooses under the memory limit, with its predicted time and memory."""
     gpu = device_gpu(jax.devices()[0]).limited(args.memory_limit)
     planner = Planner(replace(work, host_embeddings=args.embeddings == "host"), gpu)
-    plan = planner.choose(host_memory=args.pinned_gib * GIB, stream_weights=None if args.memory_limit else False)
-    args.remat, args.weights = plan.remat, "host" if plan.stream_weights else "device"
+    plan = planner.choose(host_memory=args.pinned_gib * GIB, weights=AUTO if args.memory_limit else DEVICE)
+    args.remat, args.weights = plan.remat, plan.places
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
     return {"remat": args.remat, "weights": args.weights, **foreseen}
 
@@ -130,7 +130,7 @@ def executor_step(args, work, graphdefs, trainable, frozen, batch):
         graphdefs,
         work.config,
         policy=parse_policies(args.remat, len(graphdefs.layers)),
-        stream_weights=args.weights == "host",
+        stream_weights=is_streamed(parse_weights(args.weights, len(graphdefs.layers))),
         prefetch_depth=args.depth,
     )
     return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
@@ -189,7 +189,7 @@ def measure(args) -> dict:
     """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
     work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize)
     chosen = choose(args, work) if args.remat == AUTO else {}
-    parts = parameters(work, args.weights, args.embeddings)
+    parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
     device = jax.devices()[0]
@@ -241,7 +241,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--remat", default="full", help="as of scripts/train.py; auto chooses where weights are, too")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans with")
     parser.add_argument("--pinned-gib", type=float, default=100, help="host memory that auto plans with")
-    parser.add_argument("--weights", choices=("device", "host"), default="device")
+    parser.add_argument("--weights", default=DEVICE, help="as of scripts/train.py")
     parser.add_argument(
         "--depth",
         type=int,

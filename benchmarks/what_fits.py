@@ -55,7 +55,7 @@ def predict(row: Row, gpu: str) -> dict:
         planner = make_planner(from_settings(EstimateConfig, settings))
     longest = planner.longest_row(host_memory=HOST_MEMORY)
     try:
-        plan = planner.choose(host_memory=HOST_MEMORY, stream_weights=None)
+        plan = planner.choose(host_memory=HOST_MEMORY, weights="auto")
     except DoesNotFit:
         return {"row": row.name, "gpu": planner.gpu.name, "longest": longest, "tokens_per_second": None}
     result = {"longest": longest, "tokens_per_second": SEQ_LEN / plan.seconds, "settings": str(plan)}

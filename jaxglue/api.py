@@ -15,7 +15,6 @@ from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
 from jaxglue.training import trainer
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.remat import STREAM
 from jaxglue.training.summary import RunSummary
 
 
@@ -72,8 +71,8 @@ def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = 
     if isinstance(model, Workload):
         return planner_plan.plan(model, gpu, **settings)
     config = from_settings(EstimateConfig, {"model": str(model), "gpu": gpu, **settings}, recipe)
-    host_memory, stream = config.host_memory_gib * GIB, STREAM[config.model.weights]
-    return make_planner(config).resolve(config.model.remat, stream_weights=stream, host_memory=host_memory)
+    host_memory, weights = config.host_memory_gib * GIB, config.model.weights
+    return make_planner(config).resolve(config.model.remat, weights=weights, host_memory=host_memory)
 
 
 def _refuse_settings(recipe: str | Path | None, settings: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class PlannedModel(ModelConfig):
     """The model to plan for, and how it would run."""
 
-    weights: Literal["device", "host", "auto"] = "auto"
+    weights: str = "auto"
 
     @property
     def compute_dtype(self) -> "jnp.dtype":

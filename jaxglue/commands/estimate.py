@@ -25,7 +25,6 @@ from jaxglue.planner.planner import MARGIN, DoesNotFit, Plan, Planner
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model
 from jaxglue.training.devices import with_global_batch
-from jaxglue.training.remat import STREAM
 from jaxglue.training.workload import make_workload
 
 _SHOWN = 5
@@ -54,11 +53,11 @@ def make_planner(config: EstimateConfig) -> Planner:
 def print_estimate(config: EstimateConfig) -> bool:
     """Print a verdict and the plans behind it; return whether the run fits."""
     planner, host_memory = make_planner(config), config.host_memory_gib * GIB
-    longest = planner.longest_row(host_memory=host_memory, stream_weights=STREAM[config.model.weights])
+    longest = planner.longest_row(host_memory=host_memory, weights=config.model.weights)
     if config.max_seq_len and longest:
         planner = planner.with_seq_len(longest)
     try:
-        best = planner.resolve(config.model.remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory)
+        best = planner.resolve(config.model.remat, weights=config.model.weights, host_memory=host_memory)
         verdict = _verdict(planner, best, longest)
     except DoesNotFit as error:
         best, verdict = None, f"Does not fit: {error}"

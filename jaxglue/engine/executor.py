@@ -7,7 +7,7 @@ they are copied: XLA delays copies to the host until they save nothing, or seria
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EntryHead
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.engine.residuals import Layer, Residuals
+from jaxglue.engine.residuals import Layer
+from jaxglue.engine.saved import SavedLayer, offload
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ParamKey, Params, set_part
 from jaxglue.ops.collectives import per_device
@@ -35,14 +36,6 @@ _Weights = tuple[Params, Params]
 """Trainable and frozen parameters of a layer."""
 
 
-class SavedLayer(NamedTuple):
-    """Arguments of a layer's backward pass other than the gradient, on the device or on the host."""
-
-    weights: _Weights
-    x: Float[Array, "B T D"]
-    residuals: Residuals
-
-
 class LayerExecutor:
     """Compute loss and gradients over the micro-batches of one optimizer step.
 
@@ -51,7 +44,7 @@ class LayerExecutor:
         entry_head: the functions around them.
         policy: remat policy of all layers, or one for each.
         layout: of the model's arrays.
-        stream_weights: the layers' frozen weights are in pinned host memory.
+        stream_weights: frozen weights of some layers are in pinned host memory.
         reference: layers of a reference on the same frozen weights, each run where the model's layer runs; their last
             output enters the batch by `EntryHead.with_reference`.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
@@ -191,7 +184,7 @@ class LayerExecutor:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
         z = x if self._needs_reference(batch) else None
-        x, saved, z = self._forward(trainable, frozen, x, contexts, z)
+        x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z)
         if z is not None:
             batch = self._entry_head.with_reference(trainable, frozen, z, batch)
         loss, dx, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
@@ -200,7 +193,9 @@ class LayerExecutor:
         entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
             finish(name, head.pop(name))
-        dx = self._backward(saved, contexts, dx, sums["layers"], finish)
+        moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen["layers"]]
+        weights_ahead = self._prefetch_weights(weights, moving)
+        dx = self._backward(saved, weights_ahead, contexts, dx, sums["layers"], finish)
         finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
 
@@ -209,9 +204,13 @@ class LayerExecutor:
 
     def _forward(
         self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None
-    ) -> tuple[Array, list[SavedLayer], Array | None]:
-        """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched."""
+    ) -> tuple[Array, list[SavedLayer], list[_Weights], Array | None]:
+        """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched.
+
+        Return the output, every layer's values and weights for the backward pass, and the reference's output.
+        """
         saved: list[SavedLayer] = []
+        kept: list[_Weights] = []
         running = self._run_ahead()
         stored = self._stored_weights(trainable, frozen)
         gathered = self._gather_first(stored)
@@ -221,25 +220,28 @@ class LayerExecutor:
             y, residuals, gathered = layer.forward(*weights, x, contexts[i], to_gather)
             if z is not None and self._reference is not None:
                 z, _ = self._reference[i].apply({}, weights[1], z, contexts[i])
-            stored_weights = trainable["layers"][i], frozen["layers"][i]
-            saved.append(self._offload(i, SavedLayer(weights, x, residuals), stored_weights))
+            stays = transfer.keep_on_device(i, len(self._layers), self._prefetch_depth)
+            kept.append(weights if stays else (trainable["layers"][i], frozen["layers"][i]))
+            saved.append(SavedLayer(x, residuals) if stays else offload(layer.policy, x, residuals))
             if self._uses_host:
                 running.add((saved[-1].x, saved[-1].residuals.offloaded))
             x = y
             del weights, y, residuals  # free this layer's buffers before the next copy is requested
-        return x, saved, z
+        return x, saved, kept, z
 
-    def _backward(self, saved: list[SavedLayer], contexts, dx, sums: list[Params | None], finish: Update) -> Array:
+    def _backward(
+        self, saved: list[SavedLayer], weights_ahead: Iterator[_Weights], contexts, dx, sums: list, finish: Update
+    ) -> Array:
         """Return the gradient to the first layer's input; empty `saved` and `sums` on the way."""
         running, count = self._run_ahead(), len(saved)
-        loads = transfer.prefetch([partial(self._prefetch, saved)] * count, self._prefetch_depth)
-        layers = transfer.Lookahead(loads, early=self._layout.gathers)
+        values = transfer.prefetch([partial(self._prefetch, saved)] * count, self._prefetch_depth)
+        layers = transfer.Lookahead(zip(weights_ahead, values, strict=True), early=self._layout.gathers)
         gathered = None
         for i in reversed(range(count)):
-            stored, x, residuals = layers.take()
+            stored, (x, residuals) = layers.take()
             weights = merge_gathered(gathered, stored)
             accumulated, sums[i] = sums[i], None
-            to_gather = select_to_gather(self._layout, layers.following and layers.following.weights)
+            to_gather = select_to_gather(self._layout, layers.following and layers.following[0])
             arguments = (residuals, *weights, x, contexts[i], dx, accumulated, to_gather)
             dx, gradients, done, gathered = self._layers[i].backward(*arguments)
             finish(i, gradients)
@@ -248,6 +250,11 @@ class LayerExecutor:
                 running.add(done)
         return dx
 
+    def _prefetch_weights(self, kept: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
+        """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
+        loads = [lambda: transfer.to_device(kept.pop())] * len(kept)
+        return transfer.prefetch(loads, self._prefetch_depth, reversed(moving))
+
     def _stored_weights(self, trainable: Params, frozen: Params) -> transfer.Lookahead[_Weights]:
         """Iterate over every layer's stored weights, prefetching those on the host."""
         layers = zip(trainable["layers"], frozen["layers"], strict=True)
@@ -255,7 +262,8 @@ class LayerExecutor:
             return transfer.Lookahead(iter(layers), early=self._layout.gathers)
         loads = (partial(transfer.to_device, layer) for layer in layers)
         depth = transfer.weights_prefetch_depth(self._prefetch_depth)
-        return transfer.Lookahead(transfer.prefetch(loads, depth), early=self._layout.gathers)
+        moving = map(transfer.is_on_host, frozen["layers"])
+        return transfer.Lookahead(transfer.prefetch(loads, depth, moving), early=self._layout.gathers)
 
     def _gather_first(self, stored: transfer.Lookahead[_Weights]) -> Any:
         """Gather the first layer's weights in a program of their own: no layer before it could."""
@@ -274,19 +282,6 @@ class LayerExecutor:
 
     def _total_loss(self, shares: Array) -> Float[Array, ""]:
         return self._sum_loss(shares) if self._layout.mesh else shares
-
-    def _offload(self, index: int, layer: SavedLayer, stored_weights: _Weights) -> SavedLayer:
-        """Start the copies to the host, and keep stored in place of gathered weights.
-
-        The last layers stay on the device: the backward pass begins with them.
-        """
-        policy = self._layers[index].policy
-        if transfer.keep_on_device(index, len(self._layers), self._prefetch_depth):
-            return layer
-        x, offloaded = layer.x if policy.offloads_input else None, layer.residuals.offloaded
-        if policy.offloaded:
-            x, offloaded = transfer.to_host((x, offloaded))
-        return SavedLayer(stored_weights, layer.x if x is None else x, layer.residuals.with_offloaded(offloaded))
 
     def _prefetch(self, saved: list[SavedLayer]) -> SavedLayer:
         """Pop the last layer and start its copies from the host."""

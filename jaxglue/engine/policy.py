@@ -1,18 +1,16 @@
 """Remat policies: which values of a decoder layer are saved, offloaded or recomputed for the backward pass."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import jax
 
+from jaxglue.engine.per_layer import PerLayer
 from jaxglue.ops.names import LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
 AUTO = "auto"
 """The fastest policies that fit in memory, as `Planner.choose` finds them."""
-_COUNTED = re.compile(r"(\d+) ?x (.+)")
 
 
 def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
@@ -120,62 +118,23 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
-    """Parse one policy per layer: a single policy, or counts in layer order as in `10 x full + 26 x dots`.
-
-    `30 x full & 6 x dots` spreads the second policy's layers evenly among the first's, ending with one of them.
+    """Parse one policy per layer: a single policy, or counts (see `per_layer`) as in `10 x full + 26 x dots`.
 
     Raises:
         ValueError: an invalid policy (see `parse_policy`), or counts that do not sum to the number of layers.
     """
-    spread, runs = _runs(text)
-    if runs[0][0] is None:
-        return (runs[0][1],) * layers
-    policies = tuple(policy for count, policy in runs for _ in range(count or 0))
-    if len(policies) != layers:
-        raise ValueError(f"remat {text!r} is for {len(policies)} layers, the model has {layers}")
-    return interleave(runs[0][1], runs[1][1], layers, runs[1][0] or 0) if spread else policies
-
-
-def interleave(first: RematPolicy, second: RematPolicy, layers: int, count: int) -> tuple[RematPolicy, ...]:
-    """Spread `count` layers of the second policy evenly among those of the first, ending with one of them."""
-    return tuple(second if (i + 1) * count // layers > i * count // layers else first for i in range(layers))
+    return _PER_LAYER.read(text, layers)
 
 
 def check_remat(text: str) -> None:
     """Raise ValueError for text that is neither `auto` nor valid for `parse_policies`."""
     if text != AUTO:
-        _runs(text)
-
-
-def _runs(text: str) -> tuple[bool, list[tuple[int | None, RematPolicy]]]:
-    """Return (spread, [(number of layers, policy)]); the number is None for one policy for all layers."""
-    separator = "&" if "&" in text else "+"
-    parts = [part.strip() for part in text.split(separator)]
-    if len(parts) == 1 and not _COUNTED.fullmatch(parts[0]):
-        return False, [(None, parse_policy(text))]
-    if separator == "&" and len(parts) != 2:
-        raise ValueError(
-            f"remat {text!r} must spread one policy's layers among another's: COUNT x POLICY & COUNT x POLICY"
-        )
-    runs: list[tuple[int | None, RematPolicy]] = []
-    for part in parts:
-        if (match := _COUNTED.fullmatch(part)) is None:
-            raise ValueError(f"remat {text!r}: {part!r} must be COUNT x POLICY")
-        runs.append((int(match[1]), parse_policy(match[2])))
-    return separator == "&", runs
+        _PER_LAYER.check(text)
 
 
 def format_policies(policies: Sequence[RematPolicy]) -> str:
     """Format policies so that `parse_policies` reads them."""
-    runs = [(str(policy), len(list(group))) for policy, group in groupby(policies)]
-    if len(runs) == 1:
-        return runs[0][0]
-    if len(runs) > 2 and len(kinds := set(policies)) == 2:
-        (first,), second = kinds - {policies[-1]}, policies[-1]
-        count = policies.count(second)
-        if interleave(first, second, len(policies), count) == tuple(policies):
-            return f"{len(policies) - count} x {first} & {count} x {second}"
-    return " + ".join(f"{count} x {policy}" for policy, count in runs)
+    return _PER_LAYER.write(policies)
 
 
 def _preset(name: str, text: str) -> RematPolicy:
@@ -189,3 +148,6 @@ def _preset(name: str, text: str) -> RematPolicy:
 
 def _ordered(names: frozenset[str]) -> list[str]:
     return [name for name in LAYER_VALUES if name in names]
+
+
+_PER_LAYER = PerLayer(flag="remat", item="POLICY", parse=parse_policy)

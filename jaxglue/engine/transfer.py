@@ -1,7 +1,8 @@
 """Copies between a device and its pinned host memory, in the order in which they are requested."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, repeat
 from typing import Any
 
 import jax
@@ -29,11 +30,6 @@ def weights_prefetch_depth(depth: int) -> int:
     return depth + 2 if depth else 0
 
 
-def is_streamed(layer: int) -> bool:
-    """Return whether a layer's weights are streamed: all but the first's, whose copies nothing would hide."""
-    return layer > 0
-
-
 def keep_on_device(layer: int, layers: int, depth: int) -> bool:
     """Return whether a layer's residuals stay on the device: those of the last layers, where the backward pass begins.
 
@@ -56,6 +52,11 @@ def pinned_host(device: jax.Device) -> jax.sharding.Sharding:
     """Return the sharding of a device's pinned host memory; raise ValueError when it has none."""
     check_pinned_memory(device)
     return jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+
+
+def is_on_host(tree: Any) -> bool:
+    """Return whether a tree's arrays are in host memory, judged by the first."""
+    return any(leaf.sharding.memory_kind == PINNED for leaf in jax.tree.leaves(tree)[:1])
 
 
 def to_host(tree: Any) -> Any:
@@ -87,15 +88,37 @@ def commit(tree: Any) -> Any:
     return jax.tree.map(lambda a: a if getattr(a, "committed", True) else jax.device_put(a, a.sharding), tree)
 
 
-def prefetch[Item](fetches: Iterable[Callable[[], Item]], depth: int) -> Iterator[Item]:
-    """Yield the results of `fetches` in order, calling each before the result `depth` places earlier is yielded."""
-    requested: deque[Item] = deque()
-    for fetch in fetches:
-        requested.append(fetch())
-        if len(requested) > depth:
-            yield requested.popleft()
+def prefetch[Item](
+    fetches: Iterable[Callable[[], Item]], depth: int, moving: Iterable[bool] | None = None
+) -> Iterator[Item]:
+    """Yield the results of `fetches` in order, calling each ahead of its turn.
+
+    Args:
+        fetches: of one item each.
+        depth: items, of those that move, requested beyond the one yielded.
+        moving: whether each fetch copies anything; all do by default.
+    """
+    requested: deque[tuple[Item, bool]] = deque()
+    for fetch, moves in zip(fetches, repeat(True) if moving is None else moving, strict=False):
+        while requested and moves + sum(later for _, later in islice(requested, 1, None)) > depth:
+            yield requested.popleft()[0]
+        requested.append((fetch(), moves))
     while requested:
-        yield requested.popleft()
+        yield requested.popleft()[0]
+
+
+def requested_ahead(moving: Sequence[bool], depth: int) -> list[int]:
+    """Return for each item that `prefetch` yields the number of items requested until then."""
+    ends, end, later = [], 1, 0
+    for index in range(len(moving)):
+        if index and index < end:
+            later -= moving[index]
+        end = max(end, index + 1)
+        while end < len(moving) and later + moving[end] <= depth:
+            later += moving[end]
+            end += 1
+        ends.append(end)
+    return ends
 
 
 class Lookahead[Item]:

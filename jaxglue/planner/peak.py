@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxglue.engine.transfer import weights_prefetch_depth
+from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
@@ -44,11 +44,12 @@ class PeakMemory:
 
     def _forward(self) -> float:
         """Return the peak of the forward pass, with later layers' weights and copies on their way to the host."""
-        stored, peak, ahead = 0, 0.0, weights_prefetch_depth(self.depth)
+        stored, peak = 0, 0.0
+        buffers = _windows(self.streamed, self._requested(self.streamed, weights_prefetch_depth(self.depth)))
         for index, cost in enumerate(self.costs):
             leaving = sum(earlier.offloaded for earlier in self.costs[max(index - self.run_ahead, 0) : index + 1])
             stored += cost.saved
-            held = stored + leaving + sum(self.streamed[index : index + ahead + 1]) + 2 * self.model.input_bytes
+            held = stored + leaving + buffers[index] + 2 * self.model.input_bytes
             peak = max(peak, held + cost.forward.temporary)
         return peak + (self.resident.trainable if self._accumulates else 0)
 
@@ -75,10 +76,21 @@ class PeakMemory:
 
     def _buffers(self) -> list[int]:
         """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""
-        fetched = [cost.offloaded + streamed for cost, streamed in zip(self.costs, self.streamed, strict=True)]
-        return [sum(fetched[max(index - self.depth, 0) : index + 1]) for index in range(len(self.costs))]
+        offloaded = [cost.offloaded for cost in reversed(self.costs)]
+        streamed = list(reversed(self.streamed))
+        values = _windows(offloaded, [min(index + self.depth + 1, len(offloaded)) for index in range(len(offloaded))])
+        weights = _windows(streamed, self._requested(streamed, self.depth))
+        return [value + weight for value, weight in zip(values, weights, strict=True)][::-1]
+
+    def _requested(self, streamed: Sequence[int], depth: int) -> list[int]:
+        return requested_ahead([size > 0 for size in streamed], depth)
 
     def _leaving(self) -> int:
         """Return the bytes still on their way to the host when the backward pass begins."""
         sent = self.costs[: -1 - self.depth]
         return max(self.run_ahead - 1, 0) * max((cost.offloaded for cost in sent), default=0)
+
+
+def _windows(sizes: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Return for each index the sum of the sizes from there to its end."""
+    return [sum(sizes[index:end]) for index, end in enumerate(ends)]

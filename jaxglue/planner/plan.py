@@ -11,7 +11,7 @@ def plan(
     gpu: str,
     *,
     remat: str = AUTO,
-    stream_weights: bool | None = None,
+    weights: str = AUTO,
     memory_limit: float | None = None,
     host_memory: float = 64.0,
 ) -> Plan:
@@ -21,7 +21,7 @@ def plan(
         workload: model, batch and method, as shapes.
         gpu: name of a known GPU, such as "RTX 4090"; it need not be present.
         remat: a policy as `parse_policies` reads it, or `auto`.
-        stream_weights: frozen weights in host memory; None chooses.
+        weights: places of the layers' frozen weights as `parse_weights` reads them, or `auto`.
         memory_limit: usable GPU memory in GiB; nine tenths of the GPU's by default.
         host_memory: host memory that may be pinned, GiB.
 
@@ -29,4 +29,4 @@ def plan(
         ValueError: an unknown GPU or policy, or nothing fits.
     """
     planner = Planner(workload, find_gpu(gpu).limited(memory_limit))
-    return planner.resolve(remat, stream_weights=stream_weights, host_memory=host_memory * GIB)
+    return planner.resolve(remat, weights=weights, host_memory=host_memory * GIB)

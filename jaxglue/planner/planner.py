@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, format_policies, interleave, parse_policies, parse_policy
+from jaxglue.engine.per_layer import interleave
+from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, format_policies, parse_policies, parse_policy
+from jaxglue.engine.residency import DEVICE, HOST, format_weights, is_streamed, parse_weights, stream_evenly
 from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
@@ -57,7 +59,8 @@ class Plan:
 
     policies: tuple[RematPolicy, ...]
     """One for each layer."""
-    stream_weights: bool
+    weights: tuple[str, ...]
+    """Place of each layer's frozen weights (see `residency`)."""
     seconds: float
     """Seconds of an optimizer step."""
     device_bytes: int
@@ -70,8 +73,15 @@ class Plan:
         """Return the policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
         return format_policies(self.policies)
 
+    @property
+    def places(self) -> str:
+        """Return the weights' places as `parse_weights` reads them, such as `device` or `20 x device & 12 x host`."""
+        return format_weights(self.weights)
+
     def __str__(self) -> str:
-        return f"--remat {self.remat!r}" + (" --weights host" if self.stream_weights else "")
+        if not is_streamed(self.weights):
+            return f"--remat {self.remat!r}"
+        return f"--remat {self.remat!r} --weights {self.places if ' ' not in self.places else repr(self.places)}"
 
 
 class Planner:
@@ -104,15 +114,22 @@ class Planner:
 
     @cached_property
     def _plans(self) -> list[Plan]:
-        return sorted(self._candidates(), key=lambda plan: (plan.seconds, plan.device_bytes))
+        return sorted(self._candidates(), key=_by_time)
 
-    def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, stream_weights: bool = False) -> Plan:
-        """Predict the cost of a setting."""
+    def _plans_of(self, weights: str) -> list[Plan]:
+        """Return the settings with these places of the weights, the fastest first."""
+        places = parse_weights(weights, self._model.layers)
+        known = [plan for plan in self.plans() if plan.weights == places]
+        return known or sorted(self._candidates_of(places), key=_by_time)
+
+    def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Plan:
+        """Predict the cost of a setting: policies, and places of the layers' weights."""
         model = self._model
         chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
+        places = parse_weights(weights, model.layers) if isinstance(weights, str) else tuple(weights)
         costs = [model.layer(index, policy) for index, policy in enumerate(chosen)]
-        streamed = self._resident.streamed_layers(stream_weights)
-        depth = default_prefetch_depth(stream_weights) if self._depth is None else self._depth
+        streamed = self._resident.streamed_layers(places)
+        depth = default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth
         peak = PeakMemory(
             workload=self.workload,
             model=model,
@@ -124,39 +141,39 @@ class Planner:
         )
         return Plan(
             policies=chosen,
-            stream_weights=stream_weights,
+            weights=places,
             seconds=self._seconds(costs, streamed, depth),
             device_bytes=peak.total(),
             host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
         )
 
-    def resolve(self, remat: str, *, stream_weights: bool | None, host_memory: float) -> Plan:
-        """Return the plan that `--remat` and `--weights` ask for, either of which may be `auto` (of weights: None).
+    def resolve(self, remat: str, *, weights: str, host_memory: float) -> Plan:
+        """Return the plan that `--remat` and `--weights` ask for, either of which may be `auto`.
 
         Raises:
             DoesNotFit: see `check` and `choose`.
-            ValueError: the text is no policy.
+            ValueError: a text is neither policies nor places.
         """
         if remat == AUTO:
-            return self.choose(host_memory=host_memory, stream_weights=stream_weights)
+            return self.choose(host_memory=host_memory, weights=weights)
         policies = parse_policies(remat, self._model.layers)
-        streams = (False, True) if stream_weights is None else (stream_weights,)
-        plans = [self.plan(policies, stream_weights=stream) for stream in streams]
-        plan = next((plan for plan in plans if self.fits(plan, host_memory)), plans[0])
+        plan = self.plan(policies, weights=DEVICE if weights == AUTO else weights)
+        if weights == AUTO and not self.fits(plan, host_memory):
+            plan = self._stream_least(policies) or plan
         self.check(plan, host_memory=host_memory)
         return plan
 
-    def choose(self, *, host_memory: float, stream_weights: bool | None = False) -> Plan:
+    def choose(self, *, host_memory: float, weights: str = DEVICE) -> Plan:
         """Return the fastest plan that leaves `MARGIN` of the GPU's memory free.
 
         Args:
             host_memory: bytes of host memory that may be pinned.
-            stream_weights: whether frozen weights are in host memory; None to choose that too.
+            weights: places of the layers' weights as `parse_weights` reads them; `auto` to choose them too.
 
         Raises:
             DoesNotFit: nothing fits; names the nearest setting and the remedy.
         """
-        plans = [plan for plan in self.plans() if stream_weights is None or plan.stream_weights == stream_weights]
+        plans = self.plans() if weights == AUTO else self._plans_of(weights)
         for plan in plans:
             if self.fits(plan, host_memory):
                 return plan
@@ -171,7 +188,7 @@ class Planner:
         workload = replace(self.workload, seq_len=seq_len)
         return Planner(workload, self.gpu, prefetch_depth=self._depth, run_ahead=self._run_ahead)
 
-    def longest_row(self, *, host_memory: float, stream_weights: bool | None = None) -> int | None:
+    def longest_row(self, *, host_memory: float, weights: str = AUTO) -> int | None:
         """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does.
 
         Memory grows almost linearly with the row, so interpolation needs few traces.
@@ -180,7 +197,7 @@ class Planner:
 
         def load(seq_len: int) -> float:
             planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
-            return planner._least_load(host_memory, stream_weights)
+            return planner._least_load(host_memory, weights)
 
         loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
         if min(loads.values()) > 1:
@@ -189,10 +206,13 @@ class Planner:
             loads[guess] = load(guess)
         return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
 
-    def _least_load(self, host_memory: float, stream_weights: bool | None) -> float:
+    def _least_load(self, host_memory: float, weights: str) -> float:
         """Return the larger share of GPU and host memory that the leanest setting takes."""
-        streams = (False, True) if stream_weights is None else (stream_weights,)
-        plans = [self.plan(PRESETS[name], stream_weights=stream) for name in _LEAN for stream in streams]
+        streams = (DEVICE, HOST) if weights == AUTO else (weights,)
+        policies = [PRESETS[name] for name in _LEAN]
+        plans = [self.plan(policy, weights=places) for policy in policies for places in streams]
+        if weights == AUTO:
+            plans += filter(None, map(self._stream_least, policies))
         room = (1 - MARGIN) * self.gpu.memory
         return min(max(plan.device_bytes / room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
 
@@ -220,26 +240,46 @@ class Planner:
         return f"--seq-len {shorter} would fit" if shorter else "no setting fits: use a larger GPU or a smaller model"
 
     def _candidates(self) -> Iterator[Plan]:
-        for stream in (False, True) if any(self._resident.frozen_layers) else (False,):
-            for text in _POLICIES:
-                yield self.plan(parse_policy(text), stream_weights=stream)
-            for lean, fast in _MIXES:
-                if (mix := self._mix(parse_policy(lean), parse_policy(fast), stream)) is not None:
-                    yield mix
+        for places in (DEVICE, HOST) if any(self._resident.frozen_layers) else (DEVICE,):
+            for plan in self._candidates_of(parse_weights(places, self._model.layers)):
+                yield plan
+                if places == HOST and (partly := self._stream_least(plan.policies)) is not None:
+                    yield partly
 
-    def _mix(self, lean: RematPolicy, fast: RematPolicy, stream: bool) -> Plan | None:
+    def _candidates_of(self, places: Sequence[str]) -> Iterator[Plan]:
+        for text in _POLICIES:
+            yield self.plan(parse_policy(text), weights=places)
+        for lean, fast in _MIXES:
+            if (mix := self._mix(parse_policy(lean), parse_policy(fast), places)) is not None:
+                yield mix
+
+    def _stream_least(self, policies: RematPolicy | Sequence[RematPolicy]) -> Plan | None:
+        """Return the plan that streams as few layers' weights as the GPU's memory allows, if some fits."""
+        layers = self._model.layers
+        fewest, most = 1, layers - 1
+        found = None
+        while fewest <= most:
+            middle = (fewest + most) // 2
+            plan = self.plan(policies, weights=stream_evenly(layers, middle))
+            if plan.device_bytes <= (1 - MARGIN) * self.gpu.memory:
+                found, most = plan, middle - 1
+            else:
+                fewest = middle + 1
+        return found
+
+    def _mix(self, lean: RematPolicy, fast: RematPolicy, places: Sequence[str]) -> Plan | None:
         """Return the fastest mix of the two policies that fits the GPU, over all numbers of fast layers."""
         layers = self._model.layers
         mixes = (interleave(lean, fast, layers, count) for count in range(1, layers))
-        plans = (self.plan(mix, stream_weights=stream) for mix in mixes)
+        plans = (self.plan(mix, weights=places) for mix in mixes)
         fitting = (plan for plan in plans if plan.device_bytes <= (1 - MARGIN) * self.gpu.memory)
         return min(fitting, key=lambda plan: plan.seconds, default=None)
 
     def _seconds(self, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
         """Predict the time of an optimizer step."""
         forward, backward = self._work(costs, streamed, depth)
-        layers = simulate(forward, depth=weights_prefetch_depth(depth), run_ahead=self._run_ahead)
-        layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead)
+        layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
+        layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         # AdamW reads parameter, gradient and two moments and writes all but the gradient.
         update = (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
         return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + update
@@ -250,13 +290,17 @@ class Planner:
         forward, backward = [], []
         gathered = self._model.gathered_layers
         for index, (cost, weights) in enumerate(zip(costs, streamed, strict=True)):
-            out, back, gather = cost.offloaded, cost.offloaded + weights, gathered[index] / self.gpu.peers
+            out, gather = cost.offloaded, gathered[index] / self.gpu.peers
             stays = keep_on_device(index, len(costs), depth)
             kernels = max(cost.forward.seconds + (out + weights) / copy, gather)
-            forward.append(Work(kernels, arriving=weights / link, leaving=0.0 if stays else out / link))
-            kernels = max(cost.backward.seconds + back / copy, gather)
-            backward.append(Work(kernels, arriving=0.0 if stays else back / link))
+            forward.append(Work(kernels, weights=weights / link, leaving=0.0 if stays else out / link))
+            kernels = max(cost.backward.seconds + (out + weights) / copy, gather)
+            backward.append(Work(kernels) if stays else Work(kernels, arriving=out / link, weights=weights / link))
         return forward, backward
+
+
+def _by_time(plan: Plan) -> tuple[float, int]:
+    return plan.seconds, plan.device_bytes
 
 
 def _interpolate(loads: dict[int, float], limit: int) -> int:

@@ -1,11 +1,12 @@
 """Bytes of parameters, gradients and optimizer state on one GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxglue.engine.transfer import is_streamed
+from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.rules import Layout
 
@@ -32,17 +33,17 @@ class ResidentBytes:
         """Return the bytes of all parameters that train."""
         return sum(self.trainable_layers) + sum(self.trainable_ends)
 
-    def streamed_layers(self, stream_weights: bool) -> list[int]:
-        """Return the bytes of each layer's frozen parameters in host memory."""
-        return [size if stream_weights and is_streamed(layer) else 0 for layer, size in enumerate(self.frozen_layers)]
+    def streamed_layers(self, weights: Sequence[str]) -> list[int]:
+        """Return the bytes of each layer's frozen parameters in host memory, by their places."""
+        return [0 if place == DEVICE else size for place, size in zip(weights, self.frozen_layers, strict=True)]
 
-    def frozen(self, stream_weights: bool = False) -> int:
-        """Return the bytes of all frozen parameters on the GPU."""
-        return self.frozen_ends + sum(self.frozen_layers) - sum(self.streamed_layers(stream_weights))
+    def frozen(self, weights: Sequence[str] | None = None) -> int:
+        """Return the bytes of frozen parameters on the GPU: all of them, or by the layers' places."""
+        return self.frozen_ends + sum(self.frozen_layers) - (sum(self.streamed_layers(weights)) if weights else 0)
 
-    def total(self, stream_weights: bool = False) -> int:
+    def total(self, weights: Sequence[str] | None = None) -> int:
         """Return the bytes of parameters, gradients and optimizer state."""
-        return self.trainable + self.frozen(stream_weights) + self.moments + self.gradients
+        return self.trainable + self.frozen(weights) + self.moments + self.gradients
 
 
 def resident_bytes(workload: Workload) -> ResidentBytes:

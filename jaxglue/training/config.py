@@ -55,9 +55,9 @@ class ModelConfig(Config):
     "dots; offload:gate,up", or auto, the fastest that fits the GPU (see docs/memory.md)."""
     memory_limit: PositiveFloat | None = None
     """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
-    weights: Literal["device", "host", "auto"] = "device"
-    """Where the layers' frozen weights are: on the GPU, or in host memory, streamed to the GPU layer by layer; auto
-    takes the faster of those that fit the memory limit."""
+    weights: str = "device"
+    """Where the layers' frozen weights are: device, or host, from whose memory they are streamed layer by layer, or
+    both, such as "20 x device & 12 x host"; auto streams as many layers as the memory limit demands."""
     embeddings: Literal["device", "host"] = "device"
     """Where the frozen embedding table is: on the GPU, or in host memory, from which each step reads its rows."""
     expand_experts: bool = False
@@ -86,10 +86,12 @@ class ModelConfig(Config):
     def validate(self) -> None:
         """Refuse an unknown remat policy, and options for frozen weights where all weights train."""
         from jaxglue.engine.policy import check_remat
+        from jaxglue.engine.residency import DEVICE, check_weights
 
         check_remat(self.remat)
+        check_weights(self.weights)
         for name, values in (
-            ("weights", ("host",)),
+            ("weights", {self.weights} - {DEVICE, "auto"}),
             ("embeddings", ("host",)),
             ("quantize", ("nf4", "int8")),
             ("matmul", ("fp8",)),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 
 from jaxglue.distributed import Processes
+from jaxglue.engine.residency import format_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.planner import DoesNotFit
 from jaxglue.sharding.mesh import AUTO, MeshShape
@@ -58,9 +59,7 @@ def agree_on_mesh(
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
         mesh, remat = choose_mesh(config, model, document_lengths)
-        processes.all_gather_object(
-            [str(mesh), remat.remat, "host" if remat.stream_weights else "device", remat.attention]
-        )
+        processes.all_gather_object([str(mesh), remat.remat, format_weights(remat.weights), remat.attention])
         return mesh, remat
     chosen, remat_text, weights, attention = processes.all_gather_object(None)[0]
     agreed = replace(

@@ -51,7 +51,7 @@ def check_export(
     adapter = load_adapter(result) if lora else None
     if adapter is not None:
         require_equal(adapter, setup.config.lora, trainable)
-    if setup.mesh.devices > 1 or setup.remat.stream_weights or setup.workload.host_embeddings:
+    if setup.mesh.devices > 1 or setup.remat.streams_weights or setup.workload.host_embeddings:
         return None
     rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
     origin = predict(setup.model, live_parts(graphdefs, trainable, frozen), rows, dtype)

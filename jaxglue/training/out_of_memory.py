@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxglue.engine.policy import AUTO
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import DoesNotFit, Planner
 from jaxglue.planner.rates import device_gpu
@@ -46,12 +47,10 @@ def _explanation(setup: Setup) -> str:
 def _remedy(setup: Setup) -> str:
     """Return the fastest plan that needs clearly less memory than the failed one, as flags."""
     planner = Planner(setup.workload, device_gpu(jax.local_devices()[0]))
-    failed = planner.plan(setup.remat.policies, stream_weights=setup.remat.stream_weights)
+    failed = planner.plan(setup.remat.policies, weights=setup.remat.weights)
     limit = _LESS * min(failed.device_bytes, planner.gpu.memory) / GIB
     try:
-        plan = Planner(setup.workload, planner.gpu.limited(limit)).choose(
-            host_memory=host_memory(), stream_weights=None
-        )
+        plan = Planner(setup.workload, planner.gpu.limited(limit)).choose(host_memory=host_memory(), weights=AUTO)
     except DoesNotFit as error:
         return f"With {limit:.1f} GiB, {error}"
     return f"{plan} is predicted to need {plan.device_bytes / GIB:.1f} GiB; or lower --batch-size or --seq-len"

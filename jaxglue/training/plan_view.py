@@ -59,7 +59,7 @@ def _optimizer(setup: Setup) -> str:
 
 
 def _memory(setup: Setup) -> str:
-    size = resident_bytes(setup.workload).total(setup.remat.stream_weights) / GIB
+    size = resident_bytes(setup.workload).total(setup.remat.weights) / GIB
     each = " on each GPU" if setup.mesh.devices > 1 else ""
     return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
 

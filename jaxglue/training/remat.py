@@ -7,6 +7,7 @@ import jax
 import psutil
 
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
+from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
@@ -19,8 +20,6 @@ from jaxglue.training.workload import make_workload
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
-STREAM = {"device": False, "host": True, "auto": None}
-"""Whether weights are streamed, by `--weights`; None leaves the choice to the planner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +27,19 @@ class RematChoice:
     """A policy for every layer, and the reason."""
 
     policies: tuple[RematPolicy, ...]
-    stream_weights: bool = False
-    """Keep the layers' frozen weights in host memory."""
+    weights: tuple[str, ...]
+    """Place of each layer's frozen weights (see `residency`)."""
     remat: str
     """The policies as `--remat` takes them."""
     attention: str = "auto"
     """Attention's backend."""
     note: str = ""
     """Reason, and predicted time and memory."""
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether any layer's weights are streamed."""
+        return is_streamed(self.weights)
 
     def __str__(self) -> str:
         return self.remat + self.note
@@ -63,11 +67,11 @@ def choose_remat(
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
-    plan = planner.resolve(remat, stream_weights=STREAM[config.model.weights], host_memory=host_memory())
+    plan = planner.resolve(remat, weights=config.model.weights, host_memory=host_memory())
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(
         policies=plan.policies,
-        stream_weights=plan.stream_weights,
+        weights=plan.weights,
         remat=plan.remat,
         attention=planner.workload.attention,
         note=note,
@@ -84,9 +88,10 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
     auto = config.model.remat == AUTO
     remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (config.model.remat, "")
     policies = parse_policies(remat, model.num_hidden_layers)
+    weights = parse_weights(DEVICE if config.model.weights == AUTO else config.model.weights, model.num_hidden_layers)
     return RematChoice(
         policies=policies,
-        stream_weights=config.model.weights == "host",
+        weights=weights,
         remat=remat,
         attention=config.model.attention,
         note=note,
@@ -95,5 +100,5 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
 
 def _predicted(plan: Plan) -> str:
     host = f" and {plan.host_bytes / GIB:.1f} GiB on the host" if plan.host_bytes else ""
-    weights = "weights on the host, " if plan.stream_weights else ""
+    weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
     return f"{weights}predicted {plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"

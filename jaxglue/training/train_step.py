@@ -49,7 +49,7 @@ class TrainStep:
             policy=setup.remat.policies,
             dtype=setup.config.model.compute_dtype,
             attention=setup.remat.attention,
-            stream_weights=setup.remat.stream_weights,
+            stream_weights=setup.remat.streams_weights,
             router_losses=setup.config.model.router_losses,
             objective=self._objective,
             reference=reference_layers(setup, self.graphdefs, self.trainable, self.frozen),

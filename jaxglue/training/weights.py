@@ -1,6 +1,7 @@
 """A run's weights: loaded into parameter trees at its start, and exported at its end."""
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ from flax import nnx
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.transfer import commit, is_streamed, pinned_host
+from jaxglue.engine.residency import DEVICE
+from jaxglue.engine.transfer import commit, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.identity import identify
@@ -49,7 +51,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
     config, workload, seed = setup.config, setup.workload, setup.config.data.seed
     dtype = workload.weight_dtype
-    place = partial(layers_on_host, layout=layout) if setup.remat.stream_weights else layout.place
+    place = partial(place_layers, setup.remat.weights, layout=layout)
     if config.model.random_weights:
         model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
     else:
@@ -65,11 +67,11 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     return graphdefs, commit(layout.put(trainable)), commit(frozen)
 
 
-def layers_on_host(name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any:
-    """Return the sharding of the parameter of this name: pinned host memory for a streamed layer's."""
+def place_layers(weights: Sequence[str], name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any:
+    """Return the sharding of the parameter of this name: pinned host memory where its layer is streamed."""
     shardings = layout.place(name, value)
     match = _LAYER.match(name)
-    if match is None or not is_streamed(int(match[1])):
+    if match is None or weights[int(match[1])] == DEVICE:
         return shardings
     pinned = pinned_host(jax.local_devices()[0])
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
@@ -104,7 +106,7 @@ def export_result(
 
 def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True) -> Path | None:
     """Write an adapter's random base weights to a folder; None unless they are small and stored unquantized."""
-    plain = not (setup.remat.stream_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
+    plain = not (setup.remat.streams_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
     random = setup.config.model.random_weights and setup.config.model.method == "lora"
     if not (random and plain and size <= _MOST_KEPT):

@@ -34,11 +34,11 @@ def _randomize_lora_b(model):
 
 @pytest.fixture(scope="session")
 def split_parts(tiny_config):
-    """Builds a tiny Qwen3's parts: split_parts(kind, dropout=…, **changes to its config.json)."""
+    """Builds a tiny Qwen3's parts: split_parts(kind, dropout=…, quantize=…, **changes to its config.json)."""
 
     @cache
-    def make(kind: str = "lora", dropout: float = 0.0, **changes) -> Parts:
-        config = config_from_hf({**tiny_config, "model_type": "qwen3", **changes})
+    def make(kind: str = "lora", dropout: float = 0.0, quantize: str = "none", **changes) -> Parts:
+        config = config_from_hf({**tiny_config, "model_type": "qwen3", **changes}).quantized(quantize)
         model = build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
         if kind == "lora":
             add_lora(model, LoraConfig(rank=4, dropout=dropout), rngs=nnx.Rngs(1))

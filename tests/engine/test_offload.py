@@ -117,7 +117,7 @@ def test_copies_are_requested_before_the_layers_that_hide_them(events):
 
 
 def test_weights_are_requested_further_ahead(events):
-    assert events(stream_weights=True) == "in in in in F out F out F F B in B in B B"
+    assert events(stream_weights=True) == "in in in in F out F out F F B in in B in in B B"
 
 
 def test_prefetch_keeps_order():

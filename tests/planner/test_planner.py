@@ -44,7 +44,7 @@ def test_saving_more_takes_memory_and_saves_time(planner):
 
 
 def test_streamed_weights_leave_the_device(planner):
-    here, there = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
+    here, there = (planner.plan(parse_policy("offload"), weights=where) for where in ("device", "host"))
     input_ = 1024 * 2048 * 2
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
     # The first layer stays on the device; the four buffers hold activations of one layer more.
@@ -77,9 +77,9 @@ def test_does_not_fit_names_the_remedy(planner):
     least = min(plan.device_bytes for plan in planner.plans())
     smaller = _with_memory(planner, 0.98 * least / (1 - MARGIN) / GIB)
     with pytest.raises(DoesNotFit, match=r"--seq-len \d+ would fit"):
-        smaller.choose(host_memory=HOST, stream_weights=None)
+        smaller.choose(host_memory=HOST, weights="auto")
     with pytest.raises(DoesNotFit, match="no setting fits"):
-        _with_memory(planner, 0.01).choose(host_memory=HOST, stream_weights=None)
+        _with_memory(planner, 0.01).choose(host_memory=HOST, weights="auto")
 
 
 def test_host_memory_is_checked(planner):
@@ -135,10 +135,10 @@ def test_update_in_backward_holds_one_layers_gradients(workload):
 
 
 def test_resolve_reads_flags(planner):
-    assert planner.resolve("2 x offload + 4 x dots", stream_weights=False, host_memory=HOST).remat == (
+    assert planner.resolve("2 x offload + 4 x dots", weights="device", host_memory=HOST).remat == (
         "2 x offload + 4 x dots"
     )
-    assert planner.resolve("auto", stream_weights=False, host_memory=HOST).remat == "none"
+    assert planner.resolve("auto", weights="device", host_memory=HOST).remat == "none"
 
 
 def test_experts_are_planned_without_a_gpu(tiny_config):
@@ -154,14 +154,14 @@ def test_experts_are_planned_without_a_gpu(tiny_config):
 
 
 def test_memory_limit_moves_weights_to_the_host(planner):
-    plans = (planner.plan(parse_policy("offload"), stream_weights=where) for where in (False, True))
+    plans = (planner.plan(parse_policy("offload"), weights=where) for where in ("device", "host"))
     middle = sum(plan.device_bytes for plan in plans) / 2 / GIB
     limited = Planner(planner.workload, planner.gpu.limited(middle / (1 - MARGIN)))
     with pytest.raises(DoesNotFit, match=r"--remat '.*' --weights host would fit"):
-        limited.resolve("none", stream_weights=False, host_memory=HOST)
+        limited.resolve("none", weights="device", host_memory=HOST)
     for remat in ("offload", "auto"):
-        plan = limited.resolve(remat, stream_weights=None, host_memory=HOST)
-        assert plan.stream_weights and plan.device_bytes / GIB < middle
+        plan = limited.resolve(remat, weights="auto", host_memory=HOST)
+        assert "host" in plan.weights and plan.device_bytes / GIB < middle
     assert planner.gpu.limited(None) == planner.gpu
     assert planner.gpu.limited(1000).memory == planner.gpu.memory
 

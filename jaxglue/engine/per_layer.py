@@ -1,0 +1,107 @@
+"""Text forms of a setting that may differ between layers.
+
+One for all layers (`full`), counts in layer order (`10 x full + 26 x dots`), the second's layers spread evenly among
+the first's (`30 x full & 6 x dots`), or repeated groups (`8 x [1 x full + 3 x dots]`).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+_COUNTED = re.compile(r"(\d+) ?x (.+)", re.DOTALL)
+
+
+def interleave[Item](first: Item, second: Item, layers: int, count: int) -> tuple[Item, ...]:
+    """Spread `count` layers of the second setting evenly among those of the first, ending with one of them."""
+    return tuple(second if (i + 1) * count // layers > i * count // layers else first for i in range(layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayer[Item]:
+    """Reader and writer of one setting for each layer."""
+
+    flag: str
+    """The setting's name in messages."""
+    item: str
+    """What a count precedes, such as POLICY."""
+    parse: Callable[[str], Item]
+    format: Callable[[Item], str] = str
+
+    def read(self, text: str, layers: int) -> tuple[Item, ...]:
+        """Return one setting for each layer.
+
+        Raises:
+            ValueError: malformed text, or counts that do not sum to the number of layers.
+        """
+        if not self._is_counted(text):
+            return (self.parse(text),) * layers
+        items = self._sequence(text)
+        if len(items) != layers:
+            raise ValueError(f"{self.flag} {text!r} is for {len(items)} layers, the model has {layers}")
+        return items
+
+    def check(self, text: str) -> None:
+        """Raise ValueError for malformed text."""
+        self._sequence(text) if self._is_counted(text) else self.parse(text)
+
+    def write(self, items: Sequence[Item]) -> str:
+        """Format settings so that `read` reads them."""
+        runs = [(self.format(item), len(list(group))) for item, group in groupby(items)]
+        if len(runs) == 1:
+            return runs[0][0]
+        if len(runs) > 2 and (text := self._spread_text(items) or self._group_text(items)):
+            return text
+        return " + ".join(f"{count} x {item}" for item, count in runs)
+
+    def _is_counted(self, text: str) -> bool:
+        return len(_split(text, "+")) > 1 or len(_split(text, "&")) > 1 or _COUNTED.fullmatch(text.strip()) is not None
+
+    def _sequence(self, text: str) -> tuple[Item, ...]:
+        separator = "&" if len(_split(text, "&")) > 1 else "+"
+        parts = [self._counted(part, text) for part in _split(text, separator)]
+        if separator == "+":
+            return tuple(item for count, items in parts for _ in range(count) for item in items)
+        if len(parts) != 2 or any(len(items) > 1 for _, items in parts):
+            raise ValueError(
+                f"{self.flag} {text!r} must spread one {self.item.lower()}'s layers among another's: "
+                f"COUNT x {self.item} & COUNT x {self.item}"
+            )
+        (fewer, (first,)), (more, (second,)) = parts
+        return interleave(first, second, fewer + more, more)
+
+    def _counted(self, part: str, text: str) -> tuple[int, tuple[Item, ...]]:
+        if (match := _COUNTED.fullmatch(part)) is None:
+            raise ValueError(f"{self.flag} {text!r}: {part!r} must be COUNT x {self.item}")
+        count, rest = int(match[1]), match[2].strip()
+        grouped = rest.startswith("[") and rest.endswith("]")
+        return count, self._sequence(rest[1:-1]) if grouped else (self.parse(rest),)
+
+    def _spread_text(self, items: Sequence[Item]) -> str | None:
+        if len(kinds := set(items)) != 2:
+            return None
+        (first,), second = kinds - {items[-1]}, items[-1]
+        count = list(items).count(second)
+        if interleave(first, second, len(items), count) != tuple(items):
+            return None
+        return f"{len(items) - count} x {self.format(first)} & {count} x {self.format(second)}"
+
+    def _group_text(self, items: Sequence[Item]) -> str | None:
+        """Return the text of the shortest group that repeats, if any does."""
+        for size in range(2, len(items) // 2 + 1):
+            if len(items) % size == 0 and tuple(items) == tuple(items[:size]) * (len(items) // size):
+                runs = " + ".join(f"{len(list(run))} x {self.format(item)}" for item, run in groupby(items[:size]))
+                return f"{len(items) // size} x [{runs}]"
+        return None
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at a separator outside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == separator and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

@@ -1,0 +1,54 @@
+"""Places of the layers' frozen weights: on the device, or in host memory, from which they are streamed."""
+
+from jaxglue.engine.per_layer import PerLayer, interleave
+
+DEVICE, HOST, AUTO = "device", "host", "auto"
+PLACES = (DEVICE, HOST)
+
+
+def _parse_place(text: str) -> str:
+    if text not in PLACES:
+        raise ValueError(
+            f"weights {text!r} is unknown: use {', '.join(PLACES)} or {AUTO}, or counts such as 20 x device & 12 x host"
+        )
+    return text
+
+
+_PER_LAYER = PerLayer(flag="weights", item="PLACE", parse=_parse_place)
+
+
+def parse_weights(text: str, layers: int) -> tuple[str, ...]:
+    """Parse the place of each layer's weights: `device`, `host`, or counts as in `20 x device & 12 x host`.
+
+    `host` alone keeps the first layer's on the device, since nothing runs before it to hide their copy.
+
+    Raises:
+        ValueError: an unknown place, or counts that do not sum to the number of layers.
+    """
+    if text == HOST:
+        return stream_evenly(layers, layers - 1)
+    return _PER_LAYER.read(text, layers)
+
+
+def check_weights(text: str) -> None:
+    """Raise ValueError for text that is neither `auto` nor valid for `parse_weights`."""
+    if text != AUTO:
+        _PER_LAYER.check(text)
+
+
+def format_weights(places: tuple[str, ...]) -> str:
+    """Format places so that `parse_weights` reads them."""
+    return HOST if places == stream_evenly(len(places), len(places) - 1) != (DEVICE,) else _PER_LAYER.write(places)
+
+
+def stream_evenly(layers: int, count: int) -> tuple[str, ...]:
+    """Return the places of layers of which `count` are streamed, spread evenly for a steady load of the link.
+
+    The first layer's weights stay on the device.
+    """
+    return interleave(DEVICE, HOST, layers, min(count, layers - 1))
+
+
+def is_streamed(places: tuple[str, ...]) -> bool:
+    """Return whether any layer's weights are streamed."""
+    return any(place != DEVICE for place in places)

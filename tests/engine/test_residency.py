@@ -1,0 +1,90 @@
+"""Weights of some layers are streamed: places are parsed, and gradients stay the same to the bit."""
+
+import chex
+import jax
+import pytest
+
+from jaxglue.engine import transfer
+from jaxglue.engine.residency import format_weights, parse_weights
+
+D, H = "device", "host"
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("device", (D, D, D, D)),
+        ("host", (D, H, H, H)),
+        ("1 x device + 2 x host + 1 x device", (D, H, H, D)),
+        ("2 x device & 2 x host", (D, H, D, H)),
+        ("3 x device & 1 x host", (D, D, D, H)),
+        ("2 x [1 x host + 1 x device]", (H, D, H, D)),
+    ],
+)
+def test_places_are_parsed_and_formatted(text, places):
+    assert parse_weights(text, 4) == places
+    assert parse_weights(format_weights(places), 4) == places
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu", "weights 'gpu' is unknown: use device, host or auto, or counts such as"),
+        ("2 x device & 3 x host", "weights '2 x device & 3 x host' is for 5 layers, the model has 4"),
+        ("2 x device + host", "'host' must be COUNT x PLACE"),
+        ("1 x [1 x device] & 3 x host & 1 x host", "must spread one place's layers among another's"),
+    ],
+)
+def test_invalid_places_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_weights(text, 4)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 4}
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "nf4": {"hidden_size": 64, "intermediate_size": 64, "quantize": "nf4"},
+    "fp8": {"quantize": "fp8"},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "intermediate_size": 32,
+        "quantization_config": {"quant_method": "mxfp4"},
+        **EXPERTS,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_partly_streamed_weights_change_no_bit(split_parts, random_batch, family):
+    parts = split_parts.__wrapped__("lora", num_hidden_layers=4, **FAMILIES[family])
+    batches = [random_batch([[5, 1, 7], [12]], 14)]
+    resident = parts.executor("offload").loss_and_gradients(parts.trainable, parts.frozen, batches, 13.0)
+    places = parse_weights("1 x device + 1 x host + 1 x device + 1 x host", 4)
+    layers = [
+        transfer.to_host(layer) if place == H else layer
+        for layer, place in zip(parts.frozen["layers"], places, strict=True)
+    ]
+    executor = parts.executor("offload", stream_weights=True)
+    streamed = executor.loss_and_gradients(parts.trainable, {**parts.frozen, "layers": layers}, batches, 13.0)
+    chex.assert_trees_all_equal(streamed, resident)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prefetch_counts_only_what_moves(depth):
+    moving = [False, True, False, True, True, False, True]
+    requested: list[int] = []
+    ahead = transfer.requested_ahead(moving, depth)
+    fetches = [lambda i=i: requested.append(i) or i for i in range(len(moving))]
+    for index, item in enumerate(transfer.prefetch(fetches, depth, moving)):
+        assert item == index
+        assert len(requested) == ahead[index]
+        assert sum(moving[index + 1 : len(requested)]) <= depth
+    assert jax.tree.leaves(requested) == list(range(len(moving)))
