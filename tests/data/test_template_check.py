@@ -5,7 +5,7 @@ import pytest
 
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
-from tests.data.test_harmony import SPECIAL, TEMPLATE
+from data.test_harmony import SPECIAL, TEMPLATE
 
 QWEN3 = """
 {%- if tools %}<|im_start|>system
