@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,8 @@ def _torch_hidden() -> Iterator[None]:
 
 
 def _end(line: str, *, status: int) -> None:
-    print(line, file=sys.stderr)
+    with suppress(OSError):  # a closed terminal
+        print(line, file=sys.stderr)
     sys.exit(status)
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from data.test_harmony import SPECIAL, TEMPLATE
 
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
-from data.test_harmony import SPECIAL, TEMPLATE
 
 QWEN3 = """
 {%- if tools %}<|im_start|>system
