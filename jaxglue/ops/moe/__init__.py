@@ -106,6 +106,7 @@ def moe_mlp(
     down_bias: Float[Array, "E D"] | None = None,
     transpose_rhs: bool = False,
     lora: ExpertLora | None = None,
+    fp8: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "M D"]:
     """Compute Σ weight · down(activation(gate_up(x))) over each token's experts, in x's dtype.
@@ -122,6 +123,8 @@ def moe_mlp(
         gate_up_bias, down_bias: of each expert.
         transpose_rhs: the matrices are stored [out, in].
         lora: adapters of the experts.
+        fp8: multiply `MXFP4` matrices, whose values FP8 can hold, in FP8: x and gradients are quantized by row. Only
+            kernels do; the reference dequantizes.
         backend: as in `grouped_matmul`.
 
     Raises:
@@ -138,7 +141,7 @@ def moe_mlp(
     kernels = GROUPED_MATMUL.load(x.dtype, backend=backend)
     if kernels is None:
         return reference_mlp(*operands, activation=activation, transpose_rhs=transpose_rhs)
-    return fused_mlp(kernels, *operands, activation=activation, transpose_rhs=transpose_rhs)
+    return fused_mlp(kernels, *operands, activation=activation, transpose_rhs=transpose_rhs, fp8=fp8)
 
 
 def _check_operands(

@@ -76,10 +76,11 @@ def _finish(acc, bias, out, group, row, end, column, N: tl.constexpr, HAS_BIAS: 
 
 @triton.jit
 def _matmul_tile(
-    lhs, more_lhs, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
+    lhs, more_lhs, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end, column,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr,
-    GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute rows [first, end) of a group, at most BLOCK_M + BLOCK_MORE, in BLOCK_N columns of out."""
     TMA: tl.constexpr = DESCRIPTORS and not GATHER
@@ -99,6 +100,11 @@ def _matmul_tile(
         if BLOCK_MORE > 0:
             a = more_lhs.load([second, k]) if TMA else _load_rows(more_lhs, more_sources, more_inside, k, K, BLOCK_K)
             more = tl.dot(a, b, more)
+    if SCALED:
+        factor = tl.load(factors + group)
+        acc *= (tl.load(row_scales + sources, mask=inside, other=0.0) * factor)[:, None]
+        if BLOCK_MORE > 0:
+            more *= (tl.load(row_scales + more_sources, mask=more_inside, other=0.0) * factor)[:, None]
     for r in tl.static_range(0, R, BLOCK_R):
         a = _load(hidden, hidden, first, end, r, R, BLOCK_M, BLOCK_R, False, False)
         if TRANSPOSE_EXPAND:
@@ -115,16 +121,17 @@ def _matmul_tile(
 
 @triton.jit
 def matmul_kernel(
-    lhs, half, rhs, tail, tokens, bias, hidden, expand, table, out,
+    lhs, half, rhs, tail, tokens, bias, hidden, expand, table, row_scales, factors, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
     TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_MORE: tl.constexpr,
+    SCALED: tl.constexpr, DESCRIPTORS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_MORE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of out [S, N]; grid (TILES · column tiles).
 
     To GATHER, lhs is [M, K] and tokens [S] holds the row of lhs for each row of out.
+    SCALED, the products of 8-bit values are multiplied by row_scales, one for each row of lhs, and factors [E].
     With R > 0, hidden [S, R] · expand [E, R, N] is the last step of the sum: an adapter needs no pass over out.
     The last column tile has BLOCK_TAIL columns; a tile of at most BLOCK_HALF rows computes no more. With BLOCK_MORE =
     BLOCK_HALF, a tile has a second accumulator of as many further rows that shares the loads of the matrix.
@@ -140,20 +147,20 @@ def matmul_kernel(
     tile, column_tile = _swizzle(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, GROUP_M)
     first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
     if (BLOCK_TAIL < BLOCK_N) & (column + BLOCK_N > N):
-        _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, out, group, first, end, column,
-                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
+        _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
                      BLOCK_M, BLOCK_MORE, BLOCK_TAIL, BLOCK_K, BLOCK_R)  # fmt: skip
     elif (BLOCK_HALF < BLOCK_M) & (end - first <= BLOCK_HALF):
-        _matmul_tile(half, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
-                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
+        _matmul_tile(half, half, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
                      BLOCK_HALF, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     elif (BLOCK_MORE > 0) & (end - first <= BLOCK_M):
-        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
-                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
+        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
                      BLOCK_M, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     else:
-        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, out, group, first, end, column,
-                     K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, DESCRIPTORS,
+        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
                      BLOCK_M, BLOCK_MORE, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
 
 

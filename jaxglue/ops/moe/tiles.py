@@ -5,6 +5,8 @@ The Hopper sizes are tuned on an H200; the others fit the shared memory of their
 
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 _SMALLEST = 16
 """Smallest side of a tensor core's tile."""
 _WARPGROUP_ROWS = 64
@@ -60,6 +62,11 @@ class GroupedTiles:
 
     matmul: MatmulTiles
     outer: MatmulTiles
+
+    def of(self, dtype, block_m: int) -> MatmulTiles:
+        """Return matmul's tiles of this many rows: as many bytes of 8-bit values as of 16-bit ones in a step."""
+        steps = 2 if jnp.dtype(dtype).itemsize == 1 else 1
+        return replace(self.matmul, block_m=block_m, block_k=steps * self.matmul.block_k)
 
 
 def _tiles(*sizes: tuple[int, int, int, int, int]) -> GroupedTiles:

@@ -1,6 +1,6 @@
 """Launches of the Triton kernels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import triton
@@ -12,7 +12,7 @@ from jaxglue.ops.moe import kernels
 from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, grouped_tiles, row_block, row_blocks
-from jaxglue.ops.moe.vjp import LowRank, Rows
+from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,24 @@ class TritonMoe(Launcher):
         return cls(tiles=grouped_tiles(capability), compute_capability=triton_capability(capability))
 
     def matmul(
-        self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
+        self,
+        lhs: Rows,
+        rhs,
+        bias,
+        groups: GroupMetadata,
+        *,
+        transpose_rhs: bool,
+        low_rank: LowRank | None = None,
+        scales: Scales | None = None,
     ):
         """See `MoeBackend`."""
         E, S, K = rhs.shape[0], lhs.size, lhs.array.shape[1]
         N = rhs.shape[1] if transpose_rhs else rhs.shape[2]
         row_tiles = groups.tiles if lhs.tokens is None else groups.gathered_tiles
-        out_type, table = jax.ShapeDtypeStruct((S, N), lhs.array.dtype), row_tiles.table
+        out_type = jax.ShapeDtypeStruct((S, N), scales.dtype if scales else lhs.array.dtype)
+        table = row_tiles.table
         block_m, block_more = row_blocks(row_tiles.rows)
-        tiles = replace(self.tiles.matmul, block_m=block_m).fitted(m=block_m, n=N, k=K)
+        tiles = self.tiles.of(lhs.array.dtype, block_m).fitted(m=block_m, n=N, k=K)
         block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
         assert block_more in (0, block_half)
         whole, half = (_rows(lhs, m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
@@ -45,9 +54,10 @@ class TritonMoe(Launcher):
         hidden, expand, transpose_expand = low_rank or (table, table, False)
         rank = hidden.shape[1] if low_rank else 0
         tokens, bias_or_any = (table if x is None else x for x in (lhs.tokens, bias))
+        factors = (scales.rows.reshape(-1), scales.groups) if scales else (table, table)
         (out,) = self._launch(
             kernels.matmul_kernel,
-            (whole, half, rhs, tail, tokens, bias_or_any, hidden, expand, table),
+            (whole, half, rhs, tail, tokens, bias_or_any, hidden, expand, table, *factors),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles.constants
@@ -55,7 +65,8 @@ class TritonMoe(Launcher):
             | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail}
             | {"BLOCK_HALF": block_half, "BLOCK_MORE": block_more}
             | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
-            | {"HAS_BIAS": bias is not None, "DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
+            | {"HAS_BIAS": bias is not None, "SCALED": scales is not None}
+            | {"DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
             tiles.num_warps,
             tiles.num_stages,
             flops=2 * S * K * N,

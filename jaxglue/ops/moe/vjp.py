@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,12 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
+from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.moe.exchange import weighted_bias_gradients
 from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import Activation, Adapter
 from jaxglue.ops.moe.routing import Routing
-from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
 
@@ -42,13 +43,31 @@ class LowRank(NamedTuple):
     transposed: bool
 
 
+class Scales(NamedTuple):
+    """Factors of products of 8-bit values."""
+
+    rows: Float[Array, "M 1"]
+    """Of every row of lhs, or of every token."""
+    groups: Float[Array, " E"]
+    dtype: jnp.dtype
+    """Of the result."""
+
+
 class MoeBackend(Protocol):
     """Kernels of one backend, hashable. Matmuls and sums accumulate in float32; rows of no group are unspecified."""
 
     def matmul(
-        self, lhs: Rows, rhs, bias, groups: GroupMetadata, *, transpose_rhs: bool, low_rank: LowRank | None = None
+        self,
+        lhs: Rows,
+        rhs,
+        bias,
+        groups: GroupMetadata,
+        *,
+        transpose_rhs: bool,
+        low_rank: LowRank | None = None,
+        scales: Scales | None = None,
     ) -> Float[Array, "S N"]:
-        """Compute lhs[s] · rhs[group of s] (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
+        """Compute lhs[s] · rhs[group of s] (· scales) (+ bias[group of s]) (+ the low-rank term), in lhs's dtype."""
 
     def outer(self, lhs: Rows, rhs: Rows, groups: GroupMetadata, dtype) -> Float[Array, "E K N"]:
         """Compute Σ lhs[s]ᵀ rhs[s] over the rows of each group, of lhs [S, K] and rhs [S, N]."""
@@ -71,6 +90,8 @@ class GroupedSpec:
 
     kernels: MoeBackend
     transpose_rhs: bool
+    fp8: bool = False
+    """Multiply by MXFP4 matrices in FP8."""
     exchange: Literal["dispatch", "combine"] | None = None
     """Dispatch lhs, an array of tokens, to the rows of their experts, or combine the rows of out to tokens."""
 
@@ -99,6 +120,19 @@ def _dense(rhs: Array | MXFP4, dtype) -> Array:
     return dequantize(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
 
 
+def _multiply(spec, rows: Rows, rhs, bias, groups: GroupMetadata, low_rank, *, transpose_rhs: bool) -> Array:
+    """Compute the products of rows and matrices, in FP8 if the spec says so."""
+    if not (spec.fp8 and isinstance(rhs, MXFP4)):
+        matrices = _dense(rhs, rows.array.dtype)
+        return spec.kernels.matmul(rows, matrices, bias, groups, transpose_rhs=transpose_rhs, low_rank=low_rank)
+    codes, row_scales = encode(rows.array)
+    # FP8 tensor cores multiply along last axes only.
+    matrices, factors = mxfp4_to_fp8(rhs, transposed=not transpose_rhs)
+    scales = Scales(row_scales, factors, rows.array.dtype)
+    options: dict[str, Any] = {"transpose_rhs": True, "low_rank": low_rank, "scales": scales}
+    return spec.kernels.matmul(Rows(codes, rows.tokens), matrices, bias, groups, **options)
+
+
 def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
     """Return (out, hidden); hidden is lhs · Aᵀ, None without an adapter."""
     matmul, rows = partial(spec.kernels.matmul, groups=groups), _rows(spec, "dispatch", lhs, routing)
@@ -107,11 +141,10 @@ def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
         A, B = (x.astype(lhs.dtype) for x in adapter)
         hidden = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LORA_HIDDEN)
         low_rank = LowRank(hidden, B, True)
-    product = partial(matmul, transpose_rhs=spec.transpose_rhs, low_rank=low_rank)
-    matrices = _dense(rhs, lhs.dtype)
+    own_bias = None if spec.exchange == "combine" else bias
+    out = _multiply(spec, rows, rhs, own_bias, groups, low_rank, transpose_rhs=spec.transpose_rhs)
     if spec.exchange != "combine":
-        return product(rows, matrices, bias), hidden
-    out = product(rows, matrices, None)
+        return out, hidden
     return spec.kernels.combine(out, routing.inverse, weights, routing.expert_ids, bias), hidden
 
 
@@ -170,8 +203,7 @@ def _backward(spec, r: _Residuals, dout):
         dout = jnp.zeros(dout.shape, dout.dtype)
     lhs, drows = _rows(spec, "dispatch", r.lhs, r.routing), _rows(spec, "combine", dout, r.routing)
     low_rank, dadapter = _adapter_backward(spec, r, lhs, drows)
-    matrices = _dense(r.rhs, dout.dtype)
-    dlhs = spec.kernels.matmul(drows, matrices, None, r.groups, transpose_rhs=not spec.transpose_rhs, low_rank=low_rank)
+    dlhs = _multiply(spec, drows, r.rhs, None, r.groups, low_rank, transpose_rhs=not spec.transpose_rhs)
     if spec.exchange == "dispatch":
         assert r.routing is not None
         dlhs = spec.kernels.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)
@@ -250,9 +282,10 @@ def fused_mlp(
     *,
     activation: Activation,
     transpose_rhs: bool,
+    fp8: bool = False,
 ) -> Float[Array, "M D"]:
     """Compute `moe_mlp` by kernels from (gate_up, down) of matrices, biases and adapters."""
-    spec = partial(GroupedSpec, kernels=kernels, transpose_rhs=transpose_rhs)
+    spec = partial(GroupedSpec, kernels=kernels, transpose_rhs=transpose_rhs, fp8=fp8)
     groups, weights = routing.groups, None if biases[1] is None else routing.weights
     first, second = zip(matrices, biases, adapters, strict=True)
     projected = fused_grouped_matmul(spec(exchange="dispatch"), x, *first, groups, routing, None)

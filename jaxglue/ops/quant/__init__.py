@@ -7,10 +7,10 @@ from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.ops.quant.int8 import Int8Weight
-from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
 
-__all__ = ["DEQUANTIZE", "dequantize", "project_quantized"]
+__all__ = ["DEQUANTIZE", "dequantize", "mxfp4_to_fp8", "project_quantized"]
 
 
 def _check(capability: Capability | None, weight: Quantized | MXFP4) -> None:
@@ -44,6 +44,26 @@ def dequantize(weight: Quantized | MXFP4, dtype=jnp.bfloat16, *, backend: str = 
         ValueError: a truncated `MXFP4`, or a named backend that cannot serve.
     """
     return dequantize_with(DEQUANTIZE.load(weight, backend=backend), weight, dtype)
+
+
+def mxfp4_to_fp8(
+    weight: MXFP4, *, transposed: bool = False, backend: str = "auto"
+) -> tuple[Float[Array, "E a b"], Float[Array, " E"]]:
+    """Return (e4m3 codes, float32 factors) of matrices in MXFP4, whose values are codes times their matrix's factor.
+
+    Exact for blocks within 2¹⁴ of their matrix's largest; smaller values round to multiples of 2⁻⁹ factors.
+
+    Args:
+        weight: matrices [E, N, K].
+        transposed: lay the codes out as [E, K, N].
+        backend: one of `DEQUANTIZE.names`.
+
+    Raises:
+        ValueError: as `dequantize`.
+    """
+    largest, kernels = largest_exponents(weight.check()), DEQUANTIZE.load(weight, backend=backend)
+    codes = kernels.mxfp4_codes if kernels else fp8_codes
+    return codes(weight, largest, transposed=transposed), fp8_factors(largest)
 
 
 def project_quantized(x: Float[Array, "*B in"], weight: Quantized, *, backend: str = "auto") -> Float[Array, "*B out"]:

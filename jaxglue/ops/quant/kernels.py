@@ -29,6 +29,36 @@ def mxfp4_kernel(blocks, scales, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def mxfp4_codes_kernel(
+    blocks, scales, largest, out,
+    N: tl.constexpr, K: tl.constexpr, LIFT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Write values [E, N, K] · 2^(LIFT − largest exponent of the matrix) as e4m3, [E, K, N] if transposed.
+
+    A program decodes BLOCK_N rows of BLOCK_W words of eight codes; grid (⌈N / BLOCK_N⌉, ⌈K / 8 / BLOCK_W⌉, E).
+    """
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    words, matrix = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(2).to(tl.int64)
+    inside = (rows < N)[:, None] & (words < K // 8)[None, :]
+    word = (matrix * N + rows[:, None]) * (K // 8) + words[None, :]
+    exponent = tl.load(scales + word // 4, mask=inside, other=0).to(tl.int32)
+    bits = tl.maximum(exponent - tl.load(largest + matrix) + LIFT + 127, 0) << 23
+    scale = tl.where(exponent == 255, NAN, bits).to(tl.float32, bitcast=True)
+    packed = tl.load(blocks.to(tl.pointer_type(tl.uint32)) + word, mask=inside, other=0)
+    nibble = tl.arange(0, 8)[None, None, :]
+    values = _decode(((packed[:, :, None] >> (4 * nibble)) & 15).to(tl.int32)) * scale[:, :, None]
+    codes = tl.reshape(values.to(out.dtype.element_ty), (BLOCK_N, BLOCK_W * 8))
+    columns = tl.program_id(1) * BLOCK_W * 8 + tl.arange(0, BLOCK_W * 8)
+    if TRANSPOSED:
+        mask = (columns < K)[:, None] & (rows < N)[None, :]
+        tl.store(out + (matrix * K + columns[:, None]) * N + rows[None, :], tl.trans(codes), mask=mask)
+    else:
+        mask = (rows < N)[:, None] & (columns < K)[None, :]
+        tl.store(out + (matrix * N + rows[:, None]) * K + columns[None, :], codes, mask=mask)
+
+
+@triton.jit
 def nf4_kernel(
     codes, scales, scale_absmax, scale_offset, scale_code, values, out,
     COUNT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,

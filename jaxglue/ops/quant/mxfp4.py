@@ -5,10 +5,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxglue.ops.quant.fp8 import E4M3
 
 BLOCK = 32
 """Values that share a scale."""
+LIFT = 6
+"""Exponent in FP8 of a matrix's largest blocks, whose largest value is 6: 6 · 2⁶ is below e4m3's 448."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
@@ -75,3 +79,19 @@ def _power_of_two(scales: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     scales = scales.astype(jnp.int32)
     bits = jnp.where(scales == 0, 1 << 22, scales << 23)
     return jnp.where(scales == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def largest_exponents(quantized: MXFP4) -> Int[Array, " E"]:
+    """Return the largest exponent of each matrix as stored, e8m0."""
+    return quantized.scales.max(axis=(1, 2)).astype(jnp.int32)
+
+
+def fp8_factors(largest: Int[Array, " E"]) -> Float[Array, " E"]:
+    """Return the factors of matrices in e4m3 with these largest exponents, float32."""
+    return jnp.ldexp(jnp.float32(1), largest - 127 - LIFT)
+
+
+def fp8_codes(quantized: MXFP4, largest: Int[Array, " E"], *, transposed: bool) -> Float[Array, "E a b"]:
+    """Return the values over `fp8_factors` in e4m3: exact for exponents within 14 of the largest."""
+    values = dequantize_mxfp4(quantized, jnp.float32) / fp8_factors(largest)[:, None, None]
+    return (values.swapaxes(1, 2) if transposed else values).astype(E4M3)

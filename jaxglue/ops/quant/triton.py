@@ -12,12 +12,12 @@ from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.fp8 import E4M3, FP8Weight
 from jaxglue.ops.quant.int8 import Int8Weight
-from jaxglue.ops.quant.kernels import mxfp4_kernel, nf4_kernel
-from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.kernels import mxfp4_codes_kernel, mxfp4_kernel, nf4_kernel
+from jaxglue.ops.quant.mxfp4 import LIFT, MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
-from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, NF4_BLOCKS
+from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_CODES_TILE, NF4_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,17 @@ class TritonDequantize(Launcher):
         out_type, count = jax.ShapeDtypeStruct(weight.shape, dtype), weight.scales.size
         constants, grid = {"COUNT": count, "BLOCK": MXFP4_BLOCKS}, (triton.cdiv(count, MXFP4_BLOCKS),)
         return self._launch(mxfp4_kernel, (weight.blocks, weight.scales), (out_type,), grid, constants)[0]
+
+    def mxfp4_codes(self, weight: MXFP4, largest, *, transposed: bool) -> Float[Array, "E a b"]:
+        """See `DequantizeBackend`."""
+        (E, N, K), (block_n, block_w) = weight.shape, MXFP4_CODES_TILE
+        out_type = jax.ShapeDtypeStruct((E, K, N) if transposed else (E, N, K), E4M3)
+        constants = {"N": N, "K": K, "LIFT": LIFT, "TRANSPOSED": transposed, "BLOCK_N": block_n, "BLOCK_W": block_w}
+        arrays, grid = (
+            (weight.blocks, weight.scales, largest),
+            (triton.cdiv(N, block_n), triton.cdiv(K // 8, block_w), E),
+        )
+        return self._launch(mxfp4_codes_kernel, arrays, (out_type,), grid, constants)[0]
 
     def _nf4(self, weight: NF4, dtype):
         parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Protocol
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -16,6 +16,9 @@ class DequantizeBackend(Protocol):
 
     def dequantize(self, weight: Quantized | MXFP4, dtype) -> Array:
         """Compute the values of a quantized weight."""
+
+    def mxfp4_codes(self, weight: MXFP4, largest: Int[Array, " E"], *, transposed: bool) -> Array:
+        """Compute the codes of `mxfp4_to_fp8` from each matrix's largest exponent."""
 
 
 def dequantize_with(kernels: DequantizeBackend | None, weight: Quantized | MXFP4, dtype) -> Array:

@@ -25,13 +25,13 @@ def compile_step(h200):
         blocks, scales = shaped(E, out, into // 32, 16, dtype=jnp.uint8), shaped(E, out, into // 32, dtype=jnp.uint8)
         return MXFP4(blocks=blocks, scales=scales)
 
-    def make(policy, *, mxfp4=False):
+    def make(policy, *, mxfp4=False, fp8=False):
         matrices = packed if mxfp4 else lambda out, into: shaped(E, out, into)
 
         def step(x, logits, gate_up, down, dout):
             def layer(x):
                 routing = route(logits, X, order="topk_softmax")
-                return moe_mlp(x, routing, gate_up, down, activation="gpt_oss", transpose_rhs=True)
+                return moe_mlp(x, routing, gate_up, down, activation="gpt_oss", transpose_rhs=True, fp8=fp8)
 
             out, pull = jax.vjp(jax.checkpoint(layer, policy=policy), x)
             return out, pull(dout)
@@ -85,6 +85,12 @@ def test_mxfp4_experts_are_dequantized_in_both_passes(compile_step):
     assert kernels(compiled) == 12
     expanded = 2 * E * 3 * F * D
     assert compiled.memory_analysis().temp_size_in_bytes < 5.5 * ROWS + expanded
+
+
+def test_mxfp4_experts_multiply_in_fp8_without_bf16_copies(compile_step):
+    compiled = compile_step(jax.checkpoint_policies.everything_saveable, mxfp4=True, fp8=True)
+    assert kernels(compiled) == 16  # 4 expansions and 4 quantizations of rows more
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * ROWS + E * 3 * F * D
 
 
 def test_no_array_of_copied_tokens_exists(compile_adapters):

@@ -9,6 +9,7 @@ import pytest
 
 from jaxglue.ops.moe import GROUPED_MATMUL, GroupMetadata, grouped_matmul
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
+from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -47,6 +48,22 @@ def group_by_group(lhs, rhs, bias, dout, sizes, transposed):
     if bias is None:
         return out, (dlhs, drhs, None)
     return out + np.repeat(bias, sizes, axis=0), (dlhs, drhs, np.stack([dout[group].sum(0) for group in groups]))
+
+
+@pytest.mark.parametrize("row_tile", [None, 192])
+def test_interpreted_kernel_applies_scales(interpreted_kernels, row_tile):
+    rng, sizes = np.random.default_rng(0), np.array([0, 5, 33, 0, 170])
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    x, rhs, bias, B = normal(70, 40), normal(5, 24, 40), normal(5, 24), normal(5, 24, 4)
+    rows, factors = jnp.abs(normal(70, 1)), jnp.abs(normal(5))
+    tokens, group = jnp.asarray(rng.integers(0, 70, 208)), np.repeat(np.arange(5), sizes)
+    hidden, groups = normal(208, 4), GroupMetadata.of(sizes, 208, row_tile=row_tile)
+    kernels = interpreted_kernels(tiles=grouped_tiles((8, 9)), compute_capability=80)
+    options = {"low_rank": LowRank(hidden, B, True), "scales": Scales(rows, factors, jnp.float32)}
+    got = kernels.matmul(Rows(x, tokens), rhs, bias, groups, transpose_rhs=True, **options)
+    scaled, matrices = (x * rows)[tokens], (rhs * factors[:, None, None])[group]
+    expected = jnp.einsum("sk,snk->sn", scaled, matrices) + bias[group] + jnp.einsum("sr,snr->sn", hidden, B[group])
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def output_and_gradients(function, lhs, rhs, bias, dout):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.moe import grouped_matmul
+from jaxglue.ops.quant import DEQUANTIZE, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 
 E2M1 = {
@@ -70,3 +71,29 @@ def test_truncated_tensor_is_refused(change, message):
     tensor = random_tensor()
     with pytest.raises(ValueError, match=message):
         dequantize_mxfp4(MXFP4(**{"blocks": tensor.blocks, "scales": tensor.scales} | change))
+
+
+def near_tensor(shape=(3, 5, 4)):
+    """Draw matrices whose blocks are within 2^14 of their largest."""
+    rng, tensor = np.random.default_rng(0), random_tensor(shape)
+    scales = rng.integers(100, 115, shape, dtype=np.uint8) + (20 * np.arange(shape[0], dtype=np.uint8))[:, None, None]
+    return MXFP4(blocks=tensor.blocks, scales=jnp.asarray(scales))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fp8_holds_mxfp4_exactly(transposed):
+    codes, factors = mxfp4_to_fp8(near_tensor(), transposed=transposed)
+    values = np.asarray(codes, np.float64) * np.asarray(factors, np.float64)[:, None, None]
+    np.testing.assert_array_equal(values.swapaxes(1, 2) if transposed else values, decode(near_tensor()))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tensor", [near_tensor(), near_tensor((2, 37, 5))], ids=["small", "odd"])
+def test_interpreted_kernel_writes_the_same_codes(interpreted, transposed, tensor):
+    from jaxglue.ops.quant.triton import TritonDequantize
+
+    expected = mxfp4_to_fp8(tensor, transposed=transposed, backend="reference")
+    with DEQUANTIZE.using(interpreted(TritonDequantize)(compute_capability=90)):
+        got = mxfp4_to_fp8(tensor, transposed=transposed)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
