@@ -45,12 +45,14 @@ class Case:
     lengths: tuple[int, ...]
     layers: int | None = None
     expand: bool = False
+    matmul: str = "bf16"
 
     @property
     def config(self) -> DecoderConfig:
         raw = {**SHAPES[self.shape], **({"num_hidden_layers": self.layers} if self.layers else {})}
         config = config_from_hf(raw)
-        return config.expanded if self.expand else config
+        config = config.expanded if self.expand else config
+        return config.quantized("fp8", fp8_head=True) if self.matmul == "fp8" else config
 
 
 EQUAL = (1024,) * 8
@@ -68,6 +70,11 @@ CASES = {
     "gpt-oss-20b, 6 layers, MXFP4, dots kept": Case(shape="gpt-oss-20b", layers=6, remat="dots", lengths=EQUAL),
     "gpt-oss-20b, whole, MXFP4, offloaded": Case(shape="gpt-oss-20b", remat="offload", lengths=MIXED),
     "gpt-oss-20b, whole, MXFP4, recomputed": Case(shape="gpt-oss-20b", remat="full", lengths=MIXED),
+    "gpt-oss-20b, whole, MXFP4 in FP8, recomputed": Case(
+        shape="gpt-oss-20b", remat="full", lengths=MIXED, matmul="fp8"
+    ),
+    "gpt-oss-20b, whole, MXFP4, dots kept": Case(shape="gpt-oss-20b", remat="dots", lengths=MIXED),
+    "gpt-oss-20b, whole, MXFP4 in FP8, dots kept": Case(shape="gpt-oss-20b", remat="dots", lengths=MIXED, matmul="fp8"),
     "qwen3-30b-a3b, 12 layers, bf16, recomputed": Case(shape="qwen3-30b-a3b", layers=12, remat="full", lengths=MIXED),
     "tiny": Case(shape="tiny-moe", remat="dots", lengths=(96, 32)),
 }

@@ -63,6 +63,7 @@ class ExpertLinear(nnx.Module):
         self.lora_scale = 0.0
         self.experts, self.in_features, self.out_features = E, in_features, out_features
         self.transposed = experts.transposed or config.moe.mxfp4
+        self.fp8 = config.quantize == "fp8"
 
     def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
         """Add a float32 adapter to every expert, initialized as in `Linear`: A [E, R, in], B [E, out, R].
@@ -132,6 +133,7 @@ class Experts(nnx.Module):
                 down_bias=None if down.bias is None else down.bias[...],
                 transpose_rhs=gate_up.transposed,
                 lora=adapters,
+                fp8=gate_up.fp8,
             )
 
         return expert_parallel(mlp, x, routing, adapters)

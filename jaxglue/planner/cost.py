@@ -146,11 +146,9 @@ class _Trace:
         return self._fuse(inputs, outputs)
 
     def _dot_rate(self, eqn) -> float:
-        """Return the FLOP/s of a matmul by its operands' dtypes."""
-        in_fp8 = all(
-            jax.dtypes.issubdtype(var.aval.dtype, jnp.floating) and var.aval.dtype.itemsize == 1 for var in eqn.invars
-        )
-        return self._gpu.matmul * (self._gpu.fp8_gain if in_fp8 else 1)
+        """Return the FLOP/s of a matmul by its operands' dtypes, or of a kernel by those of its first one."""
+        operands = eqn.invars if eqn.primitive.name == "dot_general" else eqn.invars[:1]
+        return self._gpu.matmul * (self._gpu.fp8_gain if all(_is_fp8(var.aval) for var in operands) else 1)
 
     def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
@@ -159,7 +157,7 @@ class _Trace:
     def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
         """Return a Triton kernel's time from its bytes and its own cost estimate, if any."""
         flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
-        return max(flops / self._gpu.matmul, self._copy(sum(value.bytes for value in (*inputs, *outputs))))
+        return max(flops / self._dot_rate(eqn), self._copy(sum(value.bytes for value in (*inputs, *outputs))))
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
         """Add a matmul's result to an array already in memory."""
@@ -228,6 +226,10 @@ def _call(eqn) -> ClosedJaxpr | None:
         if isinstance(inner, Jaxpr):
             return ClosedJaxpr(inner, ())
     return None
+
+
+def _is_fp8(aval: Any) -> bool:
+    return jax.dtypes.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
 
 
 def _dot_flops(eqn) -> float:
