@@ -34,15 +34,16 @@ _REASONS = {
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
     ),
-    "name files, folders or hf:owner/name with --data": (
-        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field"),
+    "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
+        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
+        "max_samples",
     ),
     "metrics.jsonl and tensorboard/ are always written": (
         *("report_to", "logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
         *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
-    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template",),
+    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
     "config.json names the model's family": ("model_type", "tokenizer_type", "is_llama_derived_model"),
     "evaluations and checkpoints are counted in steps: --eval-every, --save-every": (
         *("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"),
@@ -55,6 +56,11 @@ _REASONS = {
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16",),
     "no remote code is ever run": ("trust_remote_code",),
+    "the cache knows what has changed": ("overwrite_cache",),
+    "the tokenizer's own are used": ("eos_token", "pad_token"),
+    "the console and metrics.jsonl have it": ("log_level", "debug", "include_tokens_per_second"),
+    "each program finds this by itself": ("local_rank", "lora_task_type", "lora_fan_in_fan_out"),
+    "the first and the last step are always shown, the last always saved": ("save_first_step",),
     "--resume continues the latest checkpoint of --output": (
         *("resume_from_checkpoint", "auto_resume_from_checkpoints"),
     ),
@@ -71,12 +77,13 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
     Settings in `NOTES` are named in a warning and left out.
 
     Raises:
-        ValueError: names all the settings that are not known, or the one whose value is not.
+        ValueError: names all the settings that are not known, or whose values are not.
     """
     places = dict(_places(cls))
     values: Nested = {}
-    left_out, unknown = [], []
-    for key, value in {**_method(recipe), **recipe}.items():
+    unknown, wrong = [], []
+    left_out: dict[str, list[str]] = {}
+    for key, value in {**_method(recipe), **_with_our_data(recipe)}.items():
         try:
             if key in _CONVERTERS:
                 _merge(values, _CONVERTERS[key](value))
@@ -85,17 +92,20 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                 if (read := kind.from_alias(key, _whole(kind, value))) is not KEEP:
                     _merge(values, {group: {field: kind.read(read)}})
             elif key in NOTES:
-                left_out.append(f"{key} ({NOTES[key]})")
+                left_out.setdefault(NOTES[key], []).append(key)
             elif value is False:
-                left_out.append(f"{key} (off)")
+                left_out.setdefault("off", []).append(key)
             else:
                 unknown.append(f"{key}{nearest(key, places)}")
         except ValueError as error:
-            raise ValueError(f"{where}{key}: {error}") from None
+            wrong.append(f"{key}: {error}")
     if unknown:
-        raise ValueError(f"{where}settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+        wrong.append(f"settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+    if wrong:
+        raise ValueError(where + "; ".join(wrong))
     if left_out:
-        _logger.warning("%sleft out: %s", where, "; ".join(left_out))
+        notes = (f"{', '.join(names)} ({reason})" for reason, names in left_out.items())
+        _logger.warning("%sleft out: %s", where, "; ".join(notes))
     return values
 
 
@@ -125,6 +135,25 @@ def _method(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     full = "base_model" in recipe or "model_name_or_path" in recipe
     named = {"adapter", "finetuning_type", "use_peft", "stage", "method", "full_finetuning"} & recipe.keys()
     return {"method": "full"} if full and not named else {}
+
+
+def _with_our_data(recipe: Mapping[str, Any]) -> Nested:
+    """Return the recipe with TRL's data set as our sources, and names of templates and data sets apart from files."""
+    values = dict(recipe)
+    if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
+        values["dataset"] = (values["dataset"], values.pop("eval_dataset"))
+    if not Path(str(values.get("chat_template"))).is_file() and "chat_template" in values:
+        values["template"] = values.pop("chat_template")
+    if "chat_template_jinja" in values:
+        values["chat_template"] = values.pop("chat_template_jinja")
+    if name := values.pop("dataset_name", None):
+        values |= _hub_data(str(name), values.pop("dataset_config", None), values.pop("dataset_test_split", None))
+    return values
+
+
+def _hub_data(name: str, subset: str | None, held_out: str | None) -> Nested:
+    source = name if Path(name).exists() else "hf:" + ":".join(filter(None, [name, subset]))
+    return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
 
 
 def _adapter(value: Any) -> Nested:
@@ -167,7 +196,7 @@ def _sources(item: dict[str, Any]) -> list[str]:
 def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a data set's rows that differ from the defaults; takes them out of `item`."""
     options: dict[str, str] = {}
-    if (kind := item.pop("type", "chat_template")) not in _FORMATS:
+    if not isinstance(kind := item.pop("type", "chat_template"), str) or kind not in _FORMATS:
         raise ValueError(f"{path}: type: expected {' | '.join(_FORMATS)}, got {kind!r}")
     if _FORMATS[kind] != "auto":
         options["format"] = _FORMATS[kind]
@@ -182,12 +211,21 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         given = item.pop(f"message_field_{key}", mapping.pop(key, known[0]))
         if given not in known:
             raise ValueError(f"{path}: {key} of a message: expected {' | '.join(known)}, got {given!r}: rename it")
+    _check_roles(path, item.pop("roles", {}))
     if item.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
         raise ValueError(f"{path}: roles_to_train: the loss is on the assistant's turns, or on all: --loss-on all")
-    _template(item.pop("chat_template", "tokenizer_default"))
+    item.pop("chat_template", None)
     if unknown := [*item, *mapping]:
         raise ValueError(f"{path}: settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
     return options
+
+
+def _check_roles(path: str, roles: Any) -> None:
+    """Refuse names of roles other than those that rows may have for them."""
+    known = {"user": {"user", "human"}, "assistant": {"assistant", "gpt", "chatgpt", "model"}, "tool": {"tool"}}
+    for role, names in dict(roles).items():
+        if other := {names} - known.get(role, {role}) if isinstance(names, str) else {*names} - known.get(role, {role}):
+            raise ValueError(f"{path}: roles: {', '.join(sorted(other))} stands for {role}: rename it in the rows")
 
 
 def _lora_target(value: Any) -> Nested:
@@ -196,10 +234,21 @@ def _lora_target(value: Any) -> Nested:
     return {"lora": {"targets": tuple("all-linear" if target == "all" else target for target in targets)}}
 
 
-def _template(value: Any) -> Nested:
-    if not str(value).startswith("tokenizer_default"):
-        raise ValueError(f"{NOTES['template']}; got {value!r}")
-    return {}
+def _steps(value: Any) -> Nested:
+    """Return the steps; -1 leaves them to the epochs."""
+    return {} if value == -1 else {"run": {"steps": Kind(scalar=int).read(value)}}
+
+
+def _schedule(value: Any) -> Nested:
+    """Return the schedule; the names of variants with a floor and a warm-up stand for ours, which have both."""
+    names = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+    return {"optimizer": {"schedule": names.get(value, value)}}
+
+
+def _schedule_settings(value: Any) -> Nested:
+    if not isinstance(value, dict) or value.keys() - {"min_lr_rate"}:
+        raise ValueError(f"expected min_lr_rate alone, got {value!r}")
+    return {"optimizer": {"min_lr_ratio": value.get("min_lr_rate", 0.0)}}
 
 
 def _special_tokens(value: Any) -> Nested:
@@ -213,7 +262,10 @@ _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "datasets": _data_sets("data"),
     "test_datasets": _data_sets("eval_data"),
     "lora_target": _lora_target,
-    "chat_template": _template,
+    "max_steps": _steps,
+    "lr_scheduler": _schedule,
+    "lr_scheduler_type": _schedule,
+    "lr_scheduler_kwargs": _schedule_settings,
     "special_tokens": _special_tokens,
 }
 """Readers of settings whose values differ in kind."""

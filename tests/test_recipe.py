@@ -63,6 +63,20 @@ learning_rate: 1.0e-4
 """
 
 
+TRL = """
+model_name_or_path: Qwen/Qwen3-8B
+dataset_name: acme/chats
+dataset_config: fine
+dataset_test_split: held
+chat_template: chatml
+use_peft: true
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
+max_steps: -1
+"""
+
+
 @pytest.fixture
 def write(tmp_path):
     def write(text: str, name: str = "recipe.yml"):
@@ -129,6 +143,14 @@ def test_llama_factory_recipe_is_translated(write):
     assert config.lora.targets == ("q_proj", "v_proj")
 
 
+def test_trl_recipe_is_translated(write, caplog):
+    config = load_config(TrainConfig, write(TRL))
+    assert (config.data.data, config.data.eval_data) == (("hf:acme/chats:fine",), ("hf:acme/chats:fine?split=held",))
+    assert (config.model.method, config.run.steps) == ("lora", None)
+    assert (config.optimizer.schedule, config.optimizer.min_lr_ratio) == ("cosine", 0.1)
+    assert "template (the tokenizer's own" in caplog.text
+
+
 def test_recipe_without_adapter_trains_all_weights(write):
     path = write("base_model: m\ndatasets:\n  - path: a.jsonl\n")
     config = load_config(TrainConfig, path)
@@ -136,7 +158,12 @@ def test_recipe_without_adapter_trains_all_weights(write):
 
 
 def test_unknown_settings_are_named_together(write):
-    with pytest.raises(ValueError, match=r"does not know: rl, roles_to_train\. Remove them"):
-        load_config(TrainConfig, write("base_model: m\nrl: dpo\nroles_to_train: [a]\n"))
+    with pytest.raises(ValueError, match=r"optimizer: expected .*does not know: shrink"):
+        load_config(TrainConfig, write("base_model: m\noptimizer: adafactor\nshrink: 2\n"))
+    with pytest.raises(ValueError, match=r"roles: bot stands for assistant"):
+        text = "base_model: m\ndatasets:\n  - path: a.jsonl\n    roles: {assistant: [gpt, bot]}\n"
+        load_config(TrainConfig, write(text))
+    with pytest.raises(ValueError, match=r"does not know: shrink, roles_to_train\. Remove them"):
+        load_config(TrainConfig, write("base_model: m\nshrink: 2\nroles_to_train: [a]\n"))
     with pytest.raises(ValueError, match=r"datasets: a.jsonl: settings that jaxglue does not know: shards"):
         load_config(TrainConfig, write("base_model: m\ndatasets:\n  - path: a.jsonl\n    shards: 2\n"))

@@ -73,12 +73,12 @@ _TABLE = (
     _gpu("B100", (10, 0), 1750, 180, 8000, _PCIE_5, nvlink=900),
     _gpu("H200 NVL", (9, 0), 835, 140, 4800, _PCIE_5, nvlink=450),
     _gpu("H200", (9, 0), 989, 140, 4800, _PCIE_5, nvlink=450),
-    _gpu("GH200", (9, 0), 989, 95, 4000, _C2C),
-    _gpu("H100 PCIe", (9, 0), 756, 80, 2039, _PCIE_5),
+    _gpu("GH200", (9, 0), 989, 95.6, 4000, _C2C),
+    _gpu("H100 PCIe", (9, 0), 756, 79.6, 2039, _PCIE_5),
     _gpu("H100 NVL", (9, 0), 835, 94, 3938, _PCIE_5, nvlink=300),
-    _gpu("H100", (9, 0), 989, 80, 3350, _PCIE_5, nvlink=450),
-    _gpu("H800", (9, 0), 989, 80, 3350, _PCIE_5, nvlink=200),
-    _gpu("H20", (9, 0), 148, 96, 4000, _PCIE_5, nvlink=450),
+    _gpu("H100", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=450),
+    _gpu("H800", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=200),
+    _gpu("H20", (9, 0), 148, 95.6, 4000, _PCIE_5, nvlink=450),
     _gpu("A100 40GB", (8, 0), 312, 40, 1555, _PCIE_4, nvlink=300),
     _gpu("A100", (8, 0), 312, 80, 2039, _PCIE_4, nvlink=300),
     _gpu("A800", (8, 0), 312, 80, 2039, _PCIE_4, nvlink=200),
@@ -89,10 +89,12 @@ _TABLE = (
     _gpu("L40S", (8, 9), 362, 45, 864, _PCIE_4),
     _gpu("L40", (8, 9), 181, 45, 864, _PCIE_4),
     _gpu("L4", (8, 9), 121, 22.5, 300, _PCIE_4),
-    _gpu("RTX PRO 6000", (12, 0), 503.8, 95, 1792, _PCIE_5),
+    _gpu("RTX PRO 6000", (12, 0), 503.8, 95.6, 1792, _PCIE_5),
     _gpu("RTX PRO 5000", (12, 0), 258, 48, 1344, _PCIE_5),
+    _gpu("RTX PRO 4500", (12, 0), 219.7, 32, 896, _PCIE_5),
     _gpu("RTX 6000 Ada", (8, 9), 364.2, 48, 960, _PCIE_4),
     _gpu("RTX 5000 Ada", (8, 9), 261.1, 32, 576, _PCIE_4),
+    _gpu("RTX 4500 Ada", (8, 9), 158.5, 24, 432, _PCIE_4),
     _gpu("RTX 4000 Ada", (8, 9), 106.8, 20, 360, _PCIE_4),
     _gpu("RTX A6000", (8, 6), 154.8, 48, 768, _PCIE_4),
     _gpu("RTX A5000", (8, 6), 111.1, 24, 768, _PCIE_4),
@@ -101,21 +103,31 @@ _TABLE = (
     _gpu("RTX 5080", (12, 0), 112.6, 16, 960, _PCIE_5),
     _gpu("RTX 5070 Ti", (12, 0), 87.9, 16, 896, _PCIE_5),
     _gpu("RTX 5070", (12, 0), 61.7, 12, 672, _PCIE_5),
+    _gpu("RTX 5060 Ti 16GB", (12, 0), 47.4, 16, 448, _PCIE_5 / 2),
+    _gpu("RTX 5060 Ti", (12, 0), 47.4, 8, 448, _PCIE_5 / 2),
+    _gpu("RTX 5060", (12, 0), 38.4, 8, 448, _PCIE_5 / 2),
     _gpu("RTX 4090", (8, 9), 165.2, 24, 1008, _PCIE_4),
     _gpu("RTX 4080 SUPER", (8, 9), 104.4, 16, 736, _PCIE_4),
     _gpu("RTX 4080", (8, 9), 97.5, 16, 717, _PCIE_4),
     _gpu("RTX 4070 Ti SUPER", (8, 9), 88.2, 16, 672, _PCIE_4),
     _gpu("RTX 4070 Ti", (8, 9), 80.2, 12, 504, _PCIE_4),
+    _gpu("RTX 4070 SUPER", (8, 9), 71, 12, 504, _PCIE_4),
     _gpu("RTX 4070", (8, 9), 58.3, 12, 504, _PCIE_4),
+    _gpu("RTX 4060 Ti 16GB", (8, 9), 44.1, 16, 288, _PCIE_4 / 2),
+    _gpu("RTX 4060 Ti", (8, 9), 44.1, 8, 288, _PCIE_4 / 2),
+    _gpu("RTX 4060", (8, 9), 30.2, 8, 272, _PCIE_4 / 2),
     _gpu("RTX 3090 Ti", (8, 6), 80, 24, 1008, _PCIE_4),
     _gpu("RTX 3090", (8, 6), 71, 24, 936, _PCIE_4),
     _gpu("RTX 3080 Ti", (8, 6), 68.2, 12, 912, _PCIE_4),
     _gpu("RTX 3080", (8, 6), 59.5, 10, 760, _PCIE_4),
+    _gpu("RTX 3070 Ti", (8, 6), 43.5, 8, 608, _PCIE_4),
     _gpu("RTX 3070", (8, 6), 40.6, 8, 448, _PCIE_4),
+    _gpu("RTX 3060 Ti", (8, 6), 32.4, 8, 448, _PCIE_4),
     _gpu("RTX 3060", (8, 6), 25.5, 12, 360, _PCIE_4),
 )
-"""NVIDIA's data sheets and architecture white papers, times the shares measured on an H200: 700 of 989 TFLOP/s in a
-step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5. Narrower names first."""
+"""NVIDIA's data sheets and architecture white papers, memory as nvidia-smi shows it, times the shares measured on an
+H200: 700 of 989 TFLOP/s in a step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5.
+Narrower names first."""
 _VARIANTS = {"LAPTOP", "D", "MAX", "MIG", "SUPER", "TI"}
 """Words in the names of variants, slower or faster than the chips without them."""
 _BEFORE_BFLOAT16 = {"T4": "7.5", "RTX 2080 Ti": "7.5", "RTX 2080": "7.5", "RTX 2060": "7.5", "TITAN RTX": "7.5"}
@@ -147,8 +159,8 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a GPU's name, memory sizes as plain numbers and RTX apart: rtx4090, A100-40GB."""
-    apart = re.sub(r"^(RTX|GTX)(?=\d)", r"\1 ", name.strip().upper())
+    """Return the words of a GPU's name, memory sizes as plain numbers, RTX and Ti apart: rtx4070ti, A100-40GB."""
+    apart = re.sub(r"^(RTX|GTX)(?=\d)|(?<=\d)(?=TI\b|SUPER\b)", r"\1 ", name.strip().upper())
     return {re.sub(r"^(\d+)GB$", r"\1", word) for word in re.split(r"[\s_-]+", apart)}
 
 

@@ -11,7 +11,7 @@ LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
 PREFERENCE_RATES = {"lora": 5e-6, "full": 5e-7}
 """Those of objectives that compare answers, as in TRL's and Zephyr's recipes."""
 _OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "float32"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "float32"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "8bit"),
 }
 _Share = Annotated[float, Range(ge=0, le=1)]
@@ -34,7 +34,7 @@ class OptimizerConfig(Config):
     """Share of all steps over which the learning rate rises linearly to its peak; the first of W has peak / W."""
     warmup_steps: NonNegativeInt | None = None
     """Steps over which it rises, in place of the share."""
-    min_lr_ratio: _Share = 0.0
+    min_lr_ratio: Annotated[_Share, Alias("cosine_min_lr_ratio")] = 0.0
     """Learning rate at the end, as a share of the peak."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices; norms and biases have none."""

@@ -22,6 +22,9 @@ from jaxglue.planner.gpus import Gpu, find_gpu, peak_flops
         ("gb300", "GB300"),
         ("pro 6000", "RTX PRO 6000"),
         ("4070 ti super", "RTX 4070 Ti SUPER"),
+        ("4070ti", "RTX 4070 Ti"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti"),
+        ("5060 Ti 16GB", "RTX 5060 Ti 16GB"),
     ],
 )
 def test_gpus_are_found_by_device_kind(kind, name):
