@@ -111,7 +111,8 @@ class Runs:
     def _output(self, name: str) -> Path:
         return self.folder(name) / "run"
 
-    def _start(self, name: str, flags: Flags, *, resume: bool) -> subprocess.Popen:
+    def command(self, name: str, flags: Flags, *, resume: bool) -> list[str]:
+        """Return the command of a run, and make the run's folder."""
         shared = {"model": flags.get("model") or self.model(str(flags["family"])), **SHARED}
         shared |= {"output": self._output(name), "cache-dir": self._scratch / "tokens"}
         shared |= {"compilation-cache": self._scratch / "compiled"} | ({"resume": True} if resume else {})
@@ -120,6 +121,10 @@ class Runs:
             if flag != "family":
                 command += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
         self.folder(name).mkdir(parents=True, exist_ok=True)
+        return command
+
+    def _start(self, name: str, flags: Flags, *, resume: bool) -> subprocess.Popen:
+        command = self.command(name, flags, resume=resume)
         with (self.folder(name) / "log.txt").open("a" if resume else "w") as log:
             return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
 

@@ -1,6 +1,8 @@
 """Measure training steps on 1, 2, 4, 8 GPUs of one host: tokens/s, efficiency, and exposed collectives.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
+    python benchmarks/scaling.py --suite hgx --json benchmarks/results/hgx.json              # all GPUs against targets
+    python benchmarks/scaling.py --suite hgx --gpus 4 --json benchmarks/results/hgx_4.json
 
 Every case runs in its own process (benchmarks/scaling_step.py), so that its peak is its own; cases run in parallel
 while GPUs are free. A step is loss, gradients and AdamW of a packed row of 16,384 tokens for each GPU.
@@ -18,6 +20,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from measure import table, write_results
+from scaling_suite import hgx_cases, verdicts
 
 CASES = (
     "8b-lora:data=1",
@@ -53,7 +58,8 @@ class Case:
         # NCCL's buffers are outside of what JAX preallocates.
         environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9" if len(gpus) == 1 else "0.85"}
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        command = [sys.executable, str(Path(__file__).with_name("scaling_step.py")), name, "--steps", str(args.steps)]
+        script = "scaling_kill.py" if name.startswith("kill:") else "scaling_step.py"
+        command = [sys.executable, str(Path(__file__).with_name(script)), name, "--steps", str(args.steps)]
         command += ["--no-trace"] if name.partition(":")[0] in args.no_trace else []
         files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when it is over)
         process = subprocess.Popen(command, env=environment, stdout=files[0], stderr=files[1])
@@ -97,7 +103,7 @@ def run_all(cases: list[str], gpus: list[str], args: argparse.Namespace) -> list
             results.append(case.result())
             print(json.dumps(results[-1]), flush=True)
             if args.json:
-                save(args.json, results)
+                save(args.json, results, len(gpus) if args.suite else None)
         time.sleep(0.2)
     return results
 
@@ -109,16 +115,19 @@ def with_efficiency(results: list[dict]) -> list[dict]:
         base = first.setdefault(row["case"].partition(":")[0], row)
         rate, base_rate = (r["tokens_per_second"] / r["gpus"] for r in (row, base))
         row["efficiency"] = None if row is base else rate / base_rate
+        row["tokens_per_second_per_gpu"] = rate
     return results
 
 
-def save(path: Path, results: list[dict]) -> None:
-    from measure import write_results  # imports JAX, which takes the GPUs' memory
+def save(path: Path, results: list[dict], gpus: int | None) -> None:
+    """Write the rows, and of a suite on `gpus` GPUs the verdicts."""
+    rows = with_efficiency(results)
+    gpu = next((row["gpu"] for row in results if "gpu" in row), "none")
+    write_results(path, {"rows": rows, "targets": verdicts(rows, gpus)} if gpus else rows, gpu=gpu)
 
-    write_results(path, with_efficiency(results), gpu=next((row["gpu"] for row in results if "gpu" in row), "none"))
 
-
-def table(results: list[dict]) -> str:
+def scaling_table(results: list[dict]) -> str:
+    """Format the rows of training steps."""
     columns = {
         "tokens/s": ("tokens_per_second", ",.0f"),
         "efficiency": ("efficiency", ".1%"),
@@ -130,7 +139,7 @@ def table(results: list[dict]) -> str:
         "start s": ("start_s", ".0f"),
     }
     lines = [["case", "GPUs", *columns], ["---"] * (2 + len(columns))]
-    for row in results:
+    for row in (row for row in results if "ended_s" not in row):
         values = [format(row[key], spec) if row.get(key) is not None else "–" for key, spec in columns.values()]
         lines.append([row["case"] + (" (failed)" if "error" in row else ""), str(row["gpus"]), *values])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -147,6 +156,7 @@ def visible_gpus() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", help=f"default: those of these that fit: {' '.join(CASES)}")
+    parser.add_argument("--suite", choices=["hgx"], help="cases with targets: see scaling_suite.py")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--no-trace", nargs="+", default=[], help="models whose steps are too long to trace")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a case")
@@ -154,10 +164,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     gpus = visible_gpus()[: args.gpus]
-    cases = args.cases or [case for case in CASES if gpus_of(case) <= len(gpus)]
+    chosen = hgx_cases(len(gpus)) if args.suite else [case for case in CASES if gpus_of(case) <= len(gpus)]
+    cases = args.cases or chosen
     if too_large := [case for case in cases if gpus_of(case) > len(gpus)]:
         parser.error(f"{', '.join(too_large)}: there are {len(gpus)} GPUs")
-    print(table(with_efficiency(run_all(cases, gpus, args))))
+    results = with_efficiency(run_all(cases, gpus, args))
+    print(scaling_table(results))
+    if args.suite:
+        print("\n" + table(verdicts(results, len(gpus))))
 
 
 if __name__ == "__main__":

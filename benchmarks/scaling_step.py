@@ -10,6 +10,8 @@ import json
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -19,11 +21,13 @@ from traces import collective_overlap
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine.model_executor import Executor
-from jaxglue.engine.policy import parse_policies
+from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.gpus import peak_flops
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
@@ -36,9 +40,10 @@ MODELS = {
     "32b-lora": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots"},
     "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantize": "nf4"},
     "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "dots"},
+    "70b-lora": {"shape": "llama-3.3-70b", "remat": AUTO},
     "tiny": {"shape": "tiny", "tokens": 512, "remat": "dots"},
 }
-"""Qwen3 in published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
+"""Published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
 _IN_FLIGHT = 2
 
 
@@ -53,8 +58,8 @@ class Run:
         layout = Layout(mesh, self.work.dtype)
         graphdefs, *trees = abstract_parts(self.work)
         self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work, "device")[1:]
-        policies = parse_policies(options["remat"], self.work.config.num_hidden_layers)
-        self._executor = Executor(graphdefs, self.work.config, policy=policies, dtype=self.work.dtype, mesh=mesh)
+        self.policies = choose_policies(self.work, shape, options["remat"])
+        self._executor = Executor(graphdefs, self.work.config, policy=self.policies, dtype=self.work.dtype, mesh=mesh)
         self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)
         self._state = self._optimizer.init(self._trainable)
         self._batch = place_batch(rows(self.work, shape.batch_shards), mesh)
@@ -71,6 +76,14 @@ class Run:
         )
         self._step += 1
         return loss, values
+
+
+def choose_policies(work: Workload, shape: MeshShape, remat: str) -> Sequence[RematPolicy]:
+    """Return each layer's policy; for `auto` the fastest that fits the GPUs without host memory."""
+    if remat == AUTO:
+        planner = Planner(replace(work, mesh=shape), device_gpu(jax.devices()[0]))
+        return planner.choose(host_memory=0).policies
+    return parse_policies(remat, work.config.num_hidden_layers)
 
 
 def rows(work: Workload, count: int) -> Batch:
@@ -140,6 +153,7 @@ def measure(case: str, steps: int, *, trace: bool):
     row = {
         "case": case,
         **MODELS[model],
+        "remat": format_policies(run.policies),
         "gpu": devices[0].device_kind,
         "gpus": shape.devices,
         "tokens_per_gpu": run.tokens * shape.batch_shards // shape.devices,
