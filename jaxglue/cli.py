@@ -58,7 +58,7 @@ def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=command and f"jaxglue {command}",
         description=_summary(cls),
-        usage="%(prog)s [--recipe NAME|FILE] [--flag value …]",
+        usage="%(prog)s [--recipe FILE] [--flag value …]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
@@ -82,7 +82,13 @@ class _HelpFormatter(argparse.HelpFormatter):
         if isinstance(action, _Switch):
             names = [f"--[no-]{name[2:]}" for name in names if not name.startswith("--no-")]
         value = "" if action.nargs == 0 or isinstance(action, _Switch) else self._format_args(action, "")
-        return f"{', '.join(names)} {value}".rstrip()
+        return self._folded(f"{', '.join(names)} {value}".rstrip())
+
+    def _folded(self, names: str) -> str:
+        """Break a flag's names and choices into lines, between words."""
+        width = self._width - self._current_indent - 4
+        lines = textwrap.wrap(names.replace("|", "| "), width, break_long_words=False, break_on_hyphens=False)
+        return f"\n{' ' * (self._current_indent + 4)}".join(line.replace("| ", "|") for line in lines)
 
 
 def _add_fields(parser: argparse._ArgumentGroup, cls: type) -> None:

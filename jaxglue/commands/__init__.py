@@ -5,9 +5,11 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import Any
 
 import jaxglue
@@ -43,7 +45,7 @@ COMMANDS = {
     ),
     "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
     "data": Command(
-        summary="preview training data: tokens with loss, lengths, packing, duplicates",
+        summary="preview training data: tokens with loss, lengths, packing",
         config=f"{_CONFIGS}:PreviewConfig",
         task=("preview",),
     ),
@@ -136,7 +138,12 @@ def _end(line: str, *, status: int) -> None:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    columns, after = get_terminal_size().columns, " " * (width + 4)
+    lines = [
+        line
+        for name, command in COMMANDS.items()
+        for line in textwrap.wrap(f"  {name:<{width}}  {command.summary}", columns, subsequent_indent=after)
+    ]
     return "\n".join(
         [
             "usage: jaxglue COMMAND [--flag value …]",
@@ -145,6 +152,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "jaxglue COMMAND --help lists a command's flags; jaxglue --version prints the version.",
+            "jaxglue COMMAND --help lists a command's flags,",
+            "jaxglue --version prints the version.",
         ]
     )

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 Advance = Callable[[float], None]
 """Callback with the bytes done so far in a stage."""
 _SECONDS_BETWEEN_LINES = 10
+_BAR, _RATES = 12, 40
+"""Width of the bar, and of what follows it."""
 
 
 class DataProgress:
@@ -36,9 +38,10 @@ class DataProgress:
         if not self._console.is_terminal:
             yield self._lines(name, total)
             return
-        columns = (BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(TextColumn("{task.description}"), *columns, console=self._console, transient=True) as bar:
-            task = bar.add_task(name, total=total)
+        rates = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) if total else ()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=_BAR), *rates)
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(_short(name, self._console.width - _RATES - _BAR), total=total)
             yield lambda done: bar.update(task, completed=done)
 
     def _lines(self, name: str, total: float | None) -> Advance:
@@ -62,6 +65,12 @@ class NoProgress(DataProgress):
     def stage(self, name: str, total: float | None = None) -> Iterator[Advance]:
         """Ignore the stage."""
         yield lambda done: None
+
+
+def _short(name: str, width: int) -> str:
+    """Return a stage's name with only the end of its path, if it is too long for a bar's line."""
+    verb, _, path = name.partition(" ")
+    return name if len(name) <= width else f"{verb} …{path[len(verb) + 2 - width :]}"
 
 
 def _line(name: str, done: float, total: float | None, seconds: float) -> str:

@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 _SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "KL"}
 """Metrics of an objective on a line, and their names there."""
+_BAR = 20
+"""Width of the bar, in characters."""
 _NOTABLE_WAIT = 0.01
 """Share of time spent waiting for data above which it is shown."""
 
@@ -58,8 +60,14 @@ class TrainingProgress:
         self._total = total_steps
         self._clock = clock
         self._begun: tuple[int, float] | None = None
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=_BAR),
+            TextColumn("{task.description}"),
+        )
         self._bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._room = self.console.width - _BAR - len(f"step {total_steps}/{total_steps}   ")
         self._task = self._bar.add_task("compiling …", total=total_steps, completed=first_step)
 
     def __enter__(self) -> Self:
@@ -76,12 +84,12 @@ class TrainingProgress:
     def report(self, step: int, report: StepReport) -> None:
         """Show the values of a step, perhaps an earlier one than the bar's."""
         line = format_report(report, self._seconds_left(step))
-        self._bar.update(self._task, description=line)
+        self._bar.update(self._task, description=_first_parts(line, self._room))
         self.say(f"step {step}/{self._total}  {line}")
 
     def say(self, line: str) -> None:
         """Print a line, above the bar on a terminal."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def _seconds_left(self, step: int) -> float | None:
         """Extrapolate the pace since the first report, which excludes compilation; None at the first."""
@@ -94,7 +102,7 @@ class TrainingProgress:
 
 
 def format_report(report: StepReport, seconds_left: float | None) -> str:
-    """Format a step's values on one line, the most important first: a narrow terminal cuts off the end."""
+    """Format a step's values on one line, the most important first, two spaces apart."""
     parts = [
         f"loss {report.loss:.4f}",
         *(f"{name} {report.metrics[key]:.3g}" for key, name in _SHOWN.items() if key in report.metrics),
@@ -108,6 +116,14 @@ def format_report(report: StepReport, seconds_left: float | None) -> str:
         f"lr {report.learning_rate:.2e}",
     ]
     return "  ".join(filter(None, parts))
+
+
+def _first_parts(line: str, width: int) -> str:
+    """Return the first parts of a line of `format_report` that fit, for the bar, which would cut off the step."""
+    parts = line.split("  ")
+    while len(parts) > 1 and len("  ".join(parts)) > width:
+        parts.pop()
+    return "  ".join(parts)
 
 
 def format_duration(seconds: float) -> str:

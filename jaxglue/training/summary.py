@@ -1,6 +1,7 @@
 """The panels of plan and results, and `summary.json`."""
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxglue.training.progress import format_duration
+
+_BORDER = 6
+"""Width of a panel's border and of the space between its columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +54,20 @@ def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> Non
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    width = console.width - max(map(len, rows)) - _BORDER
     for name, value in rows.items():
         if value is not None:
-            table.add_row(name, Text(str(value)))
+            table.add_row(name, Text(_with_breaks(str(value), width)))
     console.print(Panel(table, title=title, title_align="left", expand=False))
+
+
+def _with_breaks(text: str, width: int) -> str:
+    """Break words wider than the column, such as paths, after their slashes."""
+    words = (
+        word if len(word) <= width else "\n".join(textwrap.wrap(word.replace("/", "/ "), width)).replace("/ ", "/")
+        for word in text.split(" ")
+    )
+    return " ".join(words)
 
 
 def summary_rows(summary: RunSummary) -> dict[str, object]:
