@@ -1,5 +1,6 @@
 """Products of e4m3 values by XLA, which calls cuBLAS, and their scales."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.fp8.encode import encode
-from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.fp8 import E4M3, LARGEST, FP8Weight
 
 
 def dot(rows: Float[Array, "*B n"], matrix: Float[Array, "a b"], dimension: int, dtype) -> Float[Array, "*B m"]:
@@ -16,12 +17,22 @@ def dot(rows: Float[Array, "*B n"], matrix: Float[Array, "a b"], dimension: int,
     return jax.lax.dot_general(rows, matrix, contracting, preferred_element_type=dtype)
 
 
-def rescale(product: Float[Array, "*B n"], *scales: Float[Array, "..."]) -> Float[Array, "*B n"]:
-    """Multiply a product by its scales in float32 and round to its dtype."""
+def dot_to_e4m3(rows: Float[Array, "*B n"], matrix: Float[Array, "m n"]) -> tuple[Float[Array, "*B m"], float]:
+    """Return (codes, factor) of products along last axes, which are rounded to e4m3 codes times one factor.
+
+    A quarter of the largest sum of n products is the largest code: real sums do not reach it, and rows without outliers
+    still have all bits of e4m3, a floating-point format. cuBLAS writes the codes itself.
+    """
+    shrink = 2.0 ** -round(math.log2(rows.shape[-1] * LARGEST / 4))
+    return jnp.clip(dot(rows, matrix, 1, jnp.float32) * shrink, -LARGEST, LARGEST).astype(E4M3), 1 / shrink
+
+
+def rescale(product: Float[Array, "*B n"], *scales: Float[Array, "..."], dtype=None) -> Float[Array, "*B n"]:
+    """Multiply a product by its scales in float32 and round to `dtype`, by default its own."""
     total = product.astype(jnp.float32)
     for factor in scales:
         total *= factor
-    return total.astype(product.dtype)
+    return total.astype(dtype or product.dtype)
 
 
 def input_gradient(

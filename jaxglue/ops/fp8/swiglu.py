@@ -1,7 +1,7 @@
 """A SwiGLU feed-forward on frozen FP8 weights between adapters; scales are applied where products are read.
 
-gate and up stay without their scales: the kernels multiply them on reading, and return each row's largest magnitude, by
-which their outputs are quantized for the next matmul without another pass.
+gate and up are e4m3 without their scales: the kernels multiply them on reading, and return each row's largest
+magnitude, by which their outputs are quantized for the next matmul without another pass.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.fp8.encode import encode
-from jaxglue.ops.fp8.products import dot, input_gradient, rescale
+from jaxglue.ops.fp8.products import dot, dot_to_e4m3, input_gradient, rescale
 from jaxglue.ops.lora import lora_expand_gradients
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
@@ -45,21 +45,21 @@ class ReferenceScaledSwiglu:
 
     def scaled_forward(self, products, hidden, matrices):
         """See `ScaledSwigluBackend`."""
-        y, low = reference_lora_swiglu(*_scaled(products), hidden, matrices)
+        y, low = reference_lora_swiglu(*_scaled(products, hidden.dtype), hidden, matrices)
         return y, low, _absmax(y)
 
     def scaled_backward(self, products, hidden, matrices, dout, dout_scales, dranks):
         """See `ScaledSwigluBackend`."""
-        _, vjp = jax.vjp(reference_lora_swiglu, *_scaled(products), hidden, matrices)
+        _, vjp = jax.vjp(reference_lora_swiglu, *_scaled(products, hidden.dtype), hidden, matrices)
         dgate, dup, _, (_, _, ddown) = vjp((rescale(dout, dout_scales), dranks))
         absmax = jnp.maximum(_absmax(dgate * products.gate_scales), _absmax(dup * products.up_scales))
         return dgate, dup, ddown, absmax
 
 
-def _scaled(products: ScaledProducts) -> tuple[Array, Array]:
+def _scaled(products: ScaledProducts, dtype) -> tuple[Array, Array]:
     return (
-        rescale(products.gate, products.row_scales, products.gate_scales),
-        rescale(products.up, products.row_scales, products.up_scales),
+        rescale(products.gate, products.row_scales, products.gate_scales, dtype=dtype),
+        rescale(products.up, products.row_scales, products.up_scales, dtype=dtype),
     )
 
 
@@ -95,10 +95,11 @@ def _feed_forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, mat
 def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices: Matrices):
     gate, up, down = weights
     codes, scales = encode(x)
+    (gated, factor), (raised, _) = (dot_to_e4m3(codes, weight.codes) for weight in (gate, up))
     products = ScaledProducts(
-        gate=checkpoint_name(dot(codes, gate.codes, 1, x.dtype), names.GATE),
-        up=checkpoint_name(dot(codes, up.codes, 1, x.dtype), names.UP),
-        row_scales=checkpoint_name(scales, names.GATE),
+        gate=checkpoint_name(gated, names.GATE),
+        up=checkpoint_name(raised, names.UP),
+        row_scales=checkpoint_name(scales * factor, names.GATE),
         gate_scales=gate.scales,
         up_scales=up.scales,
     )

@@ -34,7 +34,7 @@ class TritonLoraSwiglu(Launcher):
         (M, F), R, tiles = products.gate.shape, matrices[0].shape[1], self.forward_tiles
         parts = triton.cdiv(F, tiles.length)
         partials = jax.ShapeDtypeStruct((parts, M, R), jnp.float32), jax.ShapeDtypeStruct((parts, M), jnp.float32)
-        out_type = shape_dtype_of(products.gate), *partials
+        out_type = jax.ShapeDtypeStruct((M, F), hidden.dtype), *partials
         grid, length = (triton.cdiv(M, tiles.block_m), parts), {"COLUMNS": tiles.length}
         arrays = products.gate, products.up, hidden, *matrices, *products.scales
         kernel, flops = kernels.scaled_forward_kernel, 6 * M * F * R
@@ -46,7 +46,7 @@ class TritonLoraSwiglu(Launcher):
         (M, F), R, tiles = products.gate.shape, matrices[0].shape[1], self.backward_tiles
         parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
         partials = jax.ShapeDtypeStruct((parts, F, R), jnp.float32), jax.ShapeDtypeStruct((blocks, M), jnp.float32)
-        out_type = shape_dtype_of(products.gate), shape_dtype_of(products.up), *partials
+        out_type = *(jax.ShapeDtypeStruct((M, F), hidden.dtype) for _ in range(2)), *partials
         arrays = products.gate, products.up, hidden, *matrices, dout, dranks, *products.scales, dout_scales
         kernel, length, flops = kernels.scaled_backward_kernel, {"ROWS": tiles.length}, 8 * M * F * R
         dgate, dup, ddown, absmax = self._call(kernel, arrays, out_type, (blocks, parts), tiles, length, flops)
@@ -64,6 +64,6 @@ class TritonLoraSwiglu(Launcher):
 
     def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], flops: int):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]
-        blocks = block_constants(tiles, R, arrays[0].dtype)
+        blocks = block_constants(tiles, R, arrays[2].dtype)
         constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages} | blocks | length
         return self._launch(kernel, arrays, out_type, grid, constants, tiles.num_warps, tiles.num_stages, flops)

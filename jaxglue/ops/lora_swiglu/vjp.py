@@ -16,7 +16,7 @@ Matrices = tuple[Float[Array, "F R"], Float[Array, "F R"], Float[Array, "R F"]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ScaledProducts:
-    """gate and up without their scales, which are float32. A pytree."""
+    """gate and up, e4m3 or wider, without their scales, which are float32. A pytree."""
 
     gate: Float[Array, "M F"]
     up: Float[Array, "M F"]
