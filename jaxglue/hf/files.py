@@ -37,6 +37,15 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name `path` in the OSError of a write: those of open files name none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: {path} could not be written") from error
+
+
+@contextmanager
 def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, renamed to `path` on success and removed on any error.
 

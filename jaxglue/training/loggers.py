@@ -2,14 +2,20 @@
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
-from jaxglue.hf.files import atomic_file
+from jaxglue.hf.files import atomic_file, named_errors
 from jaxglue.training.metrics import read_metrics
+
+_FLUSH_SECONDS = 10
+"""Between flushes of TensorBoard's events, each of which waits for the disk."""
 
 
 class Logger(Protocol):
@@ -32,17 +38,19 @@ class JsonLinesLogger:
 
     def __init__(self, path: Path, *, resume_step: int = 0):
         _truncate(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line, on disk at once."""
         line = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step} | line) + "\n")
-        self._file.flush()
+        with named_errors(self._path):
+            self._file.write(json.dumps({"step": step} | line) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with named_errors(self._path):
+            self._file.close()
 
 
 class TensorBoardLogger:
@@ -54,19 +62,29 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: Path, *, resume_step: int = 0):
-        # The suffix keeps apart the files of two starts in one second.
-        suffix = f".{resume_step}"
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=10, filename_suffix=suffix)
+        # Written here, as tensorboardX's thread would die of a full disk, and its queue never empty.
+        self._folder, self._flushed = folder, time.monotonic()
+        with named_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # The suffix keeps apart the files of two starts in one second.
+            self._events = EventsWriter(str(folder / "events"), filename_suffix=f".{resume_step}")
+            begin = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=begin))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one event a value, but none for values that are not finite."""
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
+        finite = ((name, value) for name, value in values.items() if math.isfinite(value))
+        with named_errors(self._folder):
+            for name, value in finite:
+                self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._events.flush()
+                self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        with named_errors(self._folder):
+            self._events.close()
 
 
 class Loggers:

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from jaxglue.distributed import Processes
+from jaxglue.hf.files import named_errors
 from jaxglue.training.previous_run import recover
 from jaxglue.training.run_files import MANIFEST, RunFiles
 
@@ -50,7 +51,8 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
         recover(path)
         if overwrite:
             _check_replaceable(path)
-        (path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        with named_errors(path / _OWNER):
+            (path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield path
 
 

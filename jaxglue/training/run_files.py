@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxglue.hf.files import named_errors
 from jaxglue.json_file import read_own_lines
 
 MANIFEST = ".jaxglue-run.files"
@@ -64,7 +65,8 @@ class RunFiles:
     def _append(self, line: dict) -> None:
         self._apply(line)
         if self._write:
-            with (self._folder / MANIFEST).open("a", encoding="utf-8") as file:
+            path = self._folder / MANIFEST
+            with named_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

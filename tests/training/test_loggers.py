@@ -1,10 +1,11 @@
 import json
 import math
+import resource
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxglue.training.loggers import open_loggers
+from jaxglue.training.loggers import JsonLinesLogger, TensorBoardLogger, open_loggers
 from jaxglue.training.metrics import check_finite, read_metrics
 
 
@@ -50,6 +51,23 @@ def test_line_cut_short_by_a_crash_is_dropped(tmp_path):
 def test_non_finite_loss_is_null(tmp_path, loss):
     (line,) = write(tmp_path, {1: loss}).read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "loss": None}
+
+
+@pytest.mark.parametrize("kind", [JsonLinesLogger, TensorBoardLogger])
+def test_full_disk_names_the_file_and_does_not_hang(tmp_path, kind):
+    def fill():
+        logger = kind(tmp_path / "out")
+        for step in range(1000):
+            logger.log(step, {"loss": 1.0})
+        logger.close()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="out could not be written"):
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_divergence_names_step_and_value():
