@@ -62,6 +62,11 @@ class AnswerDataset(TokenDataset):
             digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
+    @property
+    def document_lengths(self) -> Int[np.ndarray, "lengths"]:
+        """Return the lengths of prompts with an answer: attention's work, whether or not prompts are shared."""
+        return (self.prompts[:, None] + self.sizes).ravel()
+
     def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
         """Return the fields of the concatenation with data sets of further sources."""
         parts = [self, *others]

@@ -47,6 +47,11 @@ class TokenDataset:
     passes: tuple[float, ...] = (1.0,)
     """Passes over each source in an epoch."""
 
+    @property
+    def document_lengths(self) -> Int[np.ndarray, "lengths"]:
+        """Return the lengths of what attention sees as documents."""
+        return self.lengths
+
     PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources")
     """Fields with a value for each document."""
 

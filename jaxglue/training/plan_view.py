@@ -16,6 +16,7 @@ from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer_config import warmup_steps
 from jaxglue.training.setup import Setup
+from jaxglue.training.shared_prompt import refuse_shared_prompt
 
 _STORED = {
     "none": "",
@@ -34,6 +35,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
     return {
         "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
+        "objective": _objective(setup),
         "data": setup.data.report,
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
         "optimizer": _optimizer(setup),
@@ -47,6 +49,16 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "memory": _memory(setup),
         "output": run.output,
     }
+
+
+def _objective(setup: Setup) -> str | None:
+    """Describe an objective that compares answers, and whether their prompt is computed once."""
+    objective = setup.config.objective
+    if objective.objective == "sft":
+        return None
+    copied = refuse_shared_prompt(setup.config, setup.model)
+    prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
+    return f"{objective.objective}, beta {objective.beta:g}; {prompts}"
 
 
 def _optimizer(setup: Setup) -> str:
@@ -109,6 +121,7 @@ def _attention_backend(setup: Setup, long: bool) -> BackendChoice:
         seq_len=setup.config.data.seq_len,
         segment_slots=min(slots, FEW_DOCUMENTS) if long else slots,
         long=long,
+        forked=setup.config.objective.objective != "sft" and not refuse_shared_prompt(setup.config, setup.model),
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
     return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)

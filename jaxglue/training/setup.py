@@ -21,6 +21,7 @@ from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.remat import RematChoice
+from jaxglue.training.shared_prompt import refuse_shared_prompt
 from jaxglue.training.start_adapter import read_start
 from jaxglue.training.workload import make_workload
 
@@ -76,9 +77,9 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     tokenizer = load_tokenizer(config.model.folder)
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
-        task = config.objective.task(shared_prompt=False)
+        task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
         data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
-    lengths = sample_lengths(data.train.lengths)
+    lengths = sample_lengths(data.train.document_lengths)
     mesh, remat = agree_on_mesh(config, model, lengths, processes)
     batches, eval_batches = _make_batches(config, data, mesh)
     total_steps = config.run.steps or batches.total_steps

@@ -40,6 +40,8 @@ class AttentionShape:
     long: bool = False
     """Most visible pairs are in long documents (`PackedSegments.long`)."""
     window: int | None = None
+    forked: bool = False
+    """Segments have two continuations of one beginning (`pack_forks`)."""
 
     def __post_init__(self):
         if self.query_heads % self.kv_heads:
@@ -53,6 +55,8 @@ def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
     if shape.head_dim > 256 or shape.head_dim % 8:
         raise NotImplementedError(f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}")
     check_half(shape.dtype)
+    if shape.forked:
+        raise NotImplementedError("forked segments need another mask than causal")
 
 
 def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -65,6 +69,8 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     if shape.head_dim not in _TRITON_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_TRITON_HEAD_DIMS}, got {shape.head_dim}")
+    if shape.forked and shape.window is not None:
+        raise NotImplementedError("a window in forked segments is not supported")
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:
@@ -135,6 +141,7 @@ def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> 
         segment_slots=segments.cu_seqlens.shape[1] - 1,
         long=segments.long,
         window=window,
+        forked=segments.gap_starts is not None,
     )
 
 

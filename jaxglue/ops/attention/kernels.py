@@ -1,9 +1,11 @@
 """Triton kernels of packed attention: forward, gradient of the queries, gradient of the keys and values.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Two choices are specific to packing:
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices are specific to packing:
 
 - A program reads the range of its loop with one scalar load from `starts` or `ends`, so tiles outside a segment or
   window cost nothing. Only tiles that cross a boundary evaluate the mask.
+- With FORKS, `starts` is [B, 3, T]: beside it lie the bounds of the keys that a query skips, those of the other
+  continuation of a forked segment. A tile whose queries all skip a range jumps over it.
 - A tile of queries holds P of the G query heads of a key/value head for BLOCK_M // P tokens. Short segments and windows
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
@@ -41,6 +43,22 @@ def _first_visible(starts, tokens, T: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _gaps(starts, tokens, T: tl.constexpr):
+    """Return the keys [from, to) that each token skips; padding and tokens past the row skip all."""
+    gap_start = tl.load(starts + T + tokens, mask=tokens < T, other=0)
+    return gap_start, tl.load(starts + 2 * T + tokens, mask=tokens < T, other=T)
+
+
+@triton.jit
+def _jump(gap_starts, gap_ends, low, stop, BLOCK_N: tl.constexpr):
+    """Return (loop's end, where it jumps, by how much, first key of the range skipped by all) of a tile of queries."""
+    begin, end = tl.max(gap_starts, 0), -tl.max(-gap_ends, 0)
+    begin, end = tl.where(end > begin, begin, stop), tl.where(end > begin, end, stop)
+    bend = low + tl.cdiv(tl.maximum(begin - low, 0), BLOCK_N) * BLOCK_N
+    return bend + tl.maximum(stop - end, 0), bend, end - bend, begin
+
+
+@triton.jit
 def _tile(row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
           PACK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """Return (base, offsets, mask) of the tile [TOKENS·PACK, BLOCK_H] from a token and head of [B, T, HEADS, H] on."""
@@ -75,8 +93,8 @@ def _store(target, value, row, token, head, T: tl.constexpr, HEADS: tl.constexpr
 def forward_kernel(
     q, k, v, sinks, starts, out, lse,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    FORKS: tl.constexpr, SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    Q_DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
@@ -88,7 +106,7 @@ def forward_kernel(
     last = tl.minimum(first + TOKENS, T) - 1
     lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     tokens = first + lane // P
-    starts += row * T
+    starts += row * (3 * T if FORKS else T)
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
     q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, Q_DESCRIPTOR)
@@ -99,12 +117,26 @@ def forward_kernel(
         peak = tl.load(sinks + head + lane % P).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.full((BLOCK_M, BLOCK_H), 0.0, tl.float32)
-    for j in range(low, last + 1, BLOCK_N):
+    stop = last + 1
+    if FORKS:
+        gap_starts, gap_ends = _gaps(starts, tokens, T)
+        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, T), 0), tl.max(gap_ends, 0)
+        stop, bend, shift, skipped = _jump(gap_starts, gap_ends, low, stop, BLOCK_N)
+    for i in range(low, stop, BLOCK_N):
+        j = i
+        if FORKS:
+            j = tl.where(i < bend, i, i + shift)
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
-        if (j < all_low) | (j + BLOCK_N - 1 > first):
+        cut = (j < all_low) | (j + BLOCK_N - 1 > first)
+        if FORKS:
+            cut = cut | ((j < any_end) & (j + BLOCK_N > any_start))
+        if cut:
             keys = j + slots
             visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            if FORKS:
+                visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
+                visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
         new_peak = tl.maximum(peak, tl.max(scores, 1) * (SCALE * LOG2_E))
         weights = tl.exp2(scores * (SCALE * LOG2_E) - new_peak[:, None])
@@ -126,7 +158,7 @@ def forward_kernel(
 def dq_kernel(
     q, k, v, starts, out, lse, dout, dq, delta,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
+    FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
@@ -139,7 +171,7 @@ def dq_kernel(
     last = tl.minimum(first + TOKENS, T) - 1
     lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     tokens = first + lane // P
-    starts += row * T
+    starts += row * (3 * T if FORKS else T)
     low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
     lows = _first_visible(starts, tokens, T, WINDOW)
     dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
@@ -152,14 +184,28 @@ def dq_kernel(
     row_lse = tl.load(lse + stats, mask=tokens < T, other=0.0) * LOG2_E
 
     acc = tl.full((BLOCK_M, BLOCK_H), 0.0, tl.float32)
-    for j in range(low, last + 1, BLOCK_N):
+    stop = last + 1
+    if FORKS:
+        gap_starts, gap_ends = _gaps(starts, tokens, T)
+        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, T), 0), tl.max(gap_ends, 0)
+        stop, bend, shift, skipped = _jump(gap_starts, gap_ends, low, stop, BLOCK_N)
+    for i in range(low, stop, BLOCK_N):
+        j = i
+        if FORKS:
+            j = tl.where(i < bend, i, i + shift)
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
-        if (j < all_low) | (j + BLOCK_N - 1 > first):
+        cut = (j < all_low) | (j + BLOCK_N - 1 > first)
+        if FORKS:
+            cut = cut | ((j < any_end) & (j + BLOCK_N > any_start))
+        if cut:
             keys = j + slots
             visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            if FORKS:
+                visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
+                visible &= (keys[None, :] < skipped) | (i >= bend)
             scores = tl.where(visible, scores, MASKED)
         weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None])
@@ -171,7 +217,7 @@ def dq_kernel(
 def dkdv_kernel(
     q, k, v, ends, lse, delta, dout, dk, dv,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile, summed over the group of query heads; grid (key tiles · K, B).
@@ -191,6 +237,8 @@ def dkdv_kernel(
     if WINDOW > 0:
         stop, all_stop = tl.minimum(stop, last + WINDOW), tl.minimum(all_stop, first + WINDOW)
         stops = tl.minimum(stops, keys + WINDOW)
+    if FORKS:  # a beginning's keys are seen further on than its first continuation's
+        stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
     k_tile = _load(k, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
     v_tile = _load(v, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
 

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import triton
 from jax_triton.triton_lib import TensorDescriptor
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.attention import kernels
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.launch import Launcher, shape_dtype_of
+from jaxglue.ops.segments import PackedSegments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +34,16 @@ class TritonAttention(Launcher):
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
             kernels.forward_kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, segments.starts),
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, _starts(segments)),
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            sizes.constants(window) | {"HAS_SINKS": sinks is not None} | by_descriptor,
+            sizes.constants(window, segments) | {"HAS_SINKS": sinks is not None} | by_descriptor,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        constants = _Sizes.of(q, k).constants(window)
+        constants = _Sizes.of(q, k).constants(window, segments)
         dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
         dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
         return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
@@ -53,7 +54,7 @@ class TritonAttention(Launcher):
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
             kernels.dq_kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1), segments.starts, out, lse, dout),
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), _starts(segments), out, lse, dout),
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
@@ -117,10 +118,18 @@ class _Sizes:
         """Return the type of lse and delta."""
         return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
 
-    def constants(self, window: int | None) -> dict:
+    def constants(self, window: int | None, segments: PackedSegments) -> dict:
         """Return the constants that all kernels share."""
         sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
-        return sizes | {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": self.H**-0.5}
+        sizes |= {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": self.H**-0.5}
+        return sizes | {"FORKS": segments.gap_starts is not None}
+
+
+def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
+    """Return the first keys of queries, in forked segments beside the bounds of the keys that they skip."""
+    if segments.gap_starts is None or segments.gap_ends is None:
+        return segments.starts
+    return jnp.stack([segments.starts, segments.gap_starts, segments.gap_ends], axis=1)
 
 
 def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:

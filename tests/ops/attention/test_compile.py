@@ -9,7 +9,7 @@ from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
 
-def compile_step(sharding, *, T, N, K, H, window, policy):
+def compile_step(sharding, *, T, N, K, H, window, policy, forks=False):
     """Compile the gradient of a checkpointed attention call."""
     from jaxglue.ops.attention.tiles import kernel_tiles
     from jaxglue.ops.attention.triton import TritonAttention
@@ -24,6 +24,8 @@ def compile_step(sharding, *, T, N, K, H, window, policy):
         starts=per_token,
         ends=per_token,
         cu_seqlens=shaped((1, 33), jnp.int32),
+        gap_starts=per_token if forks else None,
+        gap_ends=per_token if forks else None,
     )
     backend = TritonAttention(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
     spec = FlashSpec(backend=backend, window=window)
@@ -57,3 +59,9 @@ def test_memory_is_linear_in_tokens(h200, N, K, H, window):
         compile_step(h200, T=T, N=N, K=K, H=H, window=window, policy=policy).memory_analysis().temp_size_in_bytes
     )
     assert temporary < 4 * T * N * H * 2  # a few arrays of q's size
+
+
+def test_forked_segments_take_the_same_kernels(h200):
+    shape = {"T": 8192, "N": 32, "K": 8, "H": 128, "window": None, "forks": True}
+    saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
+    assert kernels(compile_step(h200, **shape, policy=saved)) == 3

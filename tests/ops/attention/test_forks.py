@@ -1,0 +1,90 @@
+"""Forked segments: two continuations of one beginning equal two documents that repeat it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxglue.ops.attention.reference import reference_attention
+from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
+from jaxglue.ops.segments import pack_forks, pack_segments
+
+ROWS = {
+    "long and short parts": ([(18, 3, 21), (1, 1, 1), (0, 9, 5)],),
+    "parts on tile boundaries": ([(16, 16, 16), (16, 0, 0)], []),
+    "a gap of several tiles": ([(5, 40, 15)],),
+}
+T, N, K, H = 64, 2, 1, 16
+
+
+def copies(rows, x):
+    """Return rows of two documents for each fork, from the forks' tokens [B, T, …]."""
+    index = np.zeros((len(rows), 2 * T), np.int32)
+    for b, row in enumerate(rows):
+        start, taken = 0, []
+        for shared, first, second in row:
+            beginning, middle = np.arange(start, start + shared), start + shared + first
+            taken += [beginning, np.arange(start + shared, middle), beginning, np.arange(middle, middle + second)]
+            start = middle + second
+        taken = np.concatenate([*taken, np.zeros(0, np.int64)])
+        index[b, : len(taken)] = taken
+    return jnp.take_along_axis(x, jnp.asarray(index)[:, :, None, None], axis=1)
+
+
+def forks_by_copies(rows, q, k, v, dout):
+    """Return output and gradients by attention over the copies; a beginning's dout acts on its first copy alone."""
+    lengths = [[n for s, a, b in row for n in (s + a, s + b) if n] for row in rows]
+    segments = pack_segments(lengths, seq_len=2 * T)
+
+    def run(q, k, v):
+        out = reference_attention(*(copies(rows, x) for x in (q, k, v)), segments, window=None, sinks=None)
+        place = copies(rows, jnp.arange(T)[None, :, None, None] * jnp.ones((len(rows), 1, 1, 1)))[..., 0, 0]
+        total = np.asarray(segments.segment_ids) > 0
+        # the last copy of a token is written last; a beginning's copies are equal
+        merged = jnp.zeros_like(q)
+        b = jnp.arange(len(rows))[:, None]
+        index = jnp.where(total, place.astype(jnp.int32), T)
+        return jnp.pad(merged, ((0, 0), (0, 1), (0, 0), (0, 0))).at[b, index].set(out)[:, :T]
+
+    out, vjp = jax.vjp(run, q, k, v)
+    return out, *vjp(dout)
+
+
+def inputs(rows):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.random.normal(key, (len(rows), T, h, H)) for key, h in zip(keys, (N, K, K, N), strict=True))
+
+
+def assert_close(got, expected, tolerance=2e-6):
+    for a, b in zip(got, expected, strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(np.abs(np.asarray(b)).max(), 1)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_reference_equals_two_documents(name):
+    rows = ROWS[name]
+    q, k, v, dout = inputs(rows)
+    segments = pack_forks(rows, seq_len=T)
+    out, vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=None, sinks=None), q, k, v)
+    assert_close((out, *vjp(dout)), forks_by_copies(rows, q, k, v, dout))
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32))])
+def test_kernels_equal_the_reference(interpreted_backend, name, sizes):
+    rows = ROWS[name]
+    q, k, v, dout = inputs(rows)
+    segments = jax.tree.map(jnp.asarray, pack_forks(rows, seq_len=T))
+    tiles = AttentionTiles(block_m=sizes[0], block_n=sizes[1], num_warps=4, num_stages=2)
+    backend = interpreted_backend(
+        tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
+    )
+    spec = FlashSpec(backend=backend, window=None)
+    out, vjp = jax.vjp(lambda *x: flash_attention(spec, *x, None, segments), q, k, v)
+    want, reference_vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=None, sinks=None), q, k, v)
+    assert_close((out, *vjp(dout)), (want, *reference_vjp(dout)), 1e-5)
+
+
+def test_positions_go_on_from_the_beginning():
+    segments = pack_forks([[(2, 3, 2)]], seq_len=8)
+    assert segments.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0]]
