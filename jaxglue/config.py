@@ -64,6 +64,13 @@ class Instead:
         self.remedies = remedies
 
 
+class Synonyms:
+    """Values of other programs that stand for values of a field."""
+
+    def __init__(self, **values: Any):
+        self.values = values
+
+
 PositiveInt = Annotated[int, Range(ge=1)]
 NonNegativeInt = Annotated[int, Range(ge=0)]
 PositiveFloat = Annotated[float, Range(gt=0)]
@@ -83,6 +90,8 @@ class Kind:
     """Further names; each with its values by ours, or None for the same values."""
     remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Replacement for a value of another program."""
+    synonyms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values of other programs by ours."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()
@@ -128,6 +137,7 @@ class Kind:
 
     def read_one(self, value: Any) -> Any:
         """Convert one item; raises like `read`."""
+        value = self.synonyms.get(value, value) if isinstance(value, str) else value
         if type(value) not in _ACCEPTS[self.scalar] and not (self.scalar is Path and isinstance(value, Path)):
             raise self._unexpected(value)
         try:
@@ -242,4 +252,6 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, aliases=aliases)
             case Instead():
                 kind = dataclasses.replace(kind, remedies=note.remedies)
+            case Synonyms():
+                kind = dataclasses.replace(kind, synonyms=note.values)
     return kind

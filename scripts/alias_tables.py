@@ -30,8 +30,9 @@ def _aliases() -> str:
 
 
 def _names(kind: Kind) -> Iterator[str]:
-    for name, values in kind.aliases.items():
-        if values is None:
+    for name, own in kind.aliases.items():
+        values = own or kind.synonyms
+        if not values:
             yield f"`{name}`"
         else:
             yield f"`{name}` ({', '.join(f'{_yaml(value)} → {_yaml(ours)}' for value, ours in values.items())})"

@@ -10,6 +10,7 @@ from jaxglue.training.config import TrainConfig
 def check_model(config: TrainConfig, model: DecoderConfig) -> None:
     """Raise ValueError for settings that the model cannot serve, with the remedy."""
     _check_full_fine_tuning(config, model)
+    check_muon(config, model)
     if config.model.embeddings == "host" and model.tie_word_embeddings:
         raise ValueError(
             f"--embeddings host: the output projection of {config.model.model} is tied to the table, so the GPU needs "
@@ -21,6 +22,22 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
             f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"
+        )
+
+
+def check_muon(config: TrainConfig, model: DecoderConfig) -> None:
+    """Raise ValueError for Muon on adapters or experts: it orthogonalizes whole matrices."""
+    if config.optimizer.optimizer != "muon":
+        return
+    if config.model.method != "full":
+        raise ValueError(
+            "--optimizer muon orthogonalizes whole weight matrices, not adapters: add --method full, or choose adamw, "
+            "lion or adafactor"
+        )
+    if model.moe:
+        raise ValueError(
+            f"--optimizer muon orthogonalizes single matrices, and the experts of {config.model.model} are stacked: "
+            "choose adamw, lion or adafactor"
         )
 
 

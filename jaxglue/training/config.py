@@ -11,7 +11,7 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage
-from jaxglue.training.optimizer_config import LEARNING_RATES, PREFERENCE_RATES, OptimizerConfig
+from jaxglue.training.optimizer_config import LEARNING_RATES, PREFERENCE_RATES, RATE_FACTORS, OptimizerConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -239,7 +239,8 @@ class TrainConfig(Config):
     @property
     def default_learning_rate(self) -> float:
         """Return the learning rate of the method and the objective where none is given."""
-        return (LEARNING_RATES if self.objective.objective == "sft" else PREFERENCE_RATES)[self.model.method]
+        rates = LEARNING_RATES if self.objective.objective == "sft" else PREFERENCE_RATES
+        return rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
 
     @property
     def shared(self) -> "TrainConfig":

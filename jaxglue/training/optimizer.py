@@ -19,9 +19,6 @@ from jaxglue.training.optimizer_config import LEARNING_RATES, OptimizerConfig, w
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
 
-_PARTS_PER_PROGRAM = 8
-"""Parts updated by one XLA program: more save dispatches but compile longer."""
-
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the optimizer steps done."""
@@ -32,6 +29,7 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
         "cosine": optax.cosine_decay_schedule(peak, rest, alpha=config.min_lr_ratio),
         "linear": optax.linear_schedule(peak, end, rest),
         "constant": optax.constant_schedule(peak),
+        "wsd": _stable_decay(peak, end, rest, min(round(config.decay_ratio * total_steps), rest)),
     }[config.schedule]
     # The first step counts as step 1 of the warm-up, so that its rate is not 0.
     return optax.join_schedules(
@@ -39,8 +37,18 @@ def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.S
     )
 
 
+def _stable_decay(peak: float, end: float, steps: int, decay: int) -> optax.Schedule:
+    """Return the peak for all but the last `decay` steps, in which the rate falls along a line (arXiv 2405.18392)."""
+    return optax.join_schedules(
+        [optax.constant_schedule(peak), optax.linear_schedule(peak, end, max(decay, 1))], [steps - decay]
+    )
+
+
 class Optimizer:
     """AdamW with global-norm clipping; its state is a tree with the keys of the trainable one."""
+
+    parts_per_program = 8
+    """Parts updated by one XLA program: more save dispatches but compile longer."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
         self._layout = layout
@@ -48,7 +56,7 @@ class Optimizer:
         self._clip_norm = config.clip_norm
         self._adam = AdamW(
             beta1=config.beta1,
-            beta2=config.beta2,
+            beta2=config.second_decay,
             epsilon=config.epsilon,
             weight_decay=config.weight_decay,
             moments=config.moments,
@@ -84,7 +92,7 @@ class Optimizer:
         if kernels := self._kernels(old):
             new, new_states, values = self._update_fused(old, states, gradient, np.int32(step), kernels=kernels)
         else:
-            batches = [list(batch) for batch in itertools.batched(range(len(old)), _PARTS_PER_PROGRAM)]
+            batches = [list(batch) for batch in itertools.batched(range(len(old)), self.parts_per_program)]
             squares = [self._square_norm([gradient[i] for i in batch], squared=True) for batch in batches]
             scalars, values = self._scalars(squares, np.int32(step))
             new, new_states = [], []
@@ -125,8 +133,8 @@ class Optimizer:
     def _update_parts(self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars):
         """Return new parts and new states."""
         flat, rebuild = _flatten(parts, states, gradients)
-        rows = zip(*flat, _decays(parts), strict=True)
-        new = [self._adam.update(p, m, v, g, scalars, decays=decays) for p, m, v, g, decays in rows]
+        rows = zip(*flat, decays(parts), strict=True)
+        new = [self._adam.update(p, m, v, g, scalars, decays=decay) for p, m, v, g, decay in rows]
         return rebuild(*zip(*new, strict=True))
 
     def _fused_step(
@@ -143,7 +151,7 @@ class Optimizer:
         flat, rebuild = _flatten(parts, states, gradients)
         scalars, values = self._step_scalars([kernels.square_norm(flat[3])] if clips else None, step)
         parameters, mus, nus, slopes = flat
-        return *rebuild(*kernels.update(parameters, mus, nus, slopes, _decays(parts), scalars)), values
+        return *rebuild(*kernels.update(parameters, mus, nus, slopes, decays(parts), scalars)), values
 
     def _kernels(self, parts: list[Params]) -> "TritonAdam | None":
         devices = {device for leaf in jax.tree.leaves(parts) for device in leaf.sharding.device_set}
@@ -176,7 +184,7 @@ def param_keys(tree: Params) -> list[ParamKey]:
     return names + [index for index, layer in enumerate(tree["layers"]) if jax.tree.leaves(layer)]
 
 
-def _decays(parts: list[Params]) -> list[bool]:
+def decays(parts: list[Params]) -> list[bool]:
     """Tell for each leaf whether it decays: matrices do, but for experts' biases, which have two axes too."""
     bias = jax.tree_util.DictKey("bias")
     return [leaf.ndim > 1 and path[-1] != bias for path, leaf in jax.tree_util.tree_leaves_with_path(parts)]

@@ -24,6 +24,12 @@ _STORED = {
     "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
 }
 _HEAD = ", the output projection multiplied in it too"
+_NAMES = {
+    "adamw": "AdamW",
+    "muon": "Muon for the layers' matrices, AdamW for the rest",
+    "adafactor": "Adafactor",
+    "lion": "Lion",
+}
 
 
 def plan_rows(setup: Setup) -> dict[str, object]:
@@ -67,7 +73,7 @@ def _optimizer(setup: Setup) -> str:
         f" (default of --method {method})" if optimizer.learning_rate == setup.config.default_learning_rate else ""
     )
     rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
-    return f"AdamW, learning rate {optimizer.learning_rate:g}{default}, {rise}"
+    return f"{_NAMES[optimizer.optimizer]}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 
 
 def _memory(setup: Setup) -> str:

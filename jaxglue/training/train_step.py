@@ -20,7 +20,7 @@ from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.fp8_check import expand_inaccurate
 from jaxglue.training.in_flight import StepResult
-from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optax_optimizer import make_optimizer
 from jaxglue.training.reference import preference_loss, reference_layers
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
@@ -55,7 +55,7 @@ class TrainStep:
             reference=reference_layers(setup, self.graphdefs, self.trainable, self.frozen),
             mesh=mesh,
         )
-        self._optimizer = Optimizer(setup.config.optimizer, setup.total_steps, self.layout)
+        self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jax.jit(optax.tree.norm)
         self._compiled: set[bool] = set()

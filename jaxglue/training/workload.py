@@ -1,10 +1,13 @@
 """The planner's workload of a training run."""
 
+from dataclasses import replace
+
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.adam import MOMENT_BYTES
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.optax_optimizer import state_bytes
 
 
 def make_workload(
@@ -18,17 +21,21 @@ def make_workload(
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
     """
-    return Workload(
+    optimizer = config.optimizer
+    workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.batch_shards,
         seq_len=config.data.seq_len,
         lora=config.lora if config.model.method == "lora" else None,
         document_lengths=document_lengths,
         gradient_accumulation_steps=config.run.gradient_accumulation_steps,
-        update_in_backward=config.optimizer.update_in_backward,
-        moment_bytes=MOMENT_BYTES[config.optimizer.moments],
+        update_in_backward=optimizer.update_in_backward,
+        moment_bytes=MOMENT_BYTES[optimizer.moments],
         host_embeddings=config.model.embeddings == "host",
         mesh=mesh,
         dtype=config.model.compute_dtype,
         attention=config.model.attention,
     )
+    if optimizer.optimizer == "adamw":
+        return workload
+    return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))

@@ -56,7 +56,7 @@ def test_updates_equal_optax_adamw(backend, clip_norm):
         optax.adamw(
             learning_rate_schedule(config, 4),
             b1=config.beta1,
-            b2=config.beta2,
+            b2=config.second_decay,
             weight_decay=0.1,
             mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
         ),
@@ -206,10 +206,25 @@ def test_schedules_start_and_end_at_their_rates(schedule, last):
     np.testing.assert_allclose(rates[-1], last, rtol=1e-3)
 
 
+def test_wsd_is_constant_up_to_its_decay():
+    config = OptimizerConfig(learning_rate=1.0, schedule="wsd", warmup_steps=10, decay_ratio=0.2, min_lr_ratio=0.1)
+    rates = [float(learning_rate_schedule(config, 100)(step)) for step in range(101)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    np.testing.assert_allclose(rates[10:81], 1.0)
+    np.testing.assert_allclose(rates[80:], 1 - 0.9 * np.arange(21) / 20, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decay_ratio", [0.0, 1.0])
+def test_wsd_takes_any_share(decay_ratio):
+    config = OptimizerConfig(learning_rate=1.0, schedule="wsd", decay_ratio=decay_ratio)
+    rates = [float(learning_rate_schedule(config, 3)(step)) for step in range(3)]
+    assert all(0 < rate <= 1 for rate in rates)
+
+
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match=r"learning_rate: expected float > 0 \| none, got 0"):
         OptimizerConfig(learning_rate=0)
-    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1 \| none, got 1\.5"):
         OptimizerConfig(beta2=1.5)
     with pytest.raises(ValueError, match="--update-in-backward needs --clip-norm 0"):
         OptimizerConfig(update_in_backward=True)
@@ -241,5 +256,5 @@ def test_update_near_one_equals_the_formula():
 
 
 def test_a_decay_of_one_is_refused():
-    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1, got 1\.0"):
+    with pytest.raises(ValueError, match=r"beta2: expected float >= 0 and < 1 \| none, got 1\.0"):
         OptimizerConfig(beta2=1.0)
