@@ -109,6 +109,7 @@ SHAPES = {
     "llama-3.3-70b": _shape(_LLAMA, 8192, 28672, 80, 64, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
     "tiny-moe": _shape(_GPT_OSS, 64, 64, 4, 8, head_dim=16, vocab_size=2048, num_local_experts=8),
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
+    "gpt-oss-120b": _shape(_GPT_OSS, 2880, 2880, 36, 64, num_local_experts=128),
     "qwen3-30b-a3b": _shape(_QWEN3_MOE, 2048, 6144, 48, 32),
 }
 """config.json of published models and of tiny ones."""

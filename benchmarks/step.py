@@ -32,10 +32,12 @@ from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import merge_module
 from jaxglue.ops.cross_entropy import linear_cross_entropy
 from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.mxfp4 import BLOCK
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.gpus import GIB
@@ -46,22 +48,37 @@ from jaxglue.planner.workload import Workload, abstract_parts
 LENGTHS_SEED = 0
 
 
-def workload(shape: str, layers: int | None, tokens: int, method: str, quantize: str = "none") -> Workload:
-    """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row of 64–1,024-token documents."""
+def lengths(tokens: int, document_tokens: int | None) -> list[int]:
+    """Return the documents of a row: of 64 to 1,024 tokens, or all of one length but the last."""
+    if document_tokens is None:
+        return uniform_lengths(tokens, seed=LENGTHS_SEED)
+    whole, rest = divmod(tokens, document_tokens)
+    return [document_tokens] * whole + [rest] * bool(rest)
+
+
+def workload(
+    shape: str,
+    layers: int | None,
+    tokens: int,
+    method: str,
+    quantize: str = "none",
+    document_tokens: int | None = None,
+) -> Workload:
+    """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     return Workload(
         config=replace(config_from_hf(raw), quantize=quantize),
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
-        document_lengths=tuple(uniform_lengths(tokens, seed=LENGTHS_SEED)),
+        document_lengths=tuple(lengths(tokens, document_tokens)),
     )
 
 
-def random_batch(tokens: int, vocab_size: int) -> Batch:
+def random_batch(tokens: int, vocab_size: int, document_tokens: int | None = None) -> Batch:
     rng = np.random.default_rng(0)
     shape = (1, tokens)
-    segments = pack_segments([uniform_lengths(tokens, seed=LENGTHS_SEED)], seq_len=tokens)
+    segments = pack_segments([lengths(tokens, document_tokens)], seq_len=tokens)
     ids, targets = (rng.integers(0, vocab_size, shape, dtype=np.int32) for _ in range(2))
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
 
@@ -100,7 +117,10 @@ def _maker(treedef, leaves: tuple):
 
 
 def _random(key, leaf):
-    """Return normal matrices with σ = 0.02, ones for vectors, uniform NF4 codes with that σ."""
+    """Return normal matrices with σ = 0.02, ones for vectors, uniform NF4 and MXFP4 codes with that σ."""
+    if leaf.dtype == jnp.uint8 and not is_quantized(leaf):
+        is_block = leaf.shape[-1] == BLOCK // 2
+        return jax.random.bits(key, leaf.shape, jnp.uint8) if is_block else jnp.full(leaf.shape, mxfp4_scale(0.02))
     if isinstance(leaf, NF4):
         parts = {"scales": jnp.zeros(leaf.scales.shape, jnp.uint8), "scale_absmax": jnp.zeros(leaf.scale_absmax.shape)}
         codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
@@ -132,6 +152,8 @@ def executor_step(args, work, graphdefs, trainable, frozen, batch):
         policy=parse_policies(args.remat, len(graphdefs.layers)),
         stream_weights=is_streamed(parse_weights(args.weights, len(graphdefs.layers))),
         prefetch_depth=args.depth,
+        tile=args.tile,
+        attention=args.attention,
     )
     return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
 
@@ -187,11 +209,11 @@ def memory(device: jax.Device, statistic: str) -> float:
 
 def measure(args) -> dict:
     """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
-    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize)
+    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize, args.document_tokens)
     chosen = choose(args, work) if args.remat == AUTO else {}
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
-    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
+    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, args.document_tokens))
     device = jax.devices()[0]
     jax.block_until_ready(moments)
     weights = memory(device, "bytes_in_use")
@@ -235,6 +257,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--document-tokens", type=int, help="length of the documents; by default 64 to 1,024")
+    parser.add_argument("--tile", type=int, help="tokens that pass through a layer at a time")
+    parser.add_argument("--attention", default="auto")
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--quantize", choices=FORMATS, default="none")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")

@@ -31,6 +31,10 @@ class LayerContext(Protocol):
         """Return the router loss weights; None without auxiliary losses."""
 
     @property
+    def tile(self) -> int | None:
+        """Return the tokens that pass through a layer at a time, apart from attention; None for all."""
+
+    @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
         """Return False for padding tokens; None without padding."""
 
@@ -65,6 +69,8 @@ class PackedContext:
     dropout_key: PRNGKeyArray | None = None
     router_losses: RouterLosses | None = None
     backend: str = field(default="auto", metadata={"static": True})
+    tile: int | None = field(default=None, metadata={"static": True})
+    """Tokens that pass through a layer at a time, apart from attention; None for all."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:

@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.context import LayerContext
+from jaxglue.models.context import LayerContext, PackedContext
+from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import copy_to, reduce_from
@@ -204,15 +205,25 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Project, rotate, attend and project back."""
+        return self.leave(self.attend(*self.enter(x, context), context), context)
+
+    def enter(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
+        """Return rotated queries and keys, and values [B, T, heads, H]."""
         projected = project_together((self.q_proj, self.k_proj, self.v_proj), x, context)
         q, k, v = (
             self._heads(checkpoint_name(y, name))
             for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         )
-        q, k = context.rotate(q, k, self._head_norms())
+        return *context.rotate(q, k, self._head_norms()), v
+
+    def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
+        """Attend within the context."""
         sinks = None if self.sinks is None else self.sinks[...]
-        out = context.attend(q, k, v, window=self.window, sinks=sinks)
-        return self.o_proj(out.reshape(*x.shape[:2], -1), context)
+        return context.attend(q, k, v, window=self.window, sinks=sinks)
+
+    def leave(self, out: Float[Array, "B T N H"], context: LayerContext) -> Float[Array, "B T D"]:
+        """Project attention's output back."""
+        return self.o_proj(out.reshape(*out.shape[:2], -1), context)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -291,7 +302,26 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply attention and feed-forward to the residual stream."""
         x = checkpoint_name(x, names.LAYER_INPUT)
+        if context.tile is not None:
+            return self._by_tiles(x, context)
         x, normed = self.input_layernorm.branch(x)
         x = checkpoint_name(x + reduce_from(self.self_attn(copy_to(normed), context)), names.ATTENTION_RESIDUAL)
+        return self._feed_forward(x, context)
+
+    def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x, normed = self.post_attention_layernorm.branch(x)
         return x + reduce_from(self.mlp(copy_to(normed), context))
+
+    def _by_tiles(self, x, context: LayerContext) -> Float[Array, "B T D"]:
+        """Apply the layer with only attention on whole rows."""
+        assert isinstance(context, PackedContext)
+
+        def enter(context, x):
+            return self.self_attn.enter(copy_to(self.input_layernorm(x)), context)
+
+        def leave(context, x, out):
+            return self._feed_forward(x + reduce_from(self.self_attn.leave(out, context)), context)
+
+        values = (names.QUERY, names.KEY, names.VALUE)
+        q, k, v = map(checkpoint_name, map_tiles(enter, context, x), values)
+        return map_tiles(leave, context, x, self.self_attn.attend(q, k, v, context))

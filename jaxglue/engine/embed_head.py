@@ -62,12 +62,13 @@ class EmbedHead:
         *,
         dtype,
         attention: str,
+        tile: int | None = None,
         router_losses: RouterLosses | None = None,
         objective: PreferenceLoss | None = None,
         layout: Layout = SINGLE_DEVICE,
     ):
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
-        self._router_losses, self._objective, self._layout = router_losses, objective, layout
+        self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self._head_parts = ("norm", "embed_tokens" if graphdefs.lm_head is None else "lm_head")
         self._embed_program = jit_step(self._embed)
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
@@ -96,7 +97,7 @@ class EmbedHead:
         table, tokens = needed_rows(frozen["embed_tokens"], batch.tokens)
         weights = trainable["embed_tokens"], table
         x, cos, sin, keys, router_losses = self._embed_program(*weights, tokens, _shared(batch), key, scale)
-        shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention}
+        shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention, "tile": self._tile}
         return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
 
     def embed_backward(

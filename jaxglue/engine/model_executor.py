@@ -28,6 +28,7 @@ class Executor(LayerExecutor):
         policy: remat policy of all layers, or one for each.
         dtype: of activations and matmuls.
         attention: attention backend.
+        tile: tokens of a device's rows that pass through a layer at a time, apart from attention; None for all.
         router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
             disables them. Their gradients are added to the loss's, their values are not.
         objective: of answers, whose losses are followed by metrics, [1 + metrics]; None for the targets' cross-entropy.
@@ -43,13 +44,14 @@ class Executor(LayerExecutor):
         policy: RematPolicy | Sequence[RematPolicy],
         dtype=jnp.bfloat16,
         attention: str = "auto",
+        tile: int | None = None,
         router_losses: RouterLosses | None = None,
         objective: PreferenceLoss | None = None,
         mesh: Mesh | None = None,
         **options: Any,
     ):
         layout = Layout(mesh, dtype)
-        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "router_losses": router_losses}
+        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "tile": tile, "router_losses": router_losses}
         embed_head = EmbedHead(graphdefs, config, **shared, objective=objective, layout=layout)
         self._embed_head = embed_head
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)

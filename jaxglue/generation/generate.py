@@ -36,7 +36,7 @@ Trees = tuple[Params, ...]
 class _Inference:
     """Context fields used only in training."""
 
-    dropout_key = router_losses = token_mask = None
+    dropout_key = router_losses = token_mask = tile = None
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""

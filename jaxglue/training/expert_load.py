@@ -22,7 +22,7 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 class _ObservingContext:
     """Layer context of packed rows that records routing statistics."""
 
-    dropout_key = router_losses = None
+    dropout_key = router_losses = tile = None
 
     def __init__(self, packed: PackedContext):
         self.rotate, self.attend, self.token_mask = packed.rotate, packed.attend, packed.token_mask

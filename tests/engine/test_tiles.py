@@ -1,0 +1,48 @@
+"""Layers computed tile by tile give the loss and gradients of whole rows."""
+
+import chex
+import jax
+import pytest
+
+LENGTHS = [[5, 1, 7], [12]]
+FAMILIES = {
+    "qwen3": {},
+    "nf4": {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "quantize": "nf4"},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "intermediate_size": 32,
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    """On GPUs too: float32 matmuls round to TF32 there."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "policy", "tile"),
+    [
+        ("qwen3", "lora", "offload:layer_input,attention_out,attention_lse", 4),
+        ("qwen3", "full", "full", 7),
+        ("nf4", "lora", "offload:layer_input,query,key,value", 14),
+        ("gpt_oss", "lora", "none", 4),
+    ],
+)
+def test_tiles_change_no_gradient(split_parts, random_batch, family, kind, policy, tile):
+    parts = split_parts(kind, num_hidden_layers=2, **FAMILIES[family])
+    batches = [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
+    whole = parts.executor("full").loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
+    tiled = parts.executor(policy, tile=tile).loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
+    chex.assert_trees_all_close(tiled, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_tile_divides_the_tokens(split_parts, random_batch):
+    parts = split_parts("lora")
+    with pytest.raises(ValueError, match="a tile of 5 tokens does not divide 2 × 14 tokens: use a divisor"):
+        parts.executor("full", tile=5).loss(parts.trainable, parts.frozen, random_batch(LENGTHS, 14))
