@@ -58,7 +58,8 @@ def main(_: object = None) -> None:
     for check in checks(gpus):
         print(show(check), flush=True)
         failed |= check.verdict == "fail"
-    print("\nsomething is missing: see FAIL above" if failed else "\neverything that training needs is here")
+    missing = "something is missing" if gpus else "without a GPU all commands run on the CPU, training slowly"
+    print(f"\n{missing}: see FAIL above" if failed else "\neverything that training needs is here")
     sys.exit(failed)
 
 
