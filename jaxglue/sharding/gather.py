@@ -15,15 +15,15 @@ from jaxglue.sharding.specs import dimension_of, spec_axes
 
 
 def gather(layout: Layout, shards: Any, specs: Any) -> Any:
-    """Gather parameters stored as `specs` over `fsdp`, in the layout's dtype. Per device."""
+    """Gather parameters stored as `specs` over `fsdp`, in `Layout.gathered_dtype`. Per device."""
 
-    def whole(shard, spec):
+    def whole(path, shard, spec):
         if "fsdp" not in spec_axes(spec):
             return shard
-        shard = shard.astype(layout.gathered_dtype(shard.dtype))
+        shard = shard.astype(layout.gathered_dtype(path, shard.dtype))
         return jax.lax.all_gather(shard, "fsdp", axis=dimension_of(spec, "fsdp"), tiled=True)
 
-    return jax.tree.map(whole, shards, specs)
+    return jax.tree.map_with_path(whole, shards, specs)
 
 
 def select_to_gather(layout: Layout, tree: Any) -> Any:
@@ -47,7 +47,7 @@ def reduce_scatter_grads(layout: Layout, gradients: Any, specs: Any, prefix: str
 
     def partial_sum(path, gradient, spec):
         if "fsdp" in spec_axes(spec):
-            gradient = gradient.astype(layout.gathered_dtype(gradient.dtype))
+            gradient = gradient.astype(layout.gathered_dtype(path, gradient.dtype))
             gradient = reduce_scatter(gradient, "fsdp", dimension_of(spec, "fsdp"))
         gradient = gradient.astype(jnp.float32)
         split = is_tensor_parallel(param_name(prefix, path))

@@ -70,13 +70,14 @@ def plan_sharding(
         specs = layout.param_specs(tree)
         local, gathered = layout.local_shapes(tree, specs), layout.local_shapes(tree, layout.gathered_specs(tree))
         columns = (jax.tree.leaves(each) for each in (specs, local, gathered))
-        for name, spec, shard, whole in zip(flatten_names(tree), *columns, strict=True):
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+        for name, path, spec, shard, whole in zip(flatten_names(tree), paths, *columns, strict=True):
             axes = layout.axes(spec)
             key = " × ".join(axes)
             plan.shards[key] = plan.shards.get(key, 0) + shard.size * shard.dtype.itemsize
             if layout.gathers and "fsdp" not in axes and "fsdp" in layout.axes(layout.rule(name)):
                 plan.unsharded.append(name)
-            itemsize = layout.gathered_dtype(shard.dtype).itemsize
+            itemsize = layout.gathered_dtype(path, shard.dtype).itemsize
             missing = gradient_accumulation_steps * (whole.size - shard.size) * itemsize
             plan.gathered += missing * (2 if ".layers." in name else 1)
             if trains:

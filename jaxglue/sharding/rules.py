@@ -121,10 +121,10 @@ class Layout:
         """Return the number of shards of a dimension split by these axes."""
         return math.prod(self._sizes[axis] for axis in axes_tuple(axes))
 
-    def gathered_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
-        """Return the dtype in which a parameter is gathered: the layout's for floats, its own for codes."""
-        is_code = jnp.dtype(dtype).itemsize == 1 or not jnp.issubdtype(dtype, jnp.floating)
-        return jnp.dtype(dtype) if is_code else self.dtype
+    def gathered_dtype(self, path: tuple, dtype: jnp.dtype) -> jnp.dtype:
+        """Return the dtype in which an array of a tree is gathered: its own if part of a quantized parameter."""
+        is_part = bool(path) and isinstance(path[-1], jax.tree_util.GetAttrKey)
+        return jnp.dtype(dtype) if is_part or not jnp.issubdtype(dtype, jnp.floating) else self.dtype
 
     def local_shapes(self, tree: Any, specs: Any) -> Any:
         """Return shapes and dtypes of one device's shards."""
@@ -138,12 +138,12 @@ class Layout:
     def gathered_shapes(self, tree: Any) -> Any:
         """Return shapes and dtypes of the parameters that one device gathers, None for the others."""
 
-        def gathered(leaf, spec):
+        def gathered(path, leaf, spec):
             if "fsdp" not in spec_axes(spec):
                 return None
-            return jax.ShapeDtypeStruct(leaf.shape, self.gathered_dtype(leaf.dtype))
+            return jax.ShapeDtypeStruct(leaf.shape, self.gathered_dtype(path, leaf.dtype))
 
-        return jax.tree.map(gathered, self.local_shapes(tree, self.gathered_specs(tree)), self.param_specs(tree))
+        return jax.tree.map_with_path(gathered, self.local_shapes(tree, self.gathered_specs(tree)), self.param_specs(tree))
 
     def _dividing_axes(self, axes: Axes, size: int) -> tuple[str, ...]:
         """Keep axes of this mesh in order as long as their product divides the size."""
