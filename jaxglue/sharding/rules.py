@@ -143,7 +143,9 @@ class Layout:
                 return None
             return jax.ShapeDtypeStruct(leaf.shape, self.gathered_dtype(path, leaf.dtype))
 
-        return jax.tree.map_with_path(gathered, self.local_shapes(tree, self.gathered_specs(tree)), self.param_specs(tree))
+        return jax.tree.map_with_path(
+            gathered, self.local_shapes(tree, self.gathered_specs(tree)), self.param_specs(tree)
+        )
 
     def _dividing_axes(self, axes: Axes, size: int) -> tuple[str, ...]:
         """Keep axes of this mesh in order as long as their product divides the size."""
