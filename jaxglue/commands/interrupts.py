@@ -23,11 +23,12 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._handler, self._hook = signal.signal(signal.SIGINT, self._handle), sys.unraisablehook
-        sys.unraisablehook = self._raise_again
+        sys.unraisablehook = self._installed = self._raise_again
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.unraisablehook = self._hook
+        if sys.unraisablehook is self._installed:
+            sys.unraisablehook = self._hook
         signal.signal(signal.SIGINT, self._handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -47,3 +48,4 @@ class Interrupts:
 
     _handler: Callable[[int, FrameType | None], Any] | int | None
     _hook: Callable[[Any], Any]
+    _installed: Callable[[Any], Any]

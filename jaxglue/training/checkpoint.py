@@ -20,7 +20,7 @@ from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.training.array_checks import check_arrays
 from jaxglue.training.differences import check_fingerprint
 from jaxglue.training.durable import DurablePath
-from jaxglue.training.orbax_errors import quiet_orbax, reason_of
+from jaxglue.training.orbax_errors import quiet_orbax, reason_of, silence_abandoned_writes
 
 _log = logging.getLogger(__name__)
 
@@ -203,8 +203,8 @@ class Checkpoints:
         finally:
             self._manager.close()
             self._quiet.close()
-            if self._failed:  # abandoned writes log their errors on collection, at the latest at exit
-                logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            if self._failed:
+                silence_abandoned_writes()
 
     def __enter__(self) -> Self:
         return self

@@ -3,7 +3,10 @@
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 
 def reason_of(error: Exception) -> str:
@@ -16,13 +19,28 @@ def reason_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Silence Orbax's background threads, which log tracebacks of errors that it raises anyway."""
+    """Silence Orbax's background threads, which log and print tracebacks of errors that it raises anyway."""
+    hook = sys.unraisablehook
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = partial(_print_unless_abandoned, hook)
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def silence_abandoned_writes() -> None:
+    """Silence, to the end of the process, what abandoned writes report on collection, at the latest at exit."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    sys.unraisablehook = partial(_print_unless_abandoned, sys.unraisablehook)
+
+
+def _print_unless_abandoned(hook: Callable[[Any], Any], unraisable: Any) -> None:
+    """Drop the error of a write that ends after its event loop, and pass on all others."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)

@@ -103,3 +103,13 @@ def test_bad_rows_are_blamed_and_can_be_left_out(make_config, tmp_path):
     summary = train(make_config(steps=7, save_every=2, resume=True, on_spike="skip"))
     assert summary.skipped_steps == [5] and math.isfinite(summary.last_loss)
     assert checkpoints(tmp_path / "run") == ["6", "7"]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_rewinding_returns_to_the_checkpoint_and_leaves_the_rows_out(make_config, tmp_path, capsys):
+    summary = train(make_config(steps=7, save_every=3, on_spike="rewind"))
+    assert "step 5: spike" in (shown := capsys.readouterr().out) and "back to the weights of step 3" in shown
+    lines = {line["step"]: line for line in read_metrics(tmp_path / "run/metrics.jsonl")}
+    assert list(lines) == list(range(1, 8)) and [step for step in lines if "skipped" in lines[step]] == [5]
+    assert summary.skipped_steps == [5] and math.isfinite(summary.last_loss)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["skipped_steps"] == [5]
