@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 from inputs import SHAPES
 from measure import uniform_lengths
 from traces import copy_overlap
@@ -211,19 +212,21 @@ def measure(args) -> dict:
     """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
     work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize, args.document_tokens)
     chosen = choose(args, work) if args.remat == AUTO else {}
+    begun = time.perf_counter()
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
     batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, args.document_tokens))
     device = jax.devices()[0]
     jax.block_until_ready(moments)
-    weights = memory(device, "bytes_in_use")
+    filled, weights = time.perf_counter() - begun, memory(device, "bytes_in_use")
     build = executor_step if args.executor == "layers" else whole_step
     step = build(args, work, *parts, batch)
     begun = time.perf_counter()
     loss, gradients = jax.block_until_ready(step())
     first = time.perf_counter() - begun
     del gradients
-    jax.block_until_ready(step())
+    if args.warm_up:
+        jax.block_until_ready(step())
     times = []
     for _ in range(args.steps):
         begun = time.perf_counter()
@@ -233,12 +236,16 @@ def measure(args) -> dict:
         times.append((time.perf_counter() - begun, dispatched))
         del result
     row = {
+        "setting": {name: value for name, value in vars(args).items() if value is not None},
         "gpu": device.device_kind,
         "loss": float(loss),
         "ms": float(np.median([t for t, _ in times]) * 1e3),
         "dispatch_ms": float(np.median([d for _, d in times]) * 1e3),
         "first_step_s": first,
+        "tokens_per_second": args.tokens / float(np.median([t for t, _ in times])),
+        "weights_s": filled,
         "weights_gib": weights,
+        "host_rss_gib": psutil.Process().memory_info().rss / 2**30,
         "peak_gib": memory(device, "peak_bytes_in_use"),
         **chosen,
     }
@@ -274,6 +281,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--executor", choices=("layers", "unrolled", "scan"), default="layers")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="measure from the second step")
     parser.add_argument("--trace", action="store_true")
     return parser
 
