@@ -79,11 +79,15 @@ class Run:
 
 
 def choose_policies(work: Workload, shape: MeshShape, remat: str) -> Sequence[RematPolicy]:
-    """Return each layer's policy; for `auto` the fastest that fits the GPUs without host memory."""
-    if remat == AUTO:
-        planner = Planner(replace(work, mesh=shape), device_gpu(jax.devices()[0]))
-        return planner.choose(host_memory=0).policies
-    return parse_policies(remat, work.config.num_hidden_layers)
+    """Return each layer's policy; for `auto`, or where it does not fit, the fastest that fits without host memory."""
+    device = jax.devices()[0]
+    named = None if remat == AUTO else parse_policies(remat, work.config.num_hidden_layers)
+    if named and device.platform == "cpu":
+        return named
+    planner = Planner(replace(work, mesh=shape), device_gpu(device))
+    if named and planner.fits(planner.plan(named), host_memory=0):
+        return named
+    return planner.choose(host_memory=0).policies
 
 
 def rows(work: Workload, count: int) -> Batch:
