@@ -55,7 +55,7 @@ class Setup:
     def flops_per_token(self) -> float:
         """Return a token's FLOPs of forward and backward over the training documents."""
         full = self.config.model.method == "full"
-        keys = mean_visible_keys(self.data.train.lengths)
+        keys = mean_visible_keys(self.data.train.document_lengths)
         return training_flops_per_token(self.model, visible_keys=keys, weight_gradients=full)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.attention.reference import reference_attention
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
@@ -83,6 +84,29 @@ def test_kernels_equal_the_reference(interpreted_backend, name, sizes):
     out, vjp = jax.vjp(lambda *x: flash_attention(spec, *x, None, segments), q, k, v)
     want, reference_vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=None, sinks=None), q, k, v)
     assert_close((out, *vjp(dout)), (want, *reference_vjp(dout)), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_equal_the_reference_on_a_gpu(head_dim):
+    rng = np.random.default_rng(0)
+    forks = [(int(a), int(b), int(c)) for a, b, c in rng.integers(1, 400, (4, 3))]
+    segments = jax.device_put(pack_forks([forks], seq_len=2560))
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, dout = (
+        jax.random.normal(key, (1, 2560, heads, head_dim), jnp.bfloat16)
+        for key, heads in zip(keys, (8, 2, 2, 8), strict=True)
+    )
+
+    def run(backend, dtype):
+        inputs = [x.astype(dtype) for x in (q, k, v)]
+        out, vjp = jax.vjp(lambda *x: packed_attention(*x, segments, backend=backend), *inputs)
+        return out, *vjp(dout.astype(dtype))
+
+    got, expected = run("triton", jnp.bfloat16), run("reference", jnp.float32)
+    for a, b in zip(got, expected, strict=True):
+        a, b = np.float32(a), np.float32(b)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 
 
 def test_positions_go_on_from_the_beginning():

@@ -1,0 +1,163 @@
+"""Measure DPO steps on UltraFeedback-like pairs: pairs a second, memory, and the limit of the matmuls.
+
+    python benchmarks/dpo_step.py --shape qwen3-8b --row 16384 --json FILE
+    python benchmarks/dpo_step.py --pairs-only FILE.npz       # the pairs, for benchmarks/peers/dpo.py
+
+Prompts have 300 ± 200 tokens, answers 350 ± 250, log-normal. The reference is the frozen weights without adapters, run
+beside the model's layers; prompts are computed once for both answers, or with --copies once for each. Steps are the
+trainer's, executor and AdamW, dispatched one ahead.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from measure import write_results
+from step import memory, parameters, workload
+
+from jaxglue.data.answer_selection import select_answers
+from jaxglue.data.answer_task import AnswerTask
+from jaxglue.data.config import DataConfig
+from jaxglue.data.iterator import BatchIterator
+from jaxglue.data.sources import Source
+from jaxglue.data.store import TokenStore
+from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.policy import parse_policies
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import without_adapters
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.preference import PreferenceLoss
+from jaxglue.planner.flops import matmul_parameters
+from jaxglue.planner.gpus import peak_flops
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer_config import OptimizerConfig
+
+PROMPT, ANSWER = (300, 200), (350, 250)
+"""Mean and standard deviation of lengths."""
+LONGEST = 2048
+
+
+class Pairs(NamedTuple):
+    """Tokens of prompts and answers, concatenated, and their lengths [pairs, 3]: prompt, chosen, rejected."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+def make_pairs(count: int, vocab_size: int, seed: int = 0) -> Pairs:
+    """Draw random pairs; the same for the same arguments."""
+    rng = np.random.default_rng(seed)
+    lengths = np.stack([_log_normal(rng, *size, count) for size in (PROMPT, ANSWER, ANSWER)], axis=1)
+    return Pairs(rng.integers(16, vocab_size, int(lengths.sum()), dtype=np.int32), lengths)
+
+
+def _log_normal(rng: np.random.Generator, mean: float, deviation: float, count: int) -> np.ndarray:
+    variance = np.log(1 + (deviation / mean) ** 2)
+    return np.clip(rng.lognormal(np.log(mean) - variance / 2, variance**0.5, count), 8, LONGEST).astype(np.int64)
+
+
+def make_batches(pairs: Pairs, row: int, *, shared: bool) -> BatchIterator:
+    """Pack the pairs into rows as the trainer does."""
+    bounds = np.concatenate([[0], np.cumsum(pairs.lengths.ravel())])
+    tokens, mask = [], []
+    for pair in range(len(pairs.lengths)):
+        prompt, *answers = (pairs.tokens[slice(*bounds[3 * pair + part :][:2])] for part in range(3))
+        for answer in answers:
+            tokens += [prompt, answer]
+            mask += [np.zeros(len(prompt), np.uint8), np.ones(len(answer), np.uint8)]
+    sizes = (pairs.lengths[:, :1] + pairs.lengths[:, 1:]).ravel()
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    store = TokenStore(
+        tokens=np.concatenate(tokens), mask=np.concatenate(mask), offsets=offsets, info={"digest": "", "max_token": 0}
+    )
+    config = DataConfig(data=("pairs",), seq_len=row)
+    task = AnswerTask(shared_prompt=shared)
+    selection = select_answers(store, config, Source(name="pairs"), task)
+    return BatchIterator(selection.dataset, seq_len=row, batch_size=1, epochs=None)
+
+
+def limit_seconds(config: DecoderConfig, pairs: np.ndarray) -> float:
+    """Return the seconds in which a GPU's peak does the matmuls of a pair: forward, reference and frozen backward.
+
+    Prompts count once; attention's scores are left out.
+    """
+    tokens = pairs[:, 0].mean() + pairs[:, 1:].sum(1).mean()
+    flops = 6 * matmul_parameters(config) * tokens
+    return flops / (peak_flops(jax.devices()[0].device_kind) or np.nan)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return pairs a second and memory of the steps after the warm-up."""
+    work = workload(args.shape, args.layers, args.row, "lora", args.quantize)
+    graphdefs, trainable, frozen = parameters(work, ("device",) * work.config.num_hidden_layers, "device")
+    pairs = make_pairs(args.pairs, work.config.vocab_size)
+    batches = make_batches(pairs, args.row, shared=not args.copies)
+    executor = Executor(
+        graphdefs,
+        work.config,
+        policy=parse_policies(args.remat, len(graphdefs.layers)),
+        objective=PreferenceLoss(config=ObjectiveConfig(objective="dpo")),
+        reference=[without_adapters(graphdefs.layers[0], trainable["layers"][0], frozen["layers"][0])]
+        * len(graphdefs.layers),
+    )
+    optimizer = Optimizer(OptimizerConfig(learning_rate=5e-6, schedule="constant", warmup_ratio=0.0), args.steps)
+    state, ends, counts, losses, pending = optimizer.init(trainable), [], [], [], None
+    for step in range(args.warm_up + args.steps):
+        batch = next(batches)
+        values, gradients = executor.loss_and_gradients(
+            trainable, frozen, jax.device_put(batch.micro_batches), float(batch.targets)
+        )
+        trainable, state, _ = optimizer.update(trainable, state, gradients, step)
+        del gradients
+        if pending is not None:
+            losses.append(float(pending[0]))
+            ends.append(time.perf_counter())
+        pending = values
+        counts.append(batch.targets)
+    seconds = ends[-1] - ends[args.warm_up - 1]
+    done = sum(counts[args.warm_up : len(ends)])
+    rate, limit = done / seconds, limit_seconds(work.config, pairs.lengths)
+    return {
+        "engine": "jaxglue",
+        "pairs_per_second": rate,
+        "of_matmul_limit": rate * limit,
+        "ms_per_step": seconds / (len(ends) - args.warm_up) * 1e3,
+        "pairs_per_step": done / (len(ends) - args.warm_up),
+        "peak_gib": memory(jax.devices()[0], "peak_bytes_in_use"),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    } | {name: getattr(args, name) for name in ("shape", "row", "remat", "copies", "quantize")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=None)
+    parser.add_argument("--row", type=int, default=16384)
+    parser.add_argument("--pairs", type=int, default=1024)
+    parser.add_argument("--remat", default="full")
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--copies", action="store_true", help="a copy of the prompt for each answer")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--pairs-only", type=Path, help="write the pairs and stop")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.pairs_only:
+        from inputs import SHAPES
+
+        pairs = make_pairs(args.pairs, SHAPES[args.shape]["vocab_size"])
+        np.savez(args.pairs_only, tokens=pairs.tokens, lengths=pairs.lengths)
+        return
+    result = measure(args)
+    print(json.dumps(result))
+    if args.json:
+        write_results(args.json, result)
+
+
+if __name__ == "__main__":
+    main()
