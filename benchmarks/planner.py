@@ -1,6 +1,11 @@
-"""Compare the planner's predictions with steps measured by benchmarks/offload.py; needs no GPU.
+"""Compare the planner's predictions with measured steps.
 
-python benchmarks/planner.py benchmarks/results/offload.json --json benchmarks/results/planner.json
+    python benchmarks/planner.py benchmarks/results/offload.json --json benchmarks/results/planner.json
+    python benchmarks/planner.py --grid --part 1/4 --json benchmarks/results/planner_grid_1.json
+    python benchmarks/planner.py --grid benchmarks/results/planner_grid_*.json
+
+The first form takes steps of benchmarks/offload.py and needs no GPU. The second plans and measures a quarter of 64
+settings, in at most 8 minutes; the third predicts measured settings anew and prints the error's distribution.
 """
 
 import argparse
@@ -9,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import planner_grid
 from measure import table, write_results
 from step import workload
 
@@ -44,19 +50,50 @@ def predict(case: dict, gpu: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measured", nargs="+", type=Path, help="results of benchmarks/offload.py")
+    parser.add_argument("measured", nargs="*", type=Path, help="results of benchmarks/offload.py, or of --grid")
+    parser.add_argument("--grid", action="store_true", help="settings drawn at random")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th setting, from the i-th on")
+    parser.add_argument("--seed", type=int, default=planner_grid.HELD_OUT, help="of the grid's settings")
+    parser.add_argument("--minutes", type=float, default=7, help="begin no setting after this time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    results = grid(args) if args.grid else compare(args.measured)
+    if args.json:
+        write_results(args.json, results, gpu=results[0]["gpu"] if results else "none", indent=None)
+
+
+def grid(args: argparse.Namespace) -> list[dict]:
+    """Measure settings, or predict measured ones anew, and print both and the error's distribution."""
+    part, parts = map(int, args.part.split("/"))
+    if args.measured:
+        found = planner_grid.predicted_anew(
+            [row for path in args.measured for row in json.loads(path.read_text())["results"]]
+        )
+    else:
+        found = planner_grid.rows(args.seed, part, parts, args.minutes)
+    results = []
+    for row in found:
+        results.append(row)
+        print(*planner_grid.line(row).values(), sep="  ", flush=True)
+        if args.json:
+            write_results(args.json, results, gpu=row["gpu"], indent=None)
+    print(table([planner_grid.line(row) for row in results]))
+    for name, value in planner_grid.summary(results).items():
+        print(f"{name}: {value}")
+    return results
+
+
+def compare(paths: list[Path]) -> list[dict]:
+    """Predict steps of benchmarks/offload.py and print the table."""
     jax.config.update("jax_platforms", "cpu")
     results = []
-    for path in args.measured:
+    for path in paths:
         measured = json.loads(path.read_text())
         for case in measured["results"]:
             if case["executor"] == "layers" and "depth" not in case and "error" not in case:
                 results.append(predict(case, measured["gpu"]))
     print(table(results))
-    if args.json:
-        write_results(args.json, results)
+    return results
 
 
 if __name__ == "__main__":

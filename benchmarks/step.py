@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 from inputs import SHAPES
 from measure import uniform_lengths
-from traces import copy_overlap
+from traces import copy_overlap, kernel_milliseconds
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
@@ -46,15 +46,12 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
 
+ATTENTION_KERNELS = "forward_kernel", "dq_kernel", "dkdv_kernel", "sdpa", "flash", "fmha", "fprop", "bprop"
+MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
+"""Parts of kernels' names."""
 LENGTHS_SEED = 0
-
-
-def lengths(tokens: int, document_tokens: int | None) -> list[int]:
-    """Return the documents of a row: of 64 to 1,024 tokens, or all of one length but the last."""
-    if document_tokens is None:
-        return uniform_lengths(tokens, seed=LENGTHS_SEED)
-    whole, rest = divmod(tokens, document_tokens)
-    return [document_tokens] * whole + [rest] * bool(rest)
+DOCUMENTS = 64, 1024
+"""Least and most tokens of a document."""
 
 
 def workload(
@@ -63,23 +60,23 @@ def workload(
     tokens: int,
     method: str,
     quantize: str = "none",
-    document_tokens: int | None = None,
+    documents: tuple[int, int] = DOCUMENTS,
 ) -> Workload:
-    """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row."""
+    """Return LoRA (rank 16, all linear layers) or full fine-tuning of one packed row of uniform document lengths."""
     raw = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     return Workload(
         config=replace(config_from_hf(raw), quantize=quantize),
         batch_size=1,
         seq_len=tokens,
         lora=LoraConfig() if method == "lora" else None,
-        document_lengths=tuple(lengths(tokens, document_tokens)),
+        document_lengths=tuple(uniform_lengths(tokens, *documents, seed=LENGTHS_SEED)),
     )
 
 
-def random_batch(tokens: int, vocab_size: int, document_tokens: int | None = None) -> Batch:
+def random_batch(tokens: int, vocab_size: int, documents: tuple[int, int] = DOCUMENTS) -> Batch:
     rng = np.random.default_rng(0)
     shape = (1, tokens)
-    segments = pack_segments([lengths(tokens, document_tokens)], seq_len=tokens)
+    segments = pack_segments([uniform_lengths(tokens, *documents, seed=LENGTHS_SEED)], seq_len=tokens)
     ids, targets = (rng.integers(0, vocab_size, shape, dtype=np.int32) for _ in range(2))
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
 
@@ -126,6 +123,8 @@ def _random(key, leaf):
         parts = {"scales": jnp.zeros(leaf.scales.shape, jnp.uint8), "scale_absmax": jnp.zeros(leaf.scale_absmax.shape)}
         codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
         return NF4(codes=codes, **parts, scale_offset=jnp.float32(0.034), dtype=leaf.dtype)
+    if leaf.dtype == jnp.uint8:  # MXFP4: codes, and exponents of moderate scales
+        return jax.random.randint(key, leaf.shape, 116, 124).astype(jnp.uint8)
     if is_quantized(leaf):
         return quantize_matrix(_matrix(key, leaf), "fp8" if isinstance(leaf, FP8Weight) else "int8")
     return jnp.ones(leaf.shape, leaf.dtype) if len(leaf.shape) == 1 else _matrix(key, leaf)
@@ -135,10 +134,19 @@ def _matrix(key, leaf):
     return (jax.random.normal(key, leaf.shape, jnp.bfloat16) * 0.02).astype(leaf.dtype)
 
 
-def choose(args, work: Workload) -> dict:
+def document_range(args) -> tuple[int, int]:
+    """Return the least and most tokens of a document by the flags."""
+    return (args.document_tokens,) * 2 if args.document_tokens else tuple(args.documents)
+
+
+def args_workload(args) -> Workload:
+    """Return the workload of the flags."""
+    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize, document_range(args))
+    return replace(work, host_embeddings=args.embeddings == "host")
+
+
+def choose(args, planner: Planner) -> dict:
     """Return the setting that `--remat auto` chooses under the memory limit, with its predicted time and memory."""
-    gpu = device_gpu(jax.devices()[0]).limited(args.memory_limit)
-    planner = Planner(replace(work, host_embeddings=args.embeddings == "host"), gpu)
     plan = planner.choose(host_memory=args.pinned_gib * GIB, weights=AUTO if args.memory_limit else DEVICE)
     args.remat, args.weights = plan.remat, plan.places
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
@@ -210,12 +218,14 @@ def memory(device: jax.Device, statistic: str) -> float:
 
 def measure(args) -> dict:
     """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
-    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize, args.document_tokens)
-    chosen = choose(args, work) if args.remat == AUTO else {}
+    work = args_workload(args)
+    chosen = {}
+    if args.remat == AUTO:
+        chosen = choose(args, Planner(work, device_gpu(jax.devices()[0]).limited(args.memory_limit)))
     begun = time.perf_counter()
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
-    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, args.document_tokens))
+    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, document_range(args)))
     device = jax.devices()[0]
     jax.block_until_ready(moments)
     filled, weights = time.perf_counter() - begun, memory(device, "bytes_in_use")
@@ -256,7 +266,23 @@ def measure(args) -> dict:
             found = copy_overlap(folder)
         row |= {"copies_ms": found.to_host + found.to_device, "hidden_ms": found.hidden, "busy_ms": found.busy}
         row |= {"span_ms": found.span, "hidden_share": found.hidden_share}
+    if args.kernels:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(step())
+            row["kernels"] = by_kind(kernel_milliseconds(folder))
     return row
+
+
+def by_kind(kernels: dict[str, float]) -> dict[str, float]:
+    """Add up kernels' milliseconds by kind."""
+    kinds = {"attention": ATTENTION_KERNELS, "matmul": MATMUL_KERNELS, "copy": ("memcpy", "memset")}
+    spent = dict.fromkeys((*kinds, "other"), 0.0)
+    for name, milliseconds in kernels.items():
+        fits = (kind for kind, parts in kinds.items() if any(part in name.lower() for part in parts))
+        spent[next(fits, "other")] += milliseconds
+    longest = {name[:40]: time for name, time in list(kernels.items())[:8]}
+    return {name: round(time, 3) for name, time in (spent | longest).items()}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -264,9 +290,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--document-tokens", type=int, help="length of the documents; by default 64 to 1,024")
+    parser.add_argument("--documents", type=int, nargs=2, default=DOCUMENTS, help="least and most tokens of one")
+    parser.add_argument("--document-tokens", type=int, help="length of all documents, in place of --documents")
     parser.add_argument("--tile", type=int, help="tokens that pass through a layer at a time")
-    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--attention", default="auto", help="as of scripts/train.py")
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--quantize", choices=FORMATS, default="none")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
@@ -283,6 +310,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="measure from the second step")
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="add up kernels' time by kind")
     return parser
 
 

@@ -62,6 +62,14 @@ def collective_overlap(folder: str | Path) -> CollectiveOverlap:
     return CollectiveOverlap(*(sum(values) / len(gpus) for values in zip(*gpus, strict=True)))
 
 
+def kernel_milliseconds(folder: str | Path) -> dict[str, float]:
+    """Return the time of all kernels and copies of a name on the first GPU, the longest first."""
+    spent: dict[str, float] = {}
+    for name, (start, end) in _events(folder)[0]:
+        spent[name] = spent.get(name, 0.0) + end - start
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
 def exposure(events: list[tuple[str, Span]]) -> CollectiveOverlap:
     """Compute `collective_overlap` of one GPU from its kernels' and copies' names, starts and ends (ms)."""
     collectives = _union(span for name, span in events if name.startswith("nccl"))

@@ -44,6 +44,10 @@ _MIXES = (
 """Pairs (lean, fast) of policies; layers of the fast one are spread among the lean so that the link catches up."""
 
 
+_COMPILE_ENDS, _COMPILE_LAYER = 3.0, 4.5
+"""Seconds to compile embedding and head, and a layer's forward and backward pass, with autotuning and our kernels."""
+_PINNING = 1.0 * GIB
+"""Bytes of host memory pinned in a second."""
 _LEAN = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 _ROW_STEP = 128
@@ -67,6 +71,8 @@ class Plan:
     """At the peak."""
     host_bytes: int
     """Bytes of pinned host memory."""
+    compile_seconds: float = 0.0
+    """Seconds that the first step takes longer than others: compilation without a cache, and pinning host memory."""
 
     @property
     def remat(self) -> str:
@@ -145,6 +151,7 @@ class Planner:
             seconds=self._seconds(costs, streamed, depth),
             device_bytes=peak.total(),
             host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
+            compile_seconds=self._compile_seconds(chosen, sum(cost.offloaded for cost in costs[: -1 - depth])),
         )
 
     def resolve(self, remat: str, *, weights: str, host_memory: float) -> Plan:
@@ -280,9 +287,18 @@ class Planner:
         forward, backward = self._work(costs, streamed, depth)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
-        # AdamW reads parameter, gradient and two moments and writes all but the gradient.
-        update = (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
-        return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + update
+        return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + self.update_seconds
+
+    @property
+    def update_seconds(self) -> float:
+        """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient."""
+        return (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
+
+    def _compile_seconds(self, policies: Sequence[RematPolicy], pinned: int) -> float:
+        """Predict the time of the first step beside its kernels', from the programs of layers and the pinned bytes."""
+        kinds = self.workload.config.first_of_kind
+        programs = len(set(zip(kinds, policies, strict=True)))
+        return _COMPILE_ENDS + _COMPILE_LAYER * programs + pinned / _PINNING
 
     def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
         """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""

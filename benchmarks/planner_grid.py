@@ -1,0 +1,227 @@
+"""Settings drawn at random, planned, and measured each in its own process: how far the planner is off.
+
+Run by `benchmarks/planner.py --grid`. Constants were fitted to the settings of seed 1; other seeds are held out.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from typing import Any
+
+import numpy as np
+import step
+from inputs import SHAPES
+
+from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
+from jaxglue.engine.residency import DEVICE
+from jaxglue.planner.gpus import GIB, Gpu, find_gpu
+from jaxglue.planner.planner import DoesNotFit, Planner
+
+HELD_OUT, FITTED = 2, 1
+"""Seeds."""
+COUNT = 64
+LAYERS = {"qwen3-0.6b": 8, "llama-3.2-1b": 8, "llama-3.1-8b": 6, "qwen3-14b": 4, "gpt-oss-20b": 4}
+TOKENS = (64, 256, 1024, 2048, 4096, 8192, 12_288, 16_384, 24_576, 32_768, 65_536, 131_072)
+DOCUMENTS = ((16, 128), (64, 1024), (256, 4096), (2048, 8192), (10_000, 35_000))
+METHODS = ("lora", "lora", "lora", "nf4", "fp8", "int8", "full")
+REMATS = ("none", "dots", "full", "offload", "auto", "auto", "auto")
+LIMITS = (0.02, 0.15, 0.4, 0.8)
+"""Memory of `auto`, between the needs of the leanest and of the fastest preset."""
+PINNED_GIB = 40
+_CPU_PROCESSES = 6
+_SECONDS = 2.0
+"""Duration of the timed steps."""
+
+
+def settings(seed: int) -> list[dict]:
+    """Draw the settings of a seed, every shape equally often."""
+    rng, drawn = np.random.default_rng(seed), []
+    for index in range(COUNT):
+        shape = list(LAYERS)[index % len(LAYERS)]
+        tokens = int(rng.choice(TOKENS)) if index % 3 else int(rng.integers(8, 300)) * 128
+        ranges = [(low, min(high, tokens)) for low, high in DOCUMENTS if low < tokens]
+        low, high = [(tokens, tokens), *ranges][rng.integers(len(ranges) + 1)]
+        methods = ("lora", "lora", "nf4") if shape == "gpt-oss-20b" else METHODS
+        method = methods[rng.integers(len(methods))]
+        if method == "full" and SHAPES[shape]["hidden_size"] > 4096:
+            method = "lora"
+        layers = LAYERS[shape] // (2 if method == "full" or tokens > 100_000 else 1)
+        remat, limit = REMATS[rng.integers(len(REMATS))], LIMITS[rng.integers(len(LIMITS))]
+        drawn.append(
+            {
+                "shape": shape,
+                "layers": layers,
+                "tokens": tokens,
+                "documents": (low, high),
+                "method": "full" if method == "full" else "lora",
+                "quantize": method if method in ("nf4", "fp8", "int8") else "none",
+                "remat": remat,
+                "limit": limit,
+            }
+        )
+    return drawn
+
+
+def planned(setting: dict, gpu: Gpu) -> dict:
+    """Return the setting with its plan: what to run, and predicted time and memory; `refused` where nothing fits."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    work = step.args_workload(arguments(setting))
+    planner = Planner(work, gpu)
+    if setting["remat"] == AUTO and "gib" not in setting:
+        lean, fat = (planner.plan(PRESETS[name]).device_bytes for name in ("offload", "none"))
+        gib = (lean + setting["limit"] * max(fat - lean, 0)) / 0.97 / GIB + 0.01
+        setting = {**setting, "gib": round(min(gib, gpu.memory / GIB), 2)}
+    planner = Planner(work, gpu.limited(setting.get("gib")))
+    weights = AUTO if setting["remat"] == AUTO else DEVICE
+    try:
+        plan = planner.resolve(setting["remat"], weights=weights, host_memory=PINNED_GIB * GIB)
+    except DoesNotFit as error:
+        return {**setting, "refused": str(error)[:160]}
+    return {**setting, **prediction(planner, plan)}
+
+
+def prediction(planner: Planner, plan) -> dict:
+    """Return a plan's flags, time and memory, without the optimizer's update."""
+    return {
+        "run": plan.remat,
+        "weights": plan.places,
+        "attention": planner.workload.attention,
+        "predicted_ms": round((plan.seconds - planner.update_seconds) * 1e3, 2),
+        "predicted_gib": round(plan.device_bytes / GIB, 3),
+        "predicted_compile_s": round(plan.compile_seconds + plan.seconds, 1),
+    }
+
+
+def arguments(setting: dict):
+    """Return the flags of benchmarks/step.py for a setting."""
+    expected = setting.get("predicted_ms", 1e3) / 1e3
+    flags = {
+        "shape": setting["shape"],
+        "layers": setting["layers"],
+        "tokens": setting["tokens"],
+        "method": setting["method"],
+        "quantize": setting["quantize"],
+        "remat": setting.get("run", setting["remat"]),
+        "weights": setting.get("weights", DEVICE),
+        "attention": setting.get("attention", "auto"),
+        "steps": int(np.clip(_SECONDS / expected, 3, 60)),
+    }
+    texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+    return step.arguments().parse_args([*texts, "--kernels", "--documents", *map(str, setting["documents"])])
+
+
+def measured(setting: dict, environment: dict[str, str], results) -> None:
+    """Measure a setting in this process, and put the result or the error on the queue."""
+    os.environ.update(environment)
+    try:
+        results.put(step.measure(arguments(setting)))
+    except Exception as error:
+        results.put({"error": f"{type(error).__name__}: {str(error)[:200]}"})
+
+
+def device() -> tuple[Gpu, float]:
+    """Return the first visible GPU and its GiB of memory, from nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", f"--id={visible}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    name, mib = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return find_gpu(name), float(mib) / 1024
+
+
+def rows(seed: int, part: int, parts: int, minutes: float) -> Iterator[dict]:
+    """Yield the settings of a part with their plans and measurements, while time is left."""
+    deadline = time.monotonic() + 60 * minutes
+    gpu, total = device()
+    gpu = gpu.limited(0.9 * total)
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["planner_grid"])
+    with ProcessPoolExecutor(_CPU_PROCESSES, mp_context=context) as pool:
+        plans: list[Future] = [pool.submit(planned, setting, gpu) for setting in settings(seed)[part - 1 :: parts]]
+        for plan in as_completed(plans):
+            setting = plan.result()
+            if "refused" in setting:
+                yield {**setting, "gpu": gpu.name}
+            elif time.monotonic() < deadline:
+                found = _run(context, setting, setting.get("gib", gpu.memory / GIB) / total)
+                yield {**setting, **found, "gpu": gpu.name}
+
+
+def predicted_anew(results: list[dict]) -> Iterator[dict]:
+    """Yield measured settings with the present planner's predictions."""
+    for row in results:
+        if "ms" not in row:
+            yield row
+            continue
+        planner = Planner(step.args_workload(arguments(row)), find_gpu(row["gpu"]))
+        plan = planner.plan(parse_policies(row["run"], row["layers"]), weights=row["weights"])
+        yield row | prediction(planner, plan) | {"attention": row["attention"]}
+
+
+def _run(context, setting: dict, fraction: float) -> dict:
+    environment = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.4f}",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(PINNED_GIB + 8),
+        "JAX_PLATFORMS": "cuda",
+    }
+    results = context.Queue()
+    process = context.Process(target=measured, args=(setting, environment, results))
+    process.start()
+    try:
+        found = results.get(timeout=120)
+    except Exception:
+        found = {"error": f"no result within 120 s, exit status {process.exitcode}"}
+        process.kill()
+    process.join()
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def summary(results: list[dict]) -> dict:
+    """Return the error's distribution over measured settings."""
+    fine = [row for row in results if "ms" in row]
+    counts = {
+        "settings": len(results),
+        "measured": len(fine),
+        "refused": sum("refused" in row for row in results),
+        "out of memory": sum("RESOURCE_EXHAUSTED" in row.get("error", "") for row in results),
+        "other errors": sum("RESOURCE_EXHAUSTED" not in row.get("error", "RESOURCE_EXHAUSTED") for row in results),
+    }
+    if not fine:
+        return counts
+    seconds = np.array([row["predicted_ms"] / row["ms"] - 1 for row in fine])
+    gib = np.array([row["predicted_gib"] / row["peak_gib"] - 1 for row in fine])
+    compiles = np.array([row["predicted_compile_s"] / row["first_step_s"] - 1 for row in fine])
+    return counts | {
+        "time off, median": _percent(np.median(np.abs(seconds))),
+        "time off, 90th percentile": _percent(np.quantile(np.abs(seconds), 0.9)),
+        "memory too low, most": _percent(max(0, -gib.min())),
+        "memory too high, median": _percent(np.median(gib)),
+        "first step off, median": _percent(np.median(np.abs(compiles))),
+    }
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def line(row: dict) -> dict:
+    """Return a setting's row of the printed table."""
+    names = {
+        "model": f"{row['shape']}, {row['layers']} layers",
+        "tokens": row["tokens"],
+        "documents": "{}–{}".format(*row["documents"]),
+        "method": row["method"] if row["quantize"] == "none" else row["quantize"],
+        "remat": row["remat"] + (f" within {row['gib']} GiB" if "gib" in row else ""),
+    }
+    if "ms" not in row:
+        return names | {"ms": "–", "GiB": "–", "first step": row.get("refused", row.get("error", "–"))[:60]}
+    return names | {
+        "ms": _beside(row["predicted_ms"], row["ms"]),
+        "GiB": _beside(row["predicted_gib"], row["peak_gib"]),
+        "first step": _beside(row["predicted_compile_s"], row["first_step_s"]),
+    }
+
+
+def _beside(predicted: float, measured: float) -> str:
+    return f"{predicted:.1f} / {measured:.1f} ({predicted / measured - 1:+.1%})"
