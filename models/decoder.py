@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.layers import Embedding, Linear, RMSNorm, project
+from jaxglue.models.layers import Linear, RMSNorm, project
+from jaxglue.models.vocabulary import Embedding, output_matrix
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
@@ -45,7 +46,7 @@ class CausalLM(nnx.Module):
     @property
     def output_weight(self) -> Float[Array, "V D"]:
         """Return the output projection, tied or not."""
-        return (self.embed_tokens if self.lm_head is None else self.lm_head).weight[...]
+        return output_matrix(self.embed_tokens if self.lm_head is None else self.lm_head)
 
 
 def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext, PackedContext
+from jaxglue.models.dora import rescale, row_norms
 from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
@@ -67,16 +68,24 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
+        self.lora_magnitude_vector: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
         self.lora_dropout = 0.0
         self.dropout_salt = 0
 
-    def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
-        """Add a float32 adapter with zero initial output, as PEFT does: A uniform within ±1/√in, B zero."""
+    def add_lora(
+        self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs, dora: bool = False
+    ) -> None:
+        """Add a float32 adapter with zero initial output, as PEFT does: A uniform within ±1/√in, B zero.
+
+        With `dora`, also the norms of the weight's rows as magnitudes (arXiv 2402.09353).
+        """
         out_features, in_features = self.weight.shape
         bound = in_features**-0.5
         self.lora_A = nnx.LoRAParam(jax.random.uniform(rngs.params(), (rank, in_features), minval=-bound, maxval=bound))
         self.lora_B = nnx.LoRAParam(jnp.zeros((out_features, rank)))
+        if dora:
+            self.lora_magnitude_vector = nnx.LoRAParam(row_norms(self.weight.get_value()))
         self.lora_scale, self.lora_dropout = scale, dropout
         self.dropout_salt = zlib.crc32(name.encode())
 
@@ -117,7 +126,7 @@ def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array
     adapters = {index: linear.scaled_b for index, linear in enumerate(linears) if linear.scaled_b is not None}
     if hidden is not None:
         for index, product in zip(adapters, lora_expand(hidden, list(adapters.values())), strict=True):
-            outputs[index] += product
+            outputs[index] = rescale(linears[index], outputs[index] + product)
     biases = [linear.bias for linear in linears]
     return [y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
 
@@ -155,18 +164,6 @@ def _shrink_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Flo
 def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
     """Return the `Linear` options shared within a decoder layer."""
     return {"std": config.initializer_range, "quantize": config.quantize, **options}
-
-
-class Embedding(nnx.Module):
-    """Token embeddings, weight [V, D]."""
-
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.hidden_size)
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
-
-    def __call__(self, tokens: Int[Array, "B T"], dtype) -> Float[Array, "B T D"]:
-        """Look up the tokens' embeddings in `dtype`."""
-        return jnp.take(self.weight[...], tokens, axis=0).astype(dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -255,7 +252,7 @@ class GatedMLP(nnx.Module):
     def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
         """Return the matrices for `lora_swiglu`; None if one is missing, ranks differ, or bias or dropout intervene."""
         gate_b, up_b, down_a = self.gate_proj.scaled_b, self.up_proj.scaled_b, self.down_proj.lora_A
-        biases = self.gate_proj.bias, self.up_proj.bias
+        biases = self.gate_proj.bias, self.up_proj.bias, self.gate_proj.lora_magnitude_vector
         drops = context.dropout_key is not None and self.down_proj.lora_dropout > 0.0
         if gate_b is None or up_b is None or down_a is None or drops or any(bias is not None for bias in biases):
             return None

@@ -1,15 +1,17 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers and experts."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from flax import nnx
 
 from jaxglue.config import nearest
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import Linear
-from jaxglue.models.lora_config import ALL_LINEAR, LoraConfig, match_pattern, parse_patterns
+from jaxglue.models.lora_config import ALL_LINEAR, MODULES, LoraConfig, match_pattern, parse_patterns
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
+from jaxglue.models.vocabulary import train_modules, train_rows, vocabulary_modules
 
 
 def is_target(path: str, target: str) -> bool:
@@ -20,8 +22,11 @@ def is_target(path: str, target: str) -> bool:
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     """Add an adapter in place to every targeted linear layer and expert projection of the decoder layers.
 
+    Embedding and output projection, or rows of them, train beside the adapters where the configuration says so.
+
     Raises:
-        ValueError: a target or pattern that names none of them, or dropout or patterns on experts.
+        ValueError: a target or pattern that names none of them, dropout, patterns or DoRA on experts, or a token index
+            outside the vocabulary.
     """
     linears = dict(linear_layers(model))
     _check_names(config, list(linears))
@@ -31,7 +36,15 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
         rank, scale, kind = config.rank_of(path), config.scale_of(path), path.rpartition(".")[-1]
         if isinstance(linear, ExpertLinear) and (rank, scale) != (config.rank, config.scale):
             raise ValueError(f"rank_pattern and alpha_pattern on experts ({path}) are not supported: leave them out")
-        linear.add_lora(rank=rank, scale=scale, dropout=config.dropout, name=kind, rngs=rngs)
+        options: dict[str, Any] = {"rank": rank, "scale": scale, "dropout": config.dropout, "name": kind, "rngs": rngs}
+        if not config.dora:
+            linear.add_lora(**options)
+        elif isinstance(linear, ExpertLinear):
+            raise ValueError(f"--dora is not supported for the adapters of experts ({path}): name other --targets")
+        else:
+            linear.add_lora(**options, dora=True)
+    train_modules(model, config.modules_to_save)
+    train_rows(model, config.token_modules, config.trainable_token_indices)
 
 
 def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) -> nnx.GraphDef:
@@ -41,6 +54,8 @@ def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) 
         if isinstance(module, Linear | ExpertLinear):
             module.lora_A = module.lora_B = nnx.data(None)
             module.lora_scale = 0.0
+        if isinstance(module, Linear):
+            module.lora_magnitude_vector = nnx.data(None)
     return nnx.split(layer, nnx.LoRAParam, ...)[0]
 
 
@@ -50,6 +65,8 @@ def _check_names(config: LoraConfig, paths: list[str]) -> None:
     named = [target for target in config.targets if target != ALL_LINEAR]
     if unknown := [target for target in named if not any(is_target(path, target) for path in paths)]:
         hint = nearest(unknown[0], [*kinds, ALL_LINEAR])
+        if vocabulary := [name for name in unknown if name in MODULES]:
+            hint = f"; {vocabulary[0]} has no adapter, but trains whole with --modules-to-save {vocabulary[0]}"
         raise ValueError(f"LoRA targets {', '.join(unknown)} do not exist in this model: use {', '.join(kinds)}{hint}")
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in parse_patterns(field, getattr(config, field)):
@@ -73,3 +90,10 @@ def linear_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
         else tuple(linear.weight.get_value().shape)
         for path, linear in linear_layers(model)
     }
+
+
+def base_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Return `linear_shapes`, and the shape [V, D] of the embedding and, unless tied to it, the output projection."""
+    paths = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+    modules = vocabulary_modules(model)
+    return linear_shapes(model) | {paths[name]: tuple(module.weight.get_value().shape) for name, module in modules}

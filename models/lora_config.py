@@ -4,11 +4,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Config, PositiveInt, Range
+from jaxglue.config import Alias, Config, NonNegativeInt, PositiveInt, Range
 
 ALL_LINEAR = "all-linear"
+VocabularyModule = Literal["embed_tokens", "lm_head"]
+MODULES: tuple[VocabularyModule, ...] = ("embed_tokens", "lm_head")
+"""Modules with a row for each token, under PEFT's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,18 @@ class LoraConfig(Config):
     """Other ranks of some layers, such as down_proj=32: a regular expression for the end of the path, as PEFT's."""
     alpha_pattern: tuple[str, ...] = ()
     """Other alphas of some layers, likewise."""
+    dora: Annotated[bool, Alias("use_dora", "peft_use_dora")] = False
+    """Also train the norm of each row of weight and adapter (DoRA, arXiv 2402.09353); not of experts."""
+    modules_to_save: Annotated[
+        tuple[VocabularyModule, ...],
+        Alias("lora_modules_to_save", "additional_target"),
+        Alias("train_embeddings", values={True: MODULES}),
+    ] = ()
+    """Train these whole beside the adapters: embed_tokens, lm_head or both, which are one where the model ties them."""
+    trainable_token_indices: tuple[NonNegativeInt, ...] = ()
+    """Train these tokens' rows of embed_tokens and lm_head; --new-tokens adds its own."""
+    token_modules: tuple[VocabularyModule, ...] = MODULES
+    """Modules whose rows these are."""
 
     def validate(self) -> None:
         """Refuse adapters on nothing, and malformed patterns."""

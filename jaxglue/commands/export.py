@@ -10,8 +10,9 @@ from pathlib import Path
 
 from jaxglue.commands.configs import ExportConfig
 from jaxglue.hf.card import CURVE, model_card
-from jaxglue.hf.export import export_adapter, quantize_folder
+from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.hub import base_reference, push_folder
+from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.training.checkpoint_export import export_checkpoint
 
 

@@ -16,7 +16,9 @@ from jaxglue.engine.host_table import needed_rows
 from jaxglue.engine.layer import add_trees
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
+from jaxglue.models.noise import add_noise
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.models.vocabulary import output_matrix, replaced_rows
 from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
 from jaxglue.ops.cross_entropy import linear_cross_entropy, linear_log_probs, log_sum_squares
@@ -65,8 +67,10 @@ class EmbedHead:
         tile: int | None = None,
         router_losses: RouterLosses | None = None,
         objective: PreferenceLoss | None = None,
+        neftune_alpha: float = 0.0,
         layout: Layout = SINGLE_DEVICE,
     ):
+        self._neftune_alpha = neftune_alpha
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self._head_parts = ("norm", "embed_tokens" if graphdefs.lm_head is None else "lm_head")
@@ -157,7 +161,10 @@ class EmbedHead:
             cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
-            return embed_tokens(tokens, self._dtype), cos, sin, keys, self._scaled_router_losses(batch, scale)
+            x = embed_tokens(tokens, self._dtype, batch.tokens)
+            if key is not None and self._neftune_alpha:
+                x = add_noise(x, batch.segments, self._neftune_alpha, key)
+            return x, cos, sin, keys, self._scaled_router_losses(batch, scale)
 
         rows, whole = layout.batch_spec, PartitionSpec()
         specs, results = (stored, rows, rows, whole, whole), (rows, rows, rows, whole, whole)
@@ -178,9 +185,12 @@ class EmbedHead:
         layout, name = self._layout, "embed_tokens"
         stored, grad_specs = layout.param_specs(trainable, name), layout.grad_specs(trainable, name)
 
+        # Of a frozen table neither values nor rows matter to the gradient of those that train.
+        frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self._config.hidden_size))}
+
         def program(trainable, batch, dx, accumulated):
             def embed(trainable):
-                return merge_module(self._graphdefs.embed_tokens, trainable)(batch.tokens, self._dtype)
+                return merge_module(self._graphdefs.embed_tokens, trainable, frozen)(batch.tokens, self._dtype)
 
             # The table's values do not matter, its dtype does: gradients of frequent tokens are long sums.
             table = gather(Layout(layout.mesh, jnp.float32), trainable, stored)
@@ -223,26 +233,28 @@ class EmbedHead:
 
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
-            log_probs, _ = self._token_log_probs(*self._output(trainable, frozen, x), batch)
+            hidden, output = self._output(trainable, frozen, x)
+            log_probs, _ = self._token_log_probs(hidden, output_matrix(output), batch)
             return sum_parts(log_probs, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
 
-    def _output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Float[Array, "V D"]]:
-        """Return the normed hidden states of all tokens, and the output projection."""
+    def _output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
+        """Return the normed hidden states of all tokens, and the output projection's module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
-        return norm(x).reshape(-1, x.shape[-1]), output.weight[...]
+        return norm(x).reshape(-1, x.shape[-1]), output
 
     def _local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by an objective's metrics."""
-        hidden, weight = self._output(trainable, frozen, x)
+        hidden, output = self._output(trainable, frozen, x)
         if self._objective is None:
-            targets = batch.targets.ravel(), batch.loss_weights.ravel()
-            loss = linear_cross_entropy(hidden, weight, *targets, fp8=self._config.fp8_head) * scale
+            tokens = hidden, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel()
+            rows, fp8 = replaced_rows(output), self._config.fp8_head
+            loss = linear_cross_entropy(*tokens, rows=rows, fp8=fp8) * scale
             return loss, loss
-        values = self._objective(*self._token_log_probs(hidden, weight, batch), batch) * scale
+        values = self._objective(*self._token_log_probs(hidden, output_matrix(output), batch), batch) * scale
         return values[0], values
 
     def _token_log_probs(self, hidden, weight, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:

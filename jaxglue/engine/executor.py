@@ -102,7 +102,7 @@ class LayerExecutor:
             trainable, frozen: parameter trees of `split_model`.
             micro_batches: batches of one shape.
             total_weight: Σ of all loss weights, so that accumulation equals one large batch.
-            key: for dropout; None drops nothing.
+            key: for dropout and noise; None drops and adds nothing.
         """
         gradients = self._empty_tree(trainable)
         loss = self.loss_and_update(trainable, frozen, micro_batches, total_weight, partial(set_part, gradients), key)

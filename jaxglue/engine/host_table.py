@@ -36,7 +36,7 @@ def embeddings_to_host(frozen: Params) -> Params:
     Raises:
         ValueError: the table trains, or the output projection is tied to it; both need it on the device.
     """
-    if not frozen["embed_tokens"] or not frozen.get("lm_head"):
+    if "weight" not in frozen["embed_tokens"] or "lm_head" not in frozen:
         raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
     kernel = TABLE_ROWS.load(frozen["embed_tokens"]["weight"].dtype)
     table = transfer.to_host(frozen["embed_tokens"]) if kernel else jax.tree.map(np.asarray, frozen["embed_tokens"])

@@ -32,6 +32,7 @@ class Executor(LayerExecutor):
         router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
             disables them. Their gradients are added to the loss's, their values are not.
         objective: of answers, whose losses are followed by metrics, [1 + metrics]; None for the targets' cross-entropy.
+        neftune_alpha: scale of the noise on embeddings in training; 0 adds none.
         mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
         options: of `LayerExecutor`.
     """
@@ -47,12 +48,14 @@ class Executor(LayerExecutor):
         tile: int | None = None,
         router_losses: RouterLosses | None = None,
         objective: PreferenceLoss | None = None,
+        neftune_alpha: float = 0.0,
         mesh: Mesh | None = None,
         **options: Any,
     ):
         layout = Layout(mesh, dtype)
         shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "tile": tile, "router_losses": router_losses}
-        embed_head = EmbedHead(graphdefs, config, **shared, objective=objective, layout=layout)
+        shared |= {"objective": objective, "neftune_alpha": neftune_alpha}
+        embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
         self._embed_head = embed_head
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
 

@@ -20,6 +20,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import project
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, rotate_heads
 from jaxglue.ops.rope import rope_tables
@@ -214,7 +215,7 @@ class Generator:
         """Compute float32 logits at one position."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        return project(norm(x[0, index]), output.weight[...], jnp.float32)
+        return project(norm(x[0, index]), output_matrix(output), jnp.float32)
 
 
 def _part(trees: Trees, name: str) -> Any:

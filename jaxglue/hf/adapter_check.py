@@ -3,26 +3,33 @@
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.identity import Identity, difference
 from jaxglue.models.lora import is_target
 from jaxglue.models.lora_config import ALL_LINEAR
+from jaxglue.models.vocabulary import ROWS
 
 _SHOWN = 3
 _CLASS = "ForCausalLM"
 _log = logging.getLogger(__name__)
 
 
-def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base: Identity, name: str) -> None:
-    """Refuse an adapter that was trained on another base, or that lacks a module it targets.
+def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base: Identity, name: str) -> Adapter:
+    """Refuse an adapter that was trained on another base, or that lacks a module it targets; return it fitted.
+
+    Fitted to a base that ties its output projection to the embedding, an adapter holds the embedding once.
 
     An adapter that records no base, as PEFT's do not, is reported and checked by names and shapes alone.
 
     Args:
         adapter: of a folder.
-        shapes: of the base's linear layers, by path (`linear_shapes`).
+        shapes: of the base's linear layers, embedding and, unless tied to it, output projection (`base_shapes`).
         base: the base's identity.
         name: of the base, for messages.
 
@@ -44,9 +51,48 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
         if (*b.shape[:-1], a.shape[-1]) != shapes[path]:
             ours = [*b.shape[:-1], a.shape[-1]]
             raise ValueError(f"{refusal}: for {path} it is {ours}, the base {list(shapes[path])}")
-    wanted = {path for path, shape in shapes.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
+    vocabulary = {path: shape for path, shape in shapes.items() if path in PATHS.values()}
+    linears = {path: shape for path, shape in shapes.items() if path not in vocabulary}
+    wanted = {path for path, shape in linears.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
     if missing := sorted(wanted - set(adapter.modules)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")
+    fitted = adapter if PATHS["lm_head"] in vocabulary else fit_tied(adapter)
+    _check_vocabulary(fitted, vocabulary, refusal)
+    return fitted
+
+
+def fit_tied(adapter: Adapter) -> Adapter:
+    """Return an adapter without the copies that it holds of a tied embedding.
+
+    Raises:
+        ValueError: the output projection differs from the embedding.
+    """
+    tensors = dict(adapter.tensors)
+    for last in ("weight", ROWS):
+        embedding, head = (tensors.get(f"{path}.{last}") for path in PATHS.values())
+        if head is not None and (embedding is None or not np.array_equal(embedding, head)):
+            raise ValueError(
+                f"{adapter.folder} trains lm_head apart from the embedding to which its base ties it, which is not "
+                "supported: set ensure_weight_tying in PEFT's configuration and train again"
+            )
+        tensors.pop(f"{PATHS['lm_head']}.{last}", None)
+    modules = tuple(module for module in adapter.config.modules_to_save if module != "lm_head")
+    return replace(adapter, tensors=tensors, config=replace(adapter.config, modules_to_save=modules))
+
+
+def _check_vocabulary(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], refusal: str) -> None:
+    """Raise ValueError unless embedding and output projection fit the base, whose vocabulary they may enlarge."""
+    grown, indices = adapter.vocab_size, set(adapter.config.trainable_token_indices)
+    for path, (rows, width) in shapes.items():
+        whole, single = (adapter.tensors.get(f"{path}.{last}") for last in ("weight", ROWS))
+        for tensor in (whole, single):
+            if tensor is not None and tensor.shape[1] != width:
+                raise ValueError(f"{refusal}: for {path} it has rows of {tensor.shape[1]}, the base {width}")
+        if whole is not None and len(whole) < max(rows, grown):
+            raise ValueError(f"{refusal}: for {path} it has {len(whole)} rows, expected {max(rows, grown)}")
+        added = set(range(rows, grown))
+        if whole is None and not added <= (indices if single is not None else set()):
+            raise ValueError(f"{refusal}: it needs {grown} tokens, the base has {rows}, and it lacks rows of {path}")
 
 
 def _check_family(adapter: Adapter, model_type: str, refusal: str) -> None:

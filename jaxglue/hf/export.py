@@ -1,7 +1,7 @@
 """Export of complete Hugging Face model folders: trained, merged or quantized, written tensor by tensor."""
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,97 +13,16 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jaxglue.hf.adapter import load_adapter
-from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
-from jaxglue.hf.experts import checkpoint_layout, part_shape, read_expanded
-from jaxglue.hf.export_check import ExportCheck, check_merge
-from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
+from jaxglue.hf.experts import checkpoint_layout, part_shape
+from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, write_json
 from jaxglue.hf.hub import TEXTS
-from jaxglue.hf.identity import identify
-from jaxglue.hf.merge import adapter_deltas
-from jaxglue.hf.tensor_files import TensorInfo, write_shards
+from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import build_model, config_from_hf
-from jaxglue.models.lora import linear_shapes
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize
 from jaxglue.ops.quant.formats import quantize_matrix
-from jaxglue.ops.quant.mxfp4 import BLOCK
-
-
-def export_adapter(
-    adapter: str | Path, base: str | Path, output: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> ExportCheck:
-    """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
-
-    An adapter on MXFP4 experts makes all experts be written in bfloat16. The folder is read back before it appears, and
-    must predict as base and adapter apart.
-
-    Args:
-        adapter: a PEFT folder.
-        base: the adapter's base model folder.
-        output: absent or empty; it appears complete or not at all.
-        max_shard_bytes: shard limit in bytes.
-
-    Raises:
-        ValueError: an adapter of another model, bad input folders, a non-empty output folder, or other predictions.
-        OSError: a failed write, such as on a full disk.
-    """
-    require_empty(Path(output))
-    files, loaded = open_checkpoint(base), load_adapter(adapter)
-    check_adapter(loaded, base_shapes(base), identify(base), str(base))
-    deltas = adapter_deltas(loaded, files.tensors)
-    expands = any(f"{name}_blocks" in files.tensors for name in deltas)
-    specs = _merged_specs(files.tensors, expands=expands)
-    for name, delta in deltas.items():
-        _require_fit(name, delta.shape, specs.get(name), adapter, base)
-
-    def merged(name: str) -> np.ndarray:
-        weight = files.read(name) if name in files.tensors else np.asarray(read_expanded(files, name))
-        return _finite(name, deltas[name].add_to(weight)) if name in deltas else weight
-
-    with atomic_folder(Path(output)) as temporary:
-        _copy_files(base, temporary, specs)
-        write_shards(temporary, specs, merged, max_shard_bytes)
-        return check_merge(base, loaded, temporary, {specs[name].dtype for name in deltas})
-
-
-def base_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model folder's linear layers by path (`linear_shapes`)."""
-    config = config_from_hf(read_config(folder))
-    return linear_shapes(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
-
-
-def _finite(name: str, weight: np.ndarray) -> np.ndarray:
-    if not np.isfinite(weight).all():
-        raise ValueError(f"{name} is not finite (NaN or infinity) after the merge into {weight.dtype}")
-    return weight
-
-
-def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the merged folder's tensor specs: the base's, with MXFP4 expanded if `expands`."""
-    specs = {}
-    for name, info in tensors.items():
-        if not expands or not name.endswith(("_blocks", "_scales")):
-            specs[name] = jax.ShapeDtypeStruct(info.shape, info.dtype)
-        elif name.endswith("_blocks"):
-            E, out_features, blocks, _ = info.shape
-            specs[name.removesuffix("_blocks")] = jax.ShapeDtypeStruct((E, blocks * BLOCK, out_features), jnp.bfloat16)
-    return specs
-
-
-def _require_fit(
-    name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path, base: str | Path
-) -> None:
-    if spec is None:
-        raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, missing from the base")
-    if spec.dtype.kind in "iub":
-        raise ValueError(f"{name} in {base} is quantized ({spec.dtype}): merge into the unquantized checkpoint")
-    if spec.shape != shape:
-        raise ValueError(
-            f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(spec.shape)}"
-        )
 
 
 def save_model(
@@ -114,6 +33,7 @@ def save_model(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a complete model folder from parameters in memory.
 
@@ -124,6 +44,7 @@ def save_model(
         dtype: of the written tensors; by default each keeps its own.
         max_shard_bytes: shard limit in bytes.
         write: False on processes that only contribute their shards of the tensors.
+        finish: called with the folder before it appears.
 
     Raises:
         OSError: a failed write, such as on a full disk.
@@ -147,7 +68,9 @@ def save_model(
             read(name)
         return
     with atomic_folder(Path(folder), replace=True) as temporary:
-        _copy_files(base, temporary, specs)
+        copy_texts(base, temporary, specs)
+        if finish is not None:
+            finish(temporary)
         write_shards(temporary, specs, read, max_shard_bytes)
 
 
@@ -185,7 +108,7 @@ def quantize_folder(
         return quantize_matrix(jnp.asarray(files.read(name)), how)
 
     with atomic_folder(Path(output)) as temporary:
-        _copy_files(base, temporary, specs)
+        copy_texts(base, temporary, specs)
         described = read_config(temporary) | {"quantization_config": quantization_config(how)}
         write_json(temporary / "config.json", described)
         write_shards(temporary, specs, QuantizedReader(quantize, parts, files.read), max_shard_bytes)
@@ -205,8 +128,17 @@ def _refuse_link_out(path: Path, folder: Path) -> None:
         raise ValueError(f"{path} is a link to {target}, outside its folder: copy the file there first")
 
 
-def _copy_files(base: str | Path, output: Path, names: Iterable[str]) -> None:
-    """Copy the base's non-weight files; `names` are the weights in `output`."""
+def copy_texts(base: str | Path, output: Path, names: Iterable[str]) -> None:
+    """Copy a base's files other than weights, and take quantization out of config.json where there is none left.
+
+    Args:
+        base: the folder to copy from.
+        output: an existing folder.
+        names: of the weights in `output`.
+
+    Raises:
+        ValueError: a link out of the base's folder.
+    """
     for pattern in TEXTS:  # no other files of the base are copied
         for path in filter(Path.is_file, Path(base).glob(pattern)):
             _refuse_link_out(path, Path(base))

@@ -1,6 +1,6 @@
 """Proof of an export: files, read back layer by layer, must predict as the model that they were written from."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.hf.files import write_json
+from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.layers import project
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
+from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
@@ -108,13 +111,13 @@ def folder_parts(folder: str | Path, config: DecoderConfig, *, dtype, adapter: A
         folder: of the base or the merged model.
         config: its shape; with `quantize`, linear layers are quantized as they are read.
         dtype: of weights.
-        adapter: to add.
+        adapter: to add, fitted to the base by `check_adapter`.
     """
 
     def make() -> Any:
         model = build_model(config, dtype=dtype, rngs=nnx.Rngs(0))
         if adapter is not None:
-            add_lora(model, adapter.config, rngs=nnx.Rngs(0))
+            add_lora(model, adapter.linears.config, rngs=nnx.Rngs(0))
         return model
 
     model = nnx.eval_shape(make)
@@ -125,20 +128,33 @@ def folder_parts(folder: str | Path, config: DecoderConfig, *, dtype, adapter: A
         graphdef, state = nnx.split(module)
         named = {hf_name(".".join(map(str, (prefix, *path)))): (path, v) for path, v in nnx.to_flat_state(state)}
         stored = {name: v for name, (_, v) in named.items() if not isinstance(v, nnx.LoRAParam)}
-        quantized = {name for name, v in stored.items() if is_quantized(v.get_value())}
-
-        def put(name: str, array: Any) -> Any:
-            array = quantize_matrix(array, config.quantize) if name in quantized and not is_quantized(array) else array
-            return jax.device_put(array)
-
-        specs = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in stored.items()}
-        values = load_tensors(folder, specs, put, complete=False)
+        values = _load_values(folder, config, stored)
         if adapter is not None:
             values |= {name: jnp.asarray(adapter.tensors[name]) for name in named.keys() - stored.keys()}
+        if adapter is not None and key in PATHS:
+            values |= _trained_vocabulary(adapter, PATHS[key], values)
         flat = [(path, v.replace(values[name])) for name, (path, v) in named.items()]
         return graphdef, (nnx.to_pure_dict(nnx.from_flat_state(flat)),)
 
     return part
+
+
+def _load_values(folder: str | Path, config: DecoderConfig, stored: Mapping[str, nnx.Variable]) -> dict[str, Any]:
+    quantized = {name for name, variable in stored.items() if is_quantized(variable.get_value())}
+
+    def put(name: str, array: Any) -> Any:
+        array = quantize_matrix(array, config.quantize) if name in quantized and not is_quantized(array) else array
+        return jax.device_put(array)
+
+    specs = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for name, variable in stored.items()}
+    return load_tensors(folder, specs, put, complete=False)
+
+
+def _trained_vocabulary(adapter: Adapter, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an adapter's matrix of the embedding or output projection by its name, if it has one."""
+    base = values[f"{path}.weight"]
+    matrix = vocabulary_matrix(adapter, path, base)
+    return {} if matrix is None else {f"{path}.weight": jnp.asarray(matrix, base.dtype)}
 
 
 def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Array, "B T V"]:
@@ -169,7 +185,7 @@ def _norm(graphdef, trees, x):
 
 @partial(jax.jit, static_argnums=0)
 def _project(graphdef, trees, x):
-    return project(x, merge_module(graphdef, *trees).weight[...], jnp.float32)
+    return project(x, output_matrix(merge_module(graphdef, *trees)), jnp.float32)
 
 
 def compare(origin: Array, files: Array, rows: Rows, limit: float) -> ExportCheck:
@@ -200,16 +216,33 @@ def rounding_limit(logits: Float[Array, "B T V"], dtypes: Iterable[Any], effect:
     return min(_LARGEST, max(floor, effect / 4))
 
 
-def check_merge(base: str | Path, adapter: Adapter, merged: Path, dtypes: Iterable[Any]) -> ExportCheck:
+def check_merge(
+    base: str | Path,
+    config: DecoderConfig,
+    adapter: Adapter,
+    merged: Path,
+    dtypes: Iterable[Any],
+    rows: Rows | None = None,
+) -> ExportCheck:
     """Compare a merged folder with its base and adapter apart, in float32; write the result into the folder.
+
+    Args:
+        base: the model folder.
+        config: its shape; with `quantize`, as its linear layers were held in training.
+        adapter: fitted to the base.
+        merged: the folder to compare.
+        dtypes: of its changed tensors.
+        rows: to predict; by default random tokens.
 
     Raises:
         ValueError: they differ by more than rounding explains.
     """
-    config, after = config_from_hf(read_config(base)), config_from_hf(read_config(merged))
-    rows, dtype = random_rows(config.vocab_size), jnp.dtype(jnp.float32)
+    after, dtype = config_from_hf(read_config(merged)), jnp.dtype(jnp.float32)
+    rows = rows or random_rows(after.vocab_size)
     apart = predict(config, folder_parts(base, config, dtype=dtype, adapter=adapter), rows, dtype)
-    effect = compare(apart, predict(config, folder_parts(base, config, dtype=dtype), rows, dtype), rows, 0.0).kl
+    effect = 0.0
+    if adapter.vocab_size <= config.vocab_size:
+        effect = compare(apart, predict(config, folder_parts(base, config, dtype=dtype), rows, dtype), rows, 0.0).kl
     together = predict(after, folder_parts(merged, after, dtype=dtype), rows, dtype)
     check = compare(apart, together, rows, rounding_limit(apart, dtypes, effect))
     check.require(merged)

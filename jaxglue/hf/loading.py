@@ -1,6 +1,7 @@
 """Models loaded from Hugging Face folders, or initialized with random weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from flax import nnx
 
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
+from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.hf.identity import Identity
+from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
-from jaxglue.models.lora import add_lora, linear_shapes
+from jaxglue.models.lora import add_lora, base_shapes
 from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
+from jaxglue.models.vocabulary import vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import Quantized, is_quantized, quantize_matrix
 from jaxglue.sharding.mesh import put_on_mesh
@@ -34,6 +38,7 @@ def load_model(
     expand_experts: bool = False,
     quantize: Storage = "none",
     place: Placement | None = None,
+    dtypes: Mapping[str, Any] | None = None,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
 
@@ -44,6 +49,7 @@ def load_model(
         quantize: `nf4`, `int8` or `fp8` quantizes the decoder layers' linear layers while loading; `none` keeps the
             folder's format.
         place: sharding of each parameter; read directly into place unless quantized while loading.
+        dtypes: other dtypes of some parameters, by name.
 
     Raises:
         ValueError: a bad folder, an unsupported config.json, mismatched tensors, or sizes not divisible by NF4 blocks.
@@ -51,7 +57,12 @@ def load_model(
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
-    return _with_parameters(config.quantized(quantize), dtype, place, partial(load_tensors, folder))
+
+    def load(specs: dict[str, jax.ShapeDtypeStruct], put: Put) -> dict[str, Any]:
+        others = {name: specs[name].update(dtype=other) for name, other in (dtypes or {}).items() if name in specs}
+        return load_tensors(folder, specs | others, put)
+
+    return _with_parameters(config.quantized(quantize), dtype, place, load)
 
 
 def random_model(
@@ -125,10 +136,15 @@ def add_adapter(model: CausalLM, folder: str | Path, base: Identity | None = Non
     Raises:
         ValueError: not an adapter folder, or an adapter that does not fit (`check_adapter`).
     """
-    adapter = load_adapter(folder)
-    check_adapter(adapter, linear_shapes(model), base or {"model_type": model.config.model_type}, name)
-    add_lora(model, adapter.config, rngs=nnx.Rngs(0))
-    set_adapter(model, adapter)
+    identity = base or {"model_type": model.config.model_type}
+    adapter = check_adapter(load_adapter(folder), base_shapes(model), identity, name)
+    add_lora(model, adapter.linears.config, rngs=nnx.Rngs(0))
+    set_adapter(model, adapter.linears)
+    for module_name, module in vocabulary_modules(model):
+        weight = module.weight.get_value()
+        if (matrix := vocabulary_matrix(adapter, PATHS[module_name], weight)) is not None:
+            module.weight = nnx.Param(jnp.asarray(matrix, weight.dtype))
+    model.config = replace(model.config, vocab_size=max(model.config.vocab_size, adapter.vocab_size))
     return adapter
 
 

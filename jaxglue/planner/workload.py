@@ -55,7 +55,8 @@ class Workload:
     def __post_init__(self):
         if self.lora is None and self.config.quantize != "none":
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
-        if self.host_embeddings and (self.lora is None or self.config.tie_word_embeddings):
+        trains = self.lora is None or "embed_tokens" in self.lora.modules_to_save
+        if self.host_embeddings and (trains or self.config.tie_word_embeddings):
             raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
 
     @property

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from transformers import PreTrainedTokenizerBase
 
 from jaxglue.config import nearest
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.adapter import load_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.files import atomic_folder, require_empty
 from jaxglue.json_file import read_json
 from jaxglue.models.config import DecoderConfig
@@ -19,6 +18,7 @@ from jaxglue.recipe import load_config
 from jaxglue.training.checkpoint import check_digests, check_meta
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.export_check import require_equal
+from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
 from jaxglue.training.orbax_errors import quiet_orbax, reason_of
 from jaxglue.training.setup import read_model
 from jaxglue.training.weights import export_result
@@ -29,8 +29,8 @@ class FinishedRun:
     """The parts of a run that its exported weights need."""
 
     config: TrainConfig
-    model: DecoderConfig
-    tokenizer: PreTrainedTokenizerBase
+    base: DecoderConfig
+    vocabulary: Vocabulary
 
 
 def export_checkpoint(run: Path, which: str, output: Path) -> int:
@@ -56,7 +56,9 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
     with atomic_folder(output) as temporary:
         export_result(source, trainable, temporary, base if base.is_dir() else None)
         if source.config.model.method == "lora":
-            require_equal(load_adapter(temporary), source.config.lora, trainable)
+            written = load_adapter(temporary)
+            fitted = fit_tied(written) if source.base.tie_word_embeddings else written
+            require_equal(fitted, source.config.lora, trainable)
     return step
 
 
@@ -124,7 +126,9 @@ def _eval_loss(folder: Path) -> float | None:
 
 
 def _read_run(config: TrainConfig) -> FinishedRun:
-    tokenizer = load_tokenizer(config.model.folder)
+    base, trains_rows = read_model(config), config.lora.modules_to_save or config.lora.trainable_token_indices
+    adapter = load_adapter(config.model.adapter) if config.model.adapter and trains_rows else None
+    config, vocabulary = read_vocabulary(config, base, adapter)
     if config.data.chat_template is not None:
-        tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
-    return FinishedRun(config=config, model=read_model(config), tokenizer=tokenizer)
+        vocabulary.tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
+    return FinishedRun(config=config, base=base, vocabulary=vocabulary)

@@ -40,6 +40,9 @@ class ModelConfig(Config):
     """Train adapters on frozen weights, or all weights."""
     adapter: Annotated[Path | None, Alias("lora_model_dir", "adapter_name_or_path")] = None
     """Train on from this PEFT adapter, with its rank, alpha and targets."""
+    new_tokens: Path | None = None
+    """Text file with a token a line to add to the vocabulary, each with the mean of the others' rows; with --method
+    lora only the new rows train, unless --modules-to-save names embed_tokens and lm_head."""
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
         Alias("torch_dtype"),
@@ -78,6 +81,9 @@ class ModelConfig(Config):
     weights in the activations' dtype; says so."""
     fp8_head: bool = False
     """With --matmul fp8, multiply the frozen output projection in FP8 too."""
+    neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha")] = 0.0
+    """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
+    2310.05914); 5 is usual, 0 adds none."""
     router_balance_loss: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
     router_z_loss: NonNegativeFloat = 0.0
@@ -101,6 +107,8 @@ class ModelConfig(Config):
                     f"--{name} {getattr(self, name)} needs frozen weights, and --method full trains all: "
                     f"use --method lora, or leave out --{name}"
                 )
+        if self.adapter and self.new_tokens:
+            raise ValueError("--adapter and --new-tokens are both given: merge the adapter first (jaxglue export)")
         if self.matmul == "fp8" and self.quantize != "none":
             raise ValueError(f"--matmul fp8 stores weights in FP8, not {self.quantize}: leave out --quantize")
         if self.fp8_head and self.matmul != "fp8":
@@ -232,9 +240,31 @@ class TrainConfig(Config):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
                     raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
+        self._check_embeddings()
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
+
+    def _check_embeddings(self) -> None:
+        """Refuse a trained embedding in host memory, and settings of adapters where all weights train."""
+        whole = self.lora.modules_to_save
+        if self.model.embeddings == "host" and "embed_tokens" in whole:
+            raise ValueError(
+                "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
+            )
+        for name in ("modules_to_save", "trainable_token_indices", "dora"):
+            if self.model.method == "full" and getattr(self.lora, name):
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
+        if not (whole or self.lora.trainable_token_indices or self.model.new_tokens):
+            return
+        if self.objective.needs_reference and self.model.method == "lora":
+            raise ValueError(
+                f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
+                "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens"
+            )
+        if self.model.fp8_head:
+            raise ValueError("--fp8-head needs a frozen head: leave it out, or train no embeddings and new tokens")
 
     @property
     def default_learning_rate(self) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxglue.data.batch import Batch
 from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export_check import (
     ExportCheck,
@@ -49,6 +50,8 @@ def check_export(
     """
     lora = setup.config.model.method == "lora"
     adapter = load_adapter(result) if lora else None
+    if adapter is not None and setup.model.tie_word_embeddings:
+        adapter = fit_tied(adapter)
     if adapter is not None:
         require_equal(adapter, setup.config.lora, trainable)
     if setup.mesh.devices > 1 or setup.remat.streams_weights or setup.workload.host_embeddings:
@@ -71,7 +74,7 @@ def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: P
     if setup.config.model.random_weights:
         return setup.model, live_parts(graphdefs, _with_values(trainable, adapter), frozen)
     folder, dtype = setup.config.model.folder, setup.workload.weight_dtype
-    parts: Parts = folder_parts(folder, setup.model, dtype=dtype, adapter=adapter)
+    parts: Parts = folder_parts(folder, setup.base, dtype=dtype, adapter=adapter)
     return setup.model, parts
 
 

@@ -19,6 +19,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "seed": config.data.seed,
         "method": config.model.method,
         "router_losses": list(config.model.router_losses or ()),
+        "neftune_alpha": config.model.neftune_alpha,
         "dtype": str(config.model.compute_dtype),
         "adapter": config.model.adapter and str(config.model.adapter),
         "lora": groups["lora"] if config.model.method == "lora" else None,

@@ -1,13 +1,12 @@
 """Set-up of a run: everything that is read, checked and decided before weights are loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
@@ -20,6 +19,7 @@ from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh, with_global_batch
+from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.shared_prompt import refuse_shared_prompt
 from jaxglue.training.start_adapter import read_start
@@ -31,7 +31,7 @@ class Setup:
     """A checked run: data, tokenizer, shapes and steps."""
 
     config: TrainConfig
-    tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
     data: PreparedData
     workload: Workload
     remat: RematChoice
@@ -45,6 +45,16 @@ class Setup:
     def model(self) -> DecoderConfig:
         """Return the model's shape."""
         return self.workload.config
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the run's tokenizer."""
+        return self.vocabulary.tokenizer
+
+    @property
+    def base(self) -> DecoderConfig:
+        """Return the base's shape."""
+        return replace(self.model, vocab_size=self.vocabulary.base_size)
 
     @property
     def mesh(self) -> MeshShape:
@@ -74,7 +84,8 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     config, adapter = read_start(config, model)
     if not config.model.random_weights:
         open_checkpoint(config.model.folder)
-    tokenizer = load_tokenizer(config.model.folder)
+    config, vocabulary = read_vocabulary(config, model, adapter)
+    model, tokenizer = replace(model, vocab_size=vocabulary.size), vocabulary.tokenizer
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
         task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
@@ -86,7 +97,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     assert total_steps is not None
     return Setup(
         config=config,
-        tokenizer=tokenizer,
+        vocabulary=vocabulary,
         data=data,
         workload=make_workload(config, model, lengths, mesh),
         remat=remat,

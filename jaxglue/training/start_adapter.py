@@ -9,16 +9,16 @@ from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
-from jaxglue.models.lora import linear_shapes
+from jaxglue.models.lora import base_shapes
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.training.config import TrainConfig
 
 
 def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
-    """Return the identity of a run's base, which its adapter records."""
-    if config.model.random_weights:
-        return identify_random(model, config.data.seed)
-    return identify(config.model.folder)
+    """Return the identity of a run's base, with the format of its linear layers, which its adapter records."""
+    random = config.model.random_weights
+    identity = identify_random(model, config.data.seed) if random else identify(config.model.folder)
+    return {**identity, "quantize": model.quantize} if model.quantize in ("nf4", "int8") else identity
 
 
 def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, Adapter | None]:
@@ -29,9 +29,9 @@ def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, 
     """
     if config.model.adapter is None:
         return config, None
-    adapter = load_adapter(config.model.adapter)
-    shapes = linear_shapes(nnx.eval_shape(lambda: build_model(model, rngs=nnx.Rngs(0))))
-    check_adapter(adapter, shapes, base_identity(config, model), config.model.model)
+    shapes = base_shapes(nnx.eval_shape(lambda: build_model(model, rngs=nnx.Rngs(0))))
+    loaded = load_adapter(config.model.adapter)
+    adapter = check_adapter(loaded, shapes, base_identity(config, model), config.model.model)
     lora = replace(adapter.config, dropout=config.lora.dropout or adapter.config.dropout)
     if replace(config.lora, dropout=0.0) not in (LoraConfig(), replace(lora, dropout=0.0)):
         raise ValueError(

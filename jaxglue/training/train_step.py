@@ -53,6 +53,7 @@ class TrainStep:
             router_losses=setup.config.model.router_losses,
             objective=self._objective,
             reference=reference_layers(setup, self.graphdefs, self.trainable, self.frozen),
+            neftune_alpha=setup.config.model.neftune_alpha,
             mesh=mesh,
         )
         self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
@@ -117,11 +118,11 @@ class TrainStep:
 
     def visit_gradients(self, batch: Step, visit: Update) -> jax.Array:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
-        return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._dropout_key()))[0]
+        return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
 
     def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
-        sums, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._dropout_key())
+        sums, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._step_key())
         loss, metrics = self._divided(sums)
         if accepts is not None:
             norm = self._norm(gradients)
@@ -142,7 +143,7 @@ class TrainStep:
                     self.trainable, self._optimizer_state, key, gradient, self.step
                 )
 
-        values = self.executor.loss_and_update(*self._arguments(batch), update_part, self._dropout_key())
+        values = self.executor.loss_and_update(*self._arguments(batch), update_part, self._step_key())
         loss, metrics = self._divided(values)
         return loss, metrics | self._optimizer.learning_rate(self.step)
 
@@ -153,7 +154,9 @@ class TrainStep:
     def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
         return self.trainable, self.frozen, self.place(batch), float(batch.targets)
 
-    def _dropout_key(self) -> jax.Array | None:
-        if self._config.model.method == "full" or not self._config.lora.dropout:
+    def _step_key(self) -> jax.Array | None:
+        """Return the key of dropout and noise; None without either."""
+        drops = self._config.model.method == "lora" and self._config.lora.dropout
+        if not drops and not self._config.model.neftune_alpha:
             return None
         return jax.random.fold_in(jax.random.key(self._config.data.seed), self.step)

@@ -9,20 +9,25 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from transformers import PreTrainedTokenizerBase
 
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.residency import DEVICE
 from jaxglue.engine.transfer import commit, pinned_host
 from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.adapter_tensors import PATHS
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import on_host, save_model
+from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model, set_adapter
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import MODULES
 from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, split_model
+from jaxglue.models.vocabulary import grow_vocabulary
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.new_tokens import Vocabulary
 from jaxglue.training.setup import Setup
 from jaxglue.training.start_adapter import base_identity
 
@@ -39,12 +44,12 @@ class Exportable(Protocol):
         """Return the run's settings."""
 
     @property
-    def model(self) -> DecoderConfig:
-        """Return the model's shape."""
+    def base(self) -> DecoderConfig:
+        """Return the base's shape."""
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, with the run's chat template."""
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokenizer, with the run's chat template, and the model's rows."""
 
 
 def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
@@ -53,15 +58,21 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     dtype = workload.weight_dtype
     place = partial(place_layers, setup.remat.weights, layout=layout)
     if config.model.random_weights:
-        model = random_model(setup.model, dtype=dtype, seed=seed, place=place)
+        model = random_model(setup.base, dtype=dtype, seed=seed, place=place)
     else:
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
+        whole = () if workload.lora is None else workload.lora.modules_to_save
+        options["dtypes"] = {f"{PATHS[module]}.weight": jnp.float32 for module in whole}
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
+    if setup.vocabulary.changes:
+        grow_vocabulary(model, setup.vocabulary.new, setup.vocabulary.size)
     if workload.lora is not None:
         add_lora(model, workload.lora, rngs=nnx.Rngs(seed))
     if setup.adapter is not None:
         set_adapter(model, setup.adapter)
     graphdefs, trainable, frozen = split_model(model, workload.trainable_type)
+    if setup.vocabulary.changes:
+        frozen |= layout.put({name: frozen[name] for name in MODULES if name in frozen})
     if workload.host_embeddings:
         frozen = embeddings_to_host(frozen)
     return graphdefs, commit(layout.put(trainable)), commit(frozen)
@@ -94,13 +105,15 @@ def export_result(
     tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
     if config.model.method == "full":
         dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
-        save_model(output, tensors, base, dtype=dtype, write=write)
+        finish = partial(save_vocabulary, run.vocabulary) if run.vocabulary.changes else None
+        save_model(output, tensors, base, dtype=dtype, write=write, finish=finish)
         return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
-        identity = identify(kept_base) if kept_base else base_identity(config, run.model)
-        save_adapter(output, adapter, config.lora, kept_base or base, identity)
-        run.tokenizer.save_pretrained(output)
+        identity = identify(kept_base) if kept_base else base_identity(config, run.base)
+        tied = run.base.tie_word_embeddings
+        save_adapter(output, adapter, config.lora, kept_base or base, identity, tied=tied)
+        run.vocabulary.tokenizer.save_pretrained(output)
     return output
 
 
@@ -109,7 +122,14 @@ def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True)
     plain = not (setup.remat.streams_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
     random = setup.config.model.random_weights and setup.config.model.method == "lora"
+    plain &= not setup.vocabulary.changes and not setup.config.lora.modules_to_save
     if not (random and plain and size <= _MOST_KEPT):
         return None
     save_model(folder, flatten_names(frozen), setup.config.model.folder, write=write)
     return folder
+
+
+def save_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
+    """Write a run's tokenizer, and its number of tokens, into a model folder."""
+    write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})
+    vocabulary.tokenizer.save_pretrained(folder)

@@ -72,14 +72,12 @@ def test_saving_again_replaces_and_leaves_nothing_else(folder, tensors):
 @pytest.mark.parametrize(
     "change",
     [
-        {"use_dora": True},
         {"bias": "lora_only"},
         {"lora_bias": True},
-        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["score"]},
         {"layers_to_transform": [0]},
         {"fan_in_fan_out": True},
         {"init_lora_weights": "pissa"},
-        {"trainable_token_indices": [1]},
         {"a_feature_of_the_future": True},
     ],
 )
@@ -87,6 +85,21 @@ def test_unsupported_feature_is_named(folder, change):
     change_config(folder, **change)
     (name,) = change
     with pytest.raises(ValueError, match=rf"adapter_config\.json: not supported: {name}="):
+        load_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "has no lora_magnitude_vector, use_dora is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, which"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices names rows, which"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save: expected names"),
+    ],
+)
+def test_a_feature_without_its_tensors_is_refused(folder, change, message):
+    change_config(folder, **change)
+    with pytest.raises(ValueError, match=message):
         load_adapter(folder)
 
 

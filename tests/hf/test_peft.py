@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export import export_adapter
 from jaxglue.hf.loading import load_model
+from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.bitsandbytes import stored_specs, stored_tensors
 from jaxglue.hf.checkpoint import save_tensors
-from jaxglue.hf.export import export_adapter, quantize_folder
+from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.loading import load_model, random_model
+from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig

@@ -11,7 +11,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxglue.hf.expert_adapter import from_peft
-from jaxglue.hf.loading import add_adapter, load_model
+from jaxglue.hf.loading import add_adapter, load_model, set_adapter
+from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import hf_name
 from jaxglue.ops.segments import pack_segments
 
@@ -42,6 +43,24 @@ def loss_and_gradients(model, tokens, segments, trainable):
         return -jnp.where(predicted, taken, 0).sum() / predicted.sum(), logits
 
     return nnx.value_and_grad(mean_loss, argnums=nnx.DiffState(0, trainable), has_aux=True)(model)
+
+
+PEFT = {"dora_rows": "qwen3_window_bias", "whole": "qwen3_window_bias", "whole_tied": "qwen3_tied"}
+"""Base of each adapter in goldens/peft."""
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_adapters_saved_by_peft_give_its_logits_and_gradients(name):
+    folder, base = GOLDENS / "peft" / name, GOLDENS / PEFT[name]
+    golden, inferring = load_file(folder / "golden.safetensors"), load_model(base, dtype=jnp.float32)
+    adapter = add_adapter(inferring, folder)
+    np.testing.assert_allclose(
+        forward(inferring, *packed_row(golden))[0, :-PADDING], golden["logits"], rtol=0, atol=1e-4
+    )
+    training = load_model(base, dtype=jnp.float32)
+    add_lora(training, adapter.config, rngs=nnx.Rngs(0))
+    set_adapter(training, adapter)
+    assert_parity(training, golden, nnx.LoRAParam)
 
 
 def golden_gradients(golden, rank):

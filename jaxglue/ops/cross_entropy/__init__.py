@@ -10,7 +10,7 @@ from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import reference_cross_entropy
-from jaxglue.ops.cross_entropy.vjp import chunked_cross_entropy
+from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -46,6 +46,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     *,
     fp8: bool = False,
+    rows: Rows | None = None,
     backend: str = "auto",
 ) -> Float[Array, ""]:
     """Compute Σ loss_weights · cross-entropy(x·Wᵀ, targets), accumulated in float32.
@@ -61,6 +62,7 @@ def linear_cross_entropy(
         chunk: tokens whose logits exist at a time; `chunk_size` by default.
         fp8: multiply in e4m3, with scales by token and by row of a frozen weight, which is quantized on every call; the
             gradient to the logits is quantized by token, the weight's scales folded into it.
+        rows: values that replace rows of `weight`, with these rows' indices; only the values get a gradient.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
@@ -69,10 +71,12 @@ def linear_cross_entropy(
     kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
     chunk = chunk or chunk_size(weight.shape[0])
     if fp8:
+        if rows is not None:
+            raise ValueError("a head in FP8 has no rows of its own: leave out fp8, or rows")
         spec = ChunkSpec(cross_entropy=kernels.scaled if kernels else reference_scaled_cross_entropy, chunk=chunk)
         return fp8_cross_entropy(spec, x, weight, targets, loss_weights)
     spec = ChunkSpec(cross_entropy=kernels or reference_cross_entropy, chunk=chunk)
-    return chunked_cross_entropy(spec, x, weight, targets, loss_weights)
+    return chunked_cross_entropy(spec, x, weight, targets, loss_weights, rows)
 
 
 def linear_log_probs(

@@ -1,6 +1,7 @@
 """Loss and gradients of the output projection chunk by chunk, all formed in the forward pass."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,17 @@ from jaxtyping import Array, Float, Int
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
 from jaxglue.ops.cross_entropy.reference import token_losses
 
+Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
+"""Values in place of rows of the output projection, and these rows' distinct indices."""
+
+
+class Needs(NamedTuple):
+    """Arguments that need gradients."""
+
+    x: bool = False
+    weight: bool = False
+    rows: bool = False
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_cross_entropy(
@@ -19,50 +31,73 @@ def chunked_cross_entropy(
     weight: Float[Array, "V D"],
     targets: Int[Array, " M"],
     loss_weights: Float[Array, " M"],
+    rows: Rows | None = None,
 ) -> Float[Array, ""]:
     """See `linear_cross_entropy`."""
-    return _scan_chunks(spec, x, weight, targets, loss_weights, x_needs_grad=False, weight_needs_grad=False)[0]
+    return _scan_chunks(spec, x, weight, targets, loss_weights, rows, needs=Needs())[0]
 
 
 def _scan_chunks(
-    spec: ChunkSpec, x, weight, targets, loss_weights, *, x_needs_grad: bool, weight_needs_grad: bool
-) -> tuple[Array, Array | None, Array | None]:
-    """Return (loss, dx, dweight); a gradient that is not needed is None."""
+    spec: ChunkSpec, x, weight, targets, loss_weights, rows: Rows | None, *, needs: Needs
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """Return (loss, dx, dweight, drows); a gradient that is not needed is None."""
     M, D = x.shape
     chunks = split_chunks(spec.chunk, x, targets, loss_weights)
     w = weight.astype(x.dtype)
+    values, indices = (None, None) if rows is None else (rows[0].astype(x.dtype), rows[1])
 
     def step(carry, inputs):
-        loss, dweight = carry
+        loss, dweight, drows = carry
         x_chunk, target, token_weight = inputs
-        logits = lax.dot_general(x_chunk, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        if not (x_needs_grad or weight_needs_grad):
-            return (loss + jnp.sum(token_weight * token_losses(logits, target)[0]), dweight), None
+        logits = _times_transposed(x_chunk, w)
+        if values is not None:
+            logits = logits.at[:, indices].set(_times_transposed(x_chunk, values))
+        if not any(needs):
+            return (loss + jnp.sum(token_weight * token_losses(logits, target)[0]), dweight, drows), None
         losses, dlogits = spec.cross_entropy(logits, target, token_weight, x.dtype)
         loss += jnp.sum(losses)
-        if weight_needs_grad:
-            dweight += lax.dot_general(dlogits, x_chunk, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return (loss, dweight), dlogits @ w if x_needs_grad else None
+        dx = None
+        if values is not None:
+            columns = dlogits[:, indices]
+            dlogits = dlogits.at[:, indices].set(0)
+            drows = drows + _transposed_times(columns, x_chunk) if needs.rows else None
+            dx = columns @ values if needs.x else None
+        if needs.weight:
+            dweight += _transposed_times(dlogits, x_chunk)
+        if needs.x:
+            dx = dlogits @ w if dx is None else dlogits @ w + dx
+        return (loss, dweight, drows), dx
 
-    dweight = jnp.zeros(weight.shape, jnp.float32) if weight_needs_grad else None
-    (loss, dweight), dx = lax.scan(step, (jnp.float32(0), dweight), chunks)
-    dx = dx.reshape(-1, D)[:M] if x_needs_grad else None
-    return loss, dx, dweight
+    dweight = jnp.zeros(weight.shape, jnp.float32) if needs.weight else None
+    drows = jnp.zeros(values.shape, jnp.float32) if needs.rows and values is not None else None
+    (loss, dweight, drows), dx = lax.scan(step, (jnp.float32(0), dweight, drows), chunks)
+    dx = dx.reshape(-1, D)[:M] if needs.x else None
+    return loss, dx, dweight, drows
 
 
-def _forward(spec, x, weight, targets, loss_weights):
-    needs_grad = {"x_needs_grad": x.perturbed, "weight_needs_grad": weight.perturbed}
-    arguments = (x.value, weight.value, targets.value, loss_weights.value)
-    loss, dx, dweight = _scan_chunks(spec, *arguments, **needs_grad)
+def _times_transposed(x, w) -> Array:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _transposed_times(dlogits, x) -> Array:
+    return lax.dot_general(dlogits, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _forward(spec, x, weight, targets, loss_weights, rows):
+    needs = Needs(x.perturbed, weight.perturbed, rows is not None and rows[0].perturbed)
+    values = None if rows is None else (rows[0].value, rows[1].value)
+    arguments = (x.value, weight.value, targets.value, loss_weights.value, values)
+    loss, dx, dweight, drows = _scan_chunks(spec, *arguments, needs=needs)
     dweight = None if dweight is None else dweight.astype(weight.value.dtype)
-    return loss, (dx, dweight)
+    drows = None if drows is None else drows.astype(rows[0].value.dtype)
+    return loss, (dx, dweight, drows)
 
 
 def _backward(_, residuals, dloss):
     if isinstance(dloss, SymbolicZero):
-        return None, None, None, None
-    dx, dweight = (None if g is None else (g * dloss).astype(g.dtype) for g in residuals)
-    return dx, dweight, None, None
+        return None, None, None, None, None
+    dx, dweight, drows = (None if g is None else (g * dloss).astype(g.dtype) for g in residuals)
+    return dx, dweight, None, None, None if drows is None else (drows, None)
 
 
 chunked_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,204 @@
+"""adapter_config.json: PEFT's settings of an adapter, read and written."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxglue.hf.adapter_tensors import PATHS, is_adapter
+from jaxglue.hf.expert_adapter import target_parameters
+from jaxglue.hf.hub import BaseReference
+from jaxglue.models.lora_config import MODULES, LoraConfig, VocabularyModule, match_pattern, parse_patterns
+from jaxglue.models.vocabulary import ROWS
+
+_READ = {
+    "alpha_pattern",
+    "auto_mapping",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "use_rslora",
+}
+_HARMLESS = {  # provenance
+    "base_model_name_or_path",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "task_type",
+}
+_NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) also change the base weights
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """Return the adapted layers' last name components, such as q_proj."""
+    return sorted({name.split(".")[-2] for name in names})
+
+
+def _target_modules(names: Iterable[str], config: LoraConfig) -> list[str]:
+    """Return PEFT's `target_modules`: last components of paths, or whole paths where the config has those."""
+    if any("." in target for target in config.targets):
+        return sorted({name.rpartition(".")[0] for name in names})
+    return _kinds(names)
+
+
+def _patterns(config: LoraConfig) -> dict[str, dict[str, float]]:
+    fields = {name: parse_patterns(name, getattr(config, name)) for name in ("rank_pattern", "alpha_pattern")}
+    numbers = {name: {key: _short(value) for key, value in field.items()} for name, field in fields.items()}
+    return {name: field for name, field in numbers.items() if field}
+
+
+def _short(number: float) -> float:
+    return int(number) if float(number).is_integer() else number
+
+
+def config_to_peft(
+    config: LoraConfig, names: Mapping[str, tuple[int, ...]], base: BaseReference, *, tied: bool
+) -> dict[str, Any]:
+    """Return adapter_config.json.
+
+    Args:
+        config: of the adapter.
+        names: shapes of the tensors by name.
+        base: of the adapter.
+        tied: the base's output projection is its embedding, which PEFT keeps so where it is told to.
+    """
+    experts = target_parameters(names)
+    linears = [name for name, shape in names.items() if is_adapter(name) and len(shape) == 2]
+    return {
+        "base_model_name_or_path": base.name,
+        **({"revision": base.revision} if base.revision else {}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": _short(config.alpha),
+        "lora_dropout": config.dropout,
+        "peft_type": "LORA",
+        "r": config.rank,
+        **_vocabulary(config, names, tied=tied),
+        "target_modules": _target_modules(linears, config),
+        **({"target_parameters": experts} if experts else {}),
+        "task_type": "CAUSAL_LM",
+        "use_dora": config.dora,
+        "use_rslora": config.rslora,
+        **_patterns(config),
+    }
+
+
+def _vocabulary(config: LoraConfig, names: Iterable[str], *, tied: bool) -> dict[str, Any]:
+    """Return PEFT's entries for embedding and output projection: whole, and rows of them."""
+    whole = [module for module, path in PATHS.items() if f"{path}.weight" in names]
+    rows = [module for module, path in PATHS.items() if f"{path}.{ROWS}" in names]
+    entries: dict[str, Any] = {}
+    if whole:
+        entries = {"ensure_weight_tying": tied, "modules_to_save": list(MODULES) if tied else whole}
+    if rows:
+        entries["trainable_token_indices"] = dict.fromkeys(rows, sorted(set(config.trainable_token_indices)))
+    return entries
+
+
+def refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for any enabled but unknown option, so that features of a newer PEFT are not ignored."""
+    if raw.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type {raw.get('peft_type')!r:.100} is not supported: only 'LORA' is")
+    if missing := [name for name in ("r", "lora_alpha") if name not in raw]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    if type(raw["r"]) is not int or raw["r"] < 1:
+        raise ValueError(f"{path}: r: expected int >= 1, got {raw['r']!r:.100}")
+    switched_on = {name: value for name, value in raw.items() if value and value != "none"}
+    unsupported = [f"{name}={switched_on[name]!r:.100}" for name in sorted(set(switched_on) - _READ - _HARMLESS)]
+    if (start := raw.get("init_lora_weights", True)) not in _NEUTRAL_STARTS:
+        unsupported.append(f"init_lora_weights={start!r:.100}")
+    if unsupported:
+        raise ValueError(f"{path}: not supported: {', '.join(unsupported)}")
+    _check_lists(path, raw)
+
+
+def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field of names that holds others, or names modules of another kind."""
+    for name, texts in (
+        ("target_modules", (str, list)),
+        ("exclude_modules", (str, list)),
+        ("target_parameters", list),
+        ("modules_to_save", list),
+    ):
+        value = raw.get(name)
+        if value is not None and not (isinstance(value, texts) and all(isinstance(item, str) for item in value)):
+            raise ValueError(f"{path}: {name}: expected names, got {value!r:.100}")
+    if unknown := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - set(MODULES)):
+        raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
+
+
+def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str]) -> LoraConfig:
+    """Read the configuration; targets given as a regular expression become the adapted modules' paths."""
+    try:
+        rows: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.{ROWS}" in tensors]
+        indices = sorted(token_indices(raw, rows[0])) if rows else ()
+        whole: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.weight" in tensors]
+        if missing := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - set(whole)):
+            raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
+        if raw.get("trainable_token_indices") and not (rows or whole):
+            raise ValueError(f"trainable_token_indices names rows, which {path.parent} does not hold")
+        adapted = [name for name in tensors if is_adapter(name)]
+        modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")
+        paths = isinstance(named, str) or raw.get("exclude_modules") or any("." in name for name in named or ())
+        return LoraConfig(
+            rank=raw["r"],
+            alpha=raw["lora_alpha"],
+            dropout=raw.get("lora_dropout") or 0.0,
+            rslora=raw.get("use_rslora") or False,
+            targets=tuple(sorted(modules) if paths else _kinds(adapted)),
+            rank_pattern=_entries("rank_pattern", raw, modules),
+            alpha_pattern=_entries("alpha_pattern", raw, modules),
+            dora=raw.get("use_dora") or False,
+            modules_to_save=tuple(whole),
+            trainable_token_indices=tuple(indices),
+            token_modules=tuple(rows) if rows else MODULES,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _entries(field: str, raw: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns, as in `LoraConfig`, that match a module; PEFT ignores the others."""
+    given = raw.get(field) or {}
+    if not isinstance(given, dict) or not all(type(value) in (int, float) for value in given.values()):
+        raise ValueError(f"{field}: expected numbers by pattern, got {given!r:.100}")
+    entries = [f"{pattern}={value}" for pattern, value in given.items()]
+    return tuple(e for e in entries if any(match_pattern(parse_patterns(field, [e]), m) is not None for m in modules))
+
+
+def token_indices(raw: Mapping[str, Any], module: str) -> list[int]:
+    """Return the rows of a module that PEFT trains, in the order of their values.
+
+    Raises:
+        ValueError: not a list of distinct whole numbers, or another one for each module.
+    """
+    given = raw.get("trainable_token_indices")
+    lists: dict[str, Any] = given if isinstance(given, dict) else {"embed_tokens": given}
+    for indices in lists.values():
+        whole = isinstance(indices, list) and all(type(index) is int and index >= 0 for index in indices)
+        if not whole or len(set(indices)) != len(indices):
+            raise ValueError(f"trainable_token_indices: expected lists of distinct indices, got {given!r:.100}")
+    if not lists or (unknown := sorted({_last(name) for name in lists} - set(MODULES))):
+        names = ", ".join(unknown) if lists else "nothing"
+        raise ValueError(f"trainable_token_indices of {names} are not supported: only of {', '.join(MODULES)}")
+    if len({frozenset(indices) for indices in lists.values()}) > 1:
+        raise ValueError("trainable_token_indices that differ between modules are not supported")
+    by_module = {_last(name): indices for name, indices in lists.items()}
+    return by_module.get(module) or next(iter(by_module.values()))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

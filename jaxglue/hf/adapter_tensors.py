@@ -1,0 +1,116 @@
+"""Names of an adapter's tensors: PEFT's keys, and ours, which are Hugging Face's paths."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxglue.hf.expert_adapter import from_peft, to_peft
+from jaxglue.models.lora_config import LoraConfig, VocabularyModule
+from jaxglue.models.vocabulary import ROWS
+
+PATHS: dict[VocabularyModule, str] = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+"""Paths of the modules with a row for each token."""
+MAGNITUDE = "lora_magnitude_vector"
+"""PEFT's name of DoRA's magnitudes."""
+_MATRICES = ("lora_A", "lora_B")
+_PREFIX = "base_model.model."
+_LINEAR = re.compile(rf"model\.layers\.\d+\..+\.({'|'.join((*_MATRICES, MAGNITUDE))})")
+_VOCABULARY = re.compile(
+    rf"({'|'.join(map(re.escape, PATHS.values()))})(\.token_adapter)?(\.base_layer)?\.(weight|{ROWS})"
+)
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a tensor belongs to the adapter of a linear layer or of experts."""
+    return name.rpartition(".")[2] in (*_MATRICES, MAGNITUDE)
+
+
+def to_keys(tensors: Mapping[str, Any], experts: list[str], *, tied: bool) -> dict[str, np.ndarray]:
+    """Return an adapter's tensors by PEFT's keys; PEFT also stores the copy of a tied embedding.
+
+    Args:
+        tensors: by our names.
+        experts: `target_parameters` of the adapter.
+        tied: the output projection is the embedding.
+    """
+    by_key = dict(_to_key(*to_peft(*item, experts)) for item in tensors.items())
+    embedding = by_key.get(f"{_PREFIX}{PATHS['embed_tokens']}.weight")
+    return by_key | ({f"{_PREFIX}{PATHS['lm_head']}.weight": embedding} if tied and embedding is not None else {})
+
+
+def _to_key(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    path, _, last = name.rpartition(".")
+    if last == ROWS:
+        return f"{_PREFIX}{path}.token_adapter.{last}", array
+    return f"{_PREFIX}{name}{'.weight' if last in _MATRICES else ''}", array
+
+
+def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) -> tuple[str, np.ndarray]:
+    """Return our name and the array of a PEFT tensor.
+
+    Raises:
+        ValueError: a tensor of no supported feature, or of another shape.
+    """
+    name = key.removeprefix(_PREFIX)
+    if vocabulary := _VOCABULARY.fullmatch(name):
+        name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
+    elif _LINEAR.fullmatch(name := name.removesuffix(".weight")):
+        axes = 1 if name.endswith(MAGNITUDE) else 2
+    else:
+        raise ValueError(f"{path}: {key} is not the LoRA matrix of a linear layer in model.layers, nor an embedding's")
+    if array.ndim != axes:
+        raise ValueError(
+            f"{path}: {key} has shape {list(array.shape)}, expected {'a matrix' if axes == 2 else '[out]'}"
+        )
+    expert = from_peft(name, array, raw.get("target_parameters") or (), raw["r"])
+    return expert or (name, array)
+
+
+def join_rows(
+    path: Path, tensors: dict[str, np.ndarray], indices: Mapping[VocabularyModule, list[int]]
+) -> dict[str, np.ndarray]:
+    """Sort rows of embedding and output projection by token; put them into a matrix that is stored whole.
+
+    Args:
+        path: of the tensors.
+        tensors: by our names.
+        indices: of each module's rows, in the order of the values.
+
+    Raises:
+        ValueError: other numbers of rows than indices, or an index outside the matrix.
+    """
+    joined = dict(tensors)
+    for module, order in indices.items():
+        whole, rows = f"{PATHS[module]}.weight", joined.pop(f"{PATHS[module]}.{ROWS}")
+        if len(rows) != len(order):
+            raise ValueError(f"{path}: {module} has {len(rows)} rows, trainable_token_indices names {len(order)}")
+        if whole not in joined:
+            joined[f"{PATHS[module]}.{ROWS}"] = rows[np.argsort(order)]
+            continue
+        if order and max(order) >= len(joined[whole]):
+            raise ValueError(f"{path}: token {max(order)} is outside the {len(joined[whole])} rows of {module}")
+        joined[whole] = joined[whole].copy()
+        joined[whole][order] = rows
+    return joined
+
+
+def check_shapes(path: Path, tensors: Mapping[str, np.ndarray], config: LoraConfig) -> None:
+    """Raise ValueError for a linear layer without one of its tensors, or of shapes that do not fit each other."""
+    for linear in dict.fromkeys(name.rpartition(".")[0] for name in tensors if is_adapter(name)):
+        a, b = tensors.get(f"{linear}.lora_A"), tensors.get(f"{linear}.lora_B")
+        if a is None or b is None:
+            raise ValueError(f"{path}: {linear} has only one of lora_A and lora_B")
+        rank = config.rank_of(linear)
+        if a.shape[-2] != rank or b.shape[-1] != rank or a.shape[:-2] != b.shape[:-2]:
+            shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
+            raise ValueError(f"{path}: {linear} has {shapes}, expected [{rank}, in] and [out, {rank}]")
+        magnitude = tensors.get(f"{linear}.{MAGNITUDE}")
+        if config.dora != (magnitude is not None):
+            raise ValueError(
+                f"{path}: {linear} has {'no' if config.dora else 'a'} {MAGNITUDE}, use_dora is {config.dora}"
+            )
+        if magnitude is not None and magnitude.shape != b.shape[:1]:
+            raise ValueError(f"{path}: {linear} has {MAGNITUDE} {list(magnitude.shape)}, expected [{b.shape[0]}]")

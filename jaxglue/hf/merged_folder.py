@@ -1,0 +1,188 @@
+"""Export of a base model with its adapter merged, as a complete Hugging Face folder."""
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxglue.hf.adapter import Adapter, load_adapter
+from jaxglue.hf.adapter_check import check_adapter
+from jaxglue.hf.adapter_tensors import PATHS
+from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.hf.experts import find_source, read_expanded
+from jaxglue.hf.export import copy_texts
+from jaxglue.hf.export_check import ExportCheck, Rows, check_merge
+from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
+from jaxglue.hf.identity import identify
+from jaxglue.hf.merge import adapter_deltas, vocabulary_matrix
+from jaxglue.hf.tensor_files import TensorInfo, write_shards
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import base_shapes
+from jaxglue.models.parameters import quantized_names
+from jaxglue.ops.choices import Quantize, Storage
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
+from jaxglue.ops.quant.mxfp4 import BLOCK
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+_log = logging.getLogger(__name__)
+
+
+def export_adapter(
+    adapter: str | Path,
+    base: str | Path,
+    output: str | Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    storage: Quantize | None = None,
+    rows: Rows | None = None,
+) -> ExportCheck:
+    """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
+
+    An adapter trained on quantized weights is merged into these, expanded, as other weights would not be those that it
+    was trained with. One on MXFP4 experts makes all experts be written in bfloat16. The folder is read back before it
+    appears, and must predict as base and adapter apart.
+
+    Args:
+        adapter: a PEFT folder.
+        base: the adapter's base model folder.
+        output: absent or empty; it appears complete or not at all.
+        max_shard_bytes: shard limit in bytes.
+        storage: format in which the base's linear layers were held in training; by default the base folder's, else the
+            adapter's record.
+        rows: to compare predictions on; by default random tokens.
+
+    Raises:
+        ValueError: an adapter of another model, bad input folders, a non-empty output folder, or other predictions.
+        OSError: a failed write, such as on a full disk.
+    """
+    require_empty(Path(output))
+    merge = _Merge(Path(adapter), Path(base), storage)
+    with atomic_folder(Path(output)) as temporary:
+        copy_texts(base, temporary, merge.specs)
+        if merge.adapter.trains_vocabulary:
+            _copy_vocabulary(merge.adapter, temporary)
+        write_shards(temporary, merge.specs, merge.read, max_shard_bytes)
+        return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+
+
+class _Merge:
+    """Tensors of the merged folder: their specs, and each one read when it is written."""
+
+    def __init__(self, folder: Path, base: Path, storage: Quantize | None):
+        self._files = files = open_checkpoint(base)
+        own = config_from_hf(read_config(base))
+        loaded = load_adapter(folder)
+        how: Storage = storage or (own.quantize if own.quantize != "none" else loaded.storage)
+        self.config: DecoderConfig = own.quantized(how)
+        model = nnx.eval_shape(lambda: build_model(self.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        shapes = base_shapes(model)
+        self.adapter = check_adapter(loaded, shapes, identify(base), str(base))
+        self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
+        self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
+        stored = _expand_quantized(files.tensors, self._quantized)
+        self._deltas = adapter_deltas(self.adapter, stored)
+        expands = any(f"{name}_blocks" in stored for name in self._deltas)
+        self.specs = _merged_specs(stored, expands=expands)
+        for name, delta in self._deltas.items():
+            _require_fit(name, delta.shape, self.specs.get(name), folder, base)
+        self._grow_specs(own)
+
+    @property
+    def dtypes(self) -> set[np.dtype]:
+        """Return the dtypes of changed tensors."""
+        changed = self._deltas.keys() | (self._vocabulary if self.adapter.trains_vocabulary else {}).keys()
+        rounded = {np.dtype(jnp.bfloat16)} if self._quantized else set()
+        return {self.specs[name].dtype for name in changed} | rounded
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor of the merged folder."""
+        if name in self._vocabulary:
+            return self._read_vocabulary(name)
+        weight = self._read_base(name)
+        return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
+
+    def _read_base(self, name: str) -> np.ndarray:
+        if name in self._quantized:
+            value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
+            if not is_quantized(value):
+                value = quantize_matrix(jnp.asarray(value, jnp.bfloat16), self.config.quantize)
+            return np.asarray(dequantize(value, jnp.bfloat16)).astype(self.specs[name].dtype)
+        return self._files.read(name) if name in self._files.tensors else np.asarray(read_expanded(self._files, name))
+
+    def _read_vocabulary(self, name: str) -> np.ndarray:
+        weight = self._files.read(name)
+        matrix = vocabulary_matrix(self.adapter, self._vocabulary[name], weight)
+        return weight if matrix is None else _finite(name, matrix.astype(weight.dtype))
+
+    def _grow_specs(self, config: DecoderConfig) -> None:
+        """Give embedding and output projection the adapter's rows; leave out a tied projection's copy."""
+        if not self.adapter.trains_vocabulary:
+            return
+        if config.tie_word_embeddings:
+            self.specs.pop(f"{PATHS['lm_head']}.weight", None)
+        size = max(config.vocab_size, self.adapter.vocab_size)
+        for name in self._vocabulary:
+            self.specs[name] = jax.ShapeDtypeStruct((size, config.hidden_size), self.specs[name].dtype)
+
+
+def _copy_vocabulary(adapter: Adapter, output: Path) -> None:
+    """Copy the adapter's tokenizer, and enter the number of tokens into config.json."""
+    raw = read_config(output)
+    if adapter.vocab_size > raw["vocab_size"]:
+        write_json(output / "config.json", raw | {"vocab_size": adapter.vocab_size})
+    if not (adapter.folder / "tokenizer.json").is_file():
+        _log.warning("%s has no tokenizer.json: the merged folder has the base's tokenizer", adapter.folder)
+        return
+    for path in {path for pattern in _TOKENIZER for path in adapter.folder.glob(pattern) if path.is_file()}:
+        shutil.copyfile(path, output / path.name)
+
+
+def _expand_quantized(
+    tensors: Mapping[str, TensorInfo], quantized: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorInfo]:
+    """Return a folder's tensors with bitsandbytes' matrices in bfloat16 in place of their parts."""
+    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub"}
+    parts = tuple(f"{name}." for name in expanded)
+    modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in ("SCB", "weight_format")}
+    kept = {name: info for name, info in tensors.items() if not name.startswith(parts) and name not in modules}
+    dtype = np.dtype(jnp.bfloat16)
+    return kept | {name: TensorInfo(file=tensors[name].file, shape=quantized[name], dtype=dtype) for name in expanded}
+
+
+def _finite(name: str, weight: np.ndarray) -> np.ndarray:
+    if not np.isfinite(weight).all():
+        raise ValueError(f"{name} is not finite (NaN or infinity) after the merge into {weight.dtype}")
+    return weight
+
+
+def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the merged folder's tensor specs: the base's, with MXFP4 expanded if `expands`."""
+    specs = {}
+    for name, info in tensors.items():
+        if not expands or not name.endswith(("_blocks", "_scales")):
+            specs[name] = jax.ShapeDtypeStruct(info.shape, info.dtype)
+        elif name.endswith("_blocks"):
+            E, out_features, blocks, _ = info.shape
+            specs[name.removesuffix("_blocks")] = jax.ShapeDtypeStruct((E, blocks * BLOCK, out_features), jnp.bfloat16)
+    return specs
+
+
+def _require_fit(
+    name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path, base: str | Path
+) -> None:
+    if spec is None:
+        raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, missing from the base")
+    if spec.dtype.kind in "iub":
+        raise ValueError(f"{name} in {base} is quantized ({spec.dtype}): merge into the unquantized checkpoint")
+    if spec.shape != shape:
+        raise ValueError(
+            f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(spec.shape)}"
+        )

@@ -1,0 +1,67 @@
+"""Magnitudes of weights with adapters (DoRA, arXiv 2402.09353): the norm of each row of W + s·B·A."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.ops import names
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import is_quantized
+
+
+def row_norms(weight: Any) -> Float[Array, " out"]:
+    """Return the norm of each row of a matrix [out, in], quantized or not, in float32."""
+    return _row_norms(_on_device(weight))
+
+
+def rescale(linear: Any, y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
+    """Scale a linear layer's product of weight and adapter to its magnitudes; the identity without them."""
+    if linear.lora_magnitude_vector is None:
+        return y
+    magnitude = linear.lora_magnitude_vector[...]
+    gain = magnitude_gain(linear.weight.get_value(), linear.lora_A[...], linear.scaled_b, magnitude)
+    return (y * gain).astype(y.dtype)
+
+
+def magnitude_gain(
+    weight: Any, A: Float[Array, "R in"], scaled_b: Float[Array, "out R"], magnitude: Float[Array, " out"]
+) -> Float[Array, " out"]:
+    """Return magnitude / ‖W + s·B·A‖ of each row, the norm a constant in the backward pass (section 4.3).
+
+    ‖w + b·A‖² = ‖w‖² + 2·b·(A·w) + b·A·Aᵀ·bᵀ needs no matrix beside the weight, which is read as it is stored.
+    """
+    A, b = jax.lax.stop_gradient((A, scaled_b))
+    W = _matrix(jax.lax.stop_gradient(weight))
+    products = jax.lax.dot_general(W, A.astype(W.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    gram = jnp.matmul(A, A.T, precision="highest")
+    squares = _squares(W) + jnp.sum(b * (2 * products + jnp.matmul(b, gram, precision="highest")), axis=1)
+    norms = checkpoint_name(jnp.sqrt(jnp.maximum(squares, 0)), names.LORA_HIDDEN)
+    return magnitude / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
+
+
+def _matrix(weight: Any) -> Float[Array, "out in"]:
+    return dequantize(weight, jnp.bfloat16) if is_quantized(weight) else weight
+
+
+def _squares(weight: Float[Array, "out in"]) -> Float[Array, " out"]:
+    return jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=1)
+
+
+@jax.jit
+def _row_norms(weight: Any) -> Float[Array, " out"]:
+    return jnp.sqrt(_squares(_matrix(weight)))
+
+
+def _on_device(weight: Any) -> Any:
+    """Return a weight that may be in pinned host memory in the device's."""
+
+    def move(leaf):
+        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if concrete and leaf.sharding.memory_kind == "pinned_host":
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        return leaf
+
+    return jax.tree.map(move, weight)

@@ -1,0 +1,130 @@
+"""The token embedding and the output projection: single rows, growth and values that train beside adapters."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora_config import VocabularyModule
+
+EMBEDDING: VocabularyModule = "embed_tokens"
+HEAD: VocabularyModule = "lm_head"
+ROWS = "trainable_tokens_delta"
+"""PEFT's name of the values of single rows."""
+Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
+"""Values that replace rows of a matrix [V, D], and the rows' sorted indices."""
+
+
+class Embedding(nnx.Module):
+    """Token embeddings, weight [V, D]."""
+
+    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
+
+    def __call__(self, tokens: Int[Array, "B T"], dtype, ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
+        """Look up the tokens' embeddings in `dtype`.
+
+        Args:
+            tokens: rows of the table.
+            dtype: of the result.
+            ids: the tokens, where `tokens` are rows of a table that holds only those needed.
+        """
+        x = jnp.take(self.weight[...], tokens, axis=0).astype(dtype)
+        if (rows := replaced_rows(self)) is None:
+            return x
+        values, indices = rows
+        ids = tokens if ids is None else ids
+        slots = jnp.minimum(jnp.searchsorted(indices, ids), len(indices) - 1)
+        return jnp.where((indices[slots] == ids)[..., None], jnp.take(values, slots, axis=0).astype(dtype), x)
+
+
+def replaced_rows(module: Any) -> Rows | None:
+    """Return the rows of an embedding or output projection that other values replace; None if there are none."""
+    values = getattr(module, ROWS, None)
+    return None if values is None else (values[...], jnp.asarray(np.array(module.token_indices, np.int32)))
+
+
+def output_matrix(module: Any) -> Float[Array, "V D"]:
+    """Return the weight of an embedding or output projection, with replaced rows in place."""
+    weight = module.weight[...]
+    if (rows := replaced_rows(module)) is None:
+        return weight
+    values, indices = rows
+    return weight.at[indices].set(values.astype(weight.dtype))
+
+
+def vocabulary_modules(model: Any) -> Iterator[tuple[VocabularyModule, Any]]:
+    """Yield (name, module) of the embedding and, if it is not tied to that, the output projection."""
+    yield EMBEDDING, model.embed_tokens
+    if model.lm_head is not None:
+        yield HEAD, model.lm_head
+
+
+def train_modules(model: Any, names: Sequence[str]) -> None:
+    """Make embedding or output projection train whole beside adapters, in float32, in place.
+
+    A tied projection is the embedding.
+    """
+    wanted = {EMBEDDING if model.lm_head is None else name for name in names}
+    for name, module in vocabulary_modules(model):
+        if name in wanted and not isinstance(module.weight, nnx.LoRAParam):
+            module.weight = nnx.LoRAParam(module.weight.get_value().astype(jnp.float32))
+
+
+def train_rows(model: Any, names: Sequence[str], indices: Sequence[int]) -> None:
+    """Make single rows train beside adapters, in float32, in place; modules that train whole have no such rows.
+
+    Raises:
+        ValueError: an index outside the vocabulary.
+    """
+    if indices and not 0 <= min(indices) <= max(indices) < (size := model.config.vocab_size):
+        raise ValueError(f"trainable_token_indices: expected 0 to {size - 1}, got {min(indices)} to {max(indices)}")
+    wanted = {EMBEDDING if model.lm_head is None else name for name in names} if indices else set()
+    for name, module in vocabulary_modules(model):
+        if name in wanted and not isinstance(module.weight, nnx.LoRAParam):
+            module.token_indices = tuple(sorted(set(indices)))
+            setattr(module, ROWS, nnx.LoRAParam(_take_rows(module.weight.get_value(), module.token_indices)))
+
+
+@partial(jax.jit, static_argnums=1)
+def _take_rows(weight, indices: tuple[int, ...]) -> Array:
+    return weight[np.array(indices)].astype(jnp.float32)
+
+
+def grow_vocabulary(model: Any, tokens: Sequence[int], size: int) -> None:
+    """Give new tokens the mean of the earlier tokens' rows, and the matrices `size` rows, in place.
+
+    Args:
+        model: with at least as many rows as the tokenizer had tokens.
+        tokens: the new tokens' ids; rows beyond the old matrices are set likewise.
+        size: rows afterwards, at least as many as before.
+    """
+    for _, module in vocabulary_modules(model):
+        weight = module.weight.get_value()
+        new = sorted({*tokens, *range(weight.shape[0], size)})
+        module.weight = nnx.Param(_grow(weight, tuple(new), size) if new else weight)
+    model.config = replace(model.config, vocab_size=size)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _grow(weight, new: tuple[int, ...], size: int) -> Array:
+    mean = weight[: min(new[0], weight.shape[0])].mean(0, dtype=jnp.float32).astype(weight.dtype)
+    grown = jnp.pad(weight, ((0, size - weight.shape[0]), (0, 0)))
+    return grown.at[np.array(new)].set(mean)
+
+
+def freeze_vocabulary(model: Any, dtype) -> None:
+    """Put trained values of embedding and output projection into frozen matrices in `dtype`, in place."""
+    for _, module in vocabulary_modules(model):
+        if isinstance(module.weight, nnx.LoRAParam) or replaced_rows(module) is not None:
+            module.weight = nnx.Param(output_matrix(module).astype(dtype))
+            if hasattr(module, ROWS):
+                delattr(module, ROWS)
