@@ -38,8 +38,8 @@ _REASONS = {
         *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
         "max_samples",
     ),
-    "metrics.jsonl and tensorboard/ are always written": (
-        *("report_to", "logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
+    "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
+        *("logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
         *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
@@ -51,7 +51,7 @@ _REASONS = {
     ),
     "evaluation takes the training's batch size": ("per_device_eval_batch_size", "eval_batch_size"),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
-    "this is what training does": ("do_train", "do_eval", "stage", "strict", "load_best_model_at_end"),
+    "this is what training does": ("do_train", "do_eval", "stage", "strict"),
     "jaxglue export --push publishes a result": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"),
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16",),

@@ -171,6 +171,9 @@ class RunConfig(Config):
     """Optimizer steps; by default those of all epochs."""
     log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10
     """Optimizer steps between lines of metrics."""
+    log_to: Annotated[tuple[str, ...], Alias("report_to")] = ("tensorboard",)
+    """Trackers of the metrics beside metrics.jsonl, separated by commas: tensorboard, wandb, trackio, mlflow; or
+    none."""
     eval_every: Annotated[PositiveInt, Alias("eval_steps")] | None = None
     """Optimizer steps between evaluations, and between readings of expert load; by default one epoch."""
     save_every: Annotated[PositiveInt, Alias("save_steps")] | None = None
@@ -210,6 +213,12 @@ class RunConfig(Config):
 
         if self.mesh != AUTO:
             MeshShape.parse(self.mesh)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Return the names in `log_to`, each once."""
+        names = (name.strip() for item in self.log_to for name in item.split(","))
+        return tuple(dict.fromkeys(name for name in names if name and name != "none"))
 
 
 @dataclass(frozen=True, kw_only=True)

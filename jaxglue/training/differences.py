@@ -1,12 +1,14 @@
 """Differences between the settings of a saved run and a resumed one, key by key."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxglue.recipe import as_dict, read_tables
 from jaxglue.training.config import TrainConfig
+from jaxglue.training.masking import masked
 
 _MAY_CHANGE = ("steps",)
 """Entries of a fingerprint in which a resumed run may differ: its length."""
@@ -39,7 +41,7 @@ def changed_settings(recipe: Path, config: TrainConfig) -> dict[str, str]:
         saved = read_tables(recipe)
     except (OSError, ValueError):
         return {}
-    found = differences(saved, as_dict(config.shared))
+    found = differences(saved, masked(as_dict(config.shared), os.environ))
     return {key: text for key, text in found.items() if key not in _PER_START}
 
 

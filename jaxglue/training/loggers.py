@@ -1,11 +1,11 @@
-"""Destinations of a run's metrics: `metrics.jsonl` and TensorBoard."""
+"""Destinations of a run's metrics: `metrics.jsonl`, TensorBoard and experiment trackers."""
 
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -13,6 +13,7 @@ from tensorboardX.summary import scalar
 
 from jaxglue.hf.files import atomic_file, named_errors
 from jaxglue.training.metrics import read_metrics
+from jaxglue.training.trackers import Tracker
 
 _FLUSH_SECONDS = 10
 """Between flushes of TensorBoard's events, each of which waits for the disk."""
@@ -24,8 +25,8 @@ class Logger(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the values of one optimizer step; they may be infinite or NaN."""
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close; `failed` after an error."""
 
 
 class JsonLinesLogger:
@@ -47,7 +48,7 @@ class JsonLinesLogger:
             self._file.write(json.dumps({"step": step} | line) + "\n")
             self._file.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
         with named_errors(self._path):
             self._file.close()
@@ -81,7 +82,7 @@ class TensorBoardLogger:
                 self._events.flush()
                 self._flushed = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Flush and close the event file."""
         with named_errors(self._folder):
             self._events.close()
@@ -99,22 +100,43 @@ class Loggers:
         for logger in self._loggers:
             logger.log(step, known)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close all loggers."""
         for logger in self._loggers:
-            logger.close()
+            logger.close(failed=failed)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close(failed=kind is not None)
 
 
-def open_loggers(folder: Path, *, resume_step: int = 0) -> Loggers:
-    """Open `metrics.jsonl` and `tensorboard/` in a run's folder; `resume_step` is the last step of a resumed run."""
-    files = JsonLinesLogger(folder / "metrics.jsonl", resume_step=resume_step)
-    return Loggers([files, TensorBoardLogger(folder / "tensorboard", resume_step=resume_step)])
+def open_loggers(
+    folder: Path,
+    *,
+    resume_step: int = 0,
+    trackers: Sequence[str] = ("tensorboard",),
+    settings: Mapping[str, Any] | None = None,
+) -> Loggers:
+    """Open `metrics.jsonl` in a run's folder, and the trackers.
+
+    Args:
+        folder: of the run.
+        resume_step: last step of a resumed run; 0 for a new one.
+        trackers: names of `jaxglue.training.trackers`.
+        settings: of the run, for the trackers, without secrets.
+
+    Raises:
+        ValueError: a tracker cannot start a run.
+    """
+    loggers: list[Logger] = [JsonLinesLogger(folder / "metrics.jsonl", resume_step=resume_step)]
+    for name in trackers:
+        if name == "tensorboard":
+            loggers.append(TensorBoardLogger(folder / "tensorboard", resume_step=resume_step))
+        else:
+            loggers.append(Tracker(name, folder, settings or {}, resumed=resume_step > 0))
+    return Loggers(loggers)
 
 
 def _truncate(path: Path, last_step: int) -> None:

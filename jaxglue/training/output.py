@@ -19,8 +19,9 @@ _OWNER = ".jaxglue-run"
 _LOCK = ".jaxglue-run.lock"
 """Locked while that process lives; the system frees it after a crash."""
 _WRITTEN = (
-    *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "loss.png"),
-    *("adapter", "adapter-last", "base", "model", "model-last", "checkpoints", "tensorboard", "profile"),
+    *("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png"),
+    *("adapter", "adapter-last", "base", "model", "model-last", "checkpoints", "profile"),
+    *("tensorboard", "wandb", "trackio", "mlflow"),
     *(_OWNER, _LOCK, MANIFEST),
 )
 """Everything that a run writes at the top of its folder."""

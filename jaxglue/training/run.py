@@ -1,5 +1,6 @@
 """One run, from its loaded weights to the exported result."""
 
+import os
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import Processes
 from jaxglue.hf.files import write_json
-from jaxglue.recipe import to_toml
+from jaxglue.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.curve import save_loss_curve
@@ -20,6 +21,7 @@ from jaxglue.training.failed_step import save_step
 from jaxglue.training.in_flight import StepResult, StepsInFlight
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.loggers import Loggers, open_loggers
+from jaxglue.training.masking import masked
 from jaxglue.training.metrics import Diverged, check_finite
 from jaxglue.training.postmortem import Postmortem
 from jaxglue.training.profile import StepProfiler
@@ -81,11 +83,11 @@ class Trainer:
             if self._has_ended:
                 return self._finish(begun, checkpoints)
             if self._processes.is_main:
-                self._output.begin(to_toml(self._setup.config.shared))
+                self._output.begin(masked(to_toml(self._setup.config.shared), os.environ))
             if self._model.step == 0:
                 self._answer_samples("before")
             with (
-                self._output.writing("tensorboard", *(["profile"] if self._run.profile else [])),
+                self._output.writing(*self._run.trackers, *(["profile"] if self._run.profile else [])),
                 self._open_loggers() as loggers,
                 self._interrupt,
             ):
@@ -157,7 +159,11 @@ class Trainer:
                 stop = stop or self._evaluation.is_stale
 
     def _open_loggers(self) -> Loggers:
-        return open_loggers(self._folder, resume_step=self._model.step) if self._processes.is_main else Loggers()
+        if not self._processes.is_main:
+            return Loggers()
+        settings = masked(as_dict(self._setup.config.shared), os.environ)
+        trackers = self._run.trackers
+        return open_loggers(self._folder, resume_step=self._model.step, trackers=trackers, settings=settings)
 
     def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
         with self._recorder.meter.waiting():

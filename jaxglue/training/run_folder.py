@@ -9,7 +9,7 @@ from jaxglue.hf.files import atomic_file
 from jaxglue.training.previous_run import discard_previous, restore_previous, set_aside
 from jaxglue.training.run_files import RunFiles
 
-_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "loss.png")
+_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png")
 
 
 class RunFolder:

@@ -23,6 +23,7 @@ from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.shared_prompt import refuse_shared_prompt
 from jaxglue.training.start_adapter import read_start
+from jaxglue.training.trackers import check_trackers
 from jaxglue.training.workload import make_workload
 
 
@@ -79,6 +80,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     Raises:
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
+    check_trackers(config.run.trackers)
     config = with_global_batch(config)
     model = read_model(config)
     config, adapter = read_start(config, model)
