@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from queue import Empty
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ PINNED_GIB = 40
 _CPU_PROCESSES = 6
 _SECONDS = 2.0
 """Duration of the timed steps."""
+_PATIENCE = 100
+"""Most seconds for a setting."""
 
 
 def settings(seed: int) -> list[dict]:
@@ -146,6 +149,8 @@ def rows(seed: int, part: int, parts: int, minutes: float) -> Iterator[dict]:
             elif time.monotonic() < deadline:
                 found = _run(context, setting, setting.get("gib", gpu.memory / GIB) / total)
                 yield {**setting, **found, "gpu": gpu.name}
+                if "no result" in found.get("error", ""):  # a process forked from one with threads may hang
+                    context = multiprocessing.get_context("spawn")
 
 
 def predicted_anew(results: list[dict]) -> Iterator[dict]:
@@ -168,12 +173,18 @@ def _run(context, setting: dict, fraction: float) -> dict:
     results = context.Queue()
     process = context.Process(target=measured, args=(setting, environment, results))
     process.start()
-    try:
-        found = results.get(timeout=120)
-    except Exception:
-        found = {"error": f"no result within 120 s, exit status {process.exitcode}"}
-        process.kill()
+    deadline, found = time.monotonic() + _PATIENCE, {"error": f"no result within {_PATIENCE} s"}
+    while time.monotonic() < deadline:
+        try:
+            found = results.get(timeout=1)
+            break
+        except Empty:
+            if not process.is_alive() and results.empty():
+                found = {"error": f"ended with exit status {process.exitcode}"}
+                break
+    process.kill()
     process.join()
+    found.pop("setting", None)
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
