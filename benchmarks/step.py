@@ -118,7 +118,11 @@ def _random(key, leaf):
     """Return normal matrices with σ = 0.02, ones for vectors, uniform NF4 and MXFP4 codes with that σ."""
     if leaf.dtype == jnp.uint8 and not is_quantized(leaf):
         is_block = leaf.shape[-1] == BLOCK // 2
-        return jax.random.bits(key, leaf.shape, jnp.uint8) if is_block else jnp.full(leaf.shape, mxfp4_scale(0.02))
+        return (
+            jax.random.bits(key, leaf.shape, jnp.uint8)
+            if is_block
+            else jnp.full(leaf.shape, mxfp4_scale(0.02), jnp.uint8)
+        )
     if isinstance(leaf, NF4):
         parts = {"scales": jnp.zeros(leaf.scales.shape, jnp.uint8), "scale_absmax": jnp.zeros(leaf.scale_absmax.shape)}
         codes = jax.random.bits(key, leaf.codes.shape, jnp.uint8)
