@@ -93,7 +93,7 @@ def limit_seconds(config: DecoderConfig, pairs: np.ndarray) -> float:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return pairs a second and memory of the steps after the warm-up."""
     work = workload(args.shape, args.layers, args.row, "lora", args.quantize)
-    graphdefs, trainable, frozen = parameters(work, ("device",) * work.config.num_hidden_layers, "device")
+    graphdefs, trainable, frozen = parameters(work)
     pairs = make_pairs(args.pairs, work.config.vocab_size)
     batches = make_batches(pairs, args.row, shared=not args.copies)
     executor = Executor(

@@ -34,7 +34,7 @@ class Model:
         work = workload(args.shape, args.layers, args.tokens, "lora", storage)
         config = replace(work.config, fp8_head=fp8_head)
         before = memory(jax.devices()[0], "bytes_in_use")
-        graphdefs, self.trainable, self.frozen = jax.block_until_ready(parameters(work, "device"))
+        graphdefs, self.trainable, self.frozen = jax.block_until_ready(parameters(work))
         self.gib = memory(jax.devices()[0], "bytes_in_use") - before
         self._batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size))
         policies = parse_policies(args.remat, len(graphdefs.layers))

@@ -57,7 +57,7 @@ class Run:
         mesh = make_mesh(shape, jax.devices()[: shape.devices]) if shape.devices > 1 else None
         layout = Layout(mesh, self.work.dtype)
         graphdefs, *trees = abstract_parts(self.work)
-        self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work, "device")[1:]
+        self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work)[1:]
         self.policies = choose_policies(self.work, shape, options["remat"])
         self._executor = Executor(graphdefs, self.work.config, policy=self.policies, dtype=self.work.dtype, mesh=mesh)
         self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)

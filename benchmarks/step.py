@@ -81,8 +81,11 @@ def random_batch(tokens: int, vocab_size: int, documents: tuple[int, int] = DOCU
     return Batch(tokens=ids, targets=targets, loss_weights=np.ones(shape, np.float32), segments=segments)
 
 
-def parameters(work: Workload, weights: tuple[str, ...], embeddings: str = "device"):
-    """Return (graphdefs, trainable, frozen) with random values, made layer by layer to bound GPU memory."""
+def parameters(work: Workload, weights: tuple[str, ...] | None = None, embeddings: str = "device"):
+    """Return (graphdefs, trainable, frozen) with random values, made layer by layer to bound GPU memory.
+
+    `weights`: places of the layers' frozen weights (see `residency`), by default all on the device.
+    """
     graphdefs, *trees = abstract_parts(work)
 
     def fill(tree, key, host: bool):
@@ -94,7 +97,7 @@ def parameters(work: Workload, weights: tuple[str, ...], embeddings: str = "devi
     for number, tree in enumerate(trees):
         rest = fill({name: part for name, part in tree.items() if name != "layers"}, jax.random.key(number), False)
         layers = [
-            fill(layer, jax.random.key(100 + 2 * index + number), number == 1 and weights[index] != DEVICE)
+            fill(layer, jax.random.key(100 + 2 * index + number), bool(number and weights and weights[index] != DEVICE))
             for index, layer in enumerate(tree["layers"])
         ]
         out.append({**rest, "layers": layers})
