@@ -1,11 +1,12 @@
 """The decoder's shape, read from Hugging Face's config.json."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
-from jaxglue.ops.choices import Quantize, Storage
+from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import check_format, format_flag
 from jaxglue.ops.rope import RopeConfig
 
@@ -76,7 +77,8 @@ class DecoderConfig:
 
     def _check_quantize(self) -> None:
         if self.quantize != "none" and self.moe and not self.moe.mxfp4:
-            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: leave it out")
+            remedy = "use the original one" if self.quantize == "fp8_stored" else "leave it out"
+            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: {remedy}")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         check_format(self.quantize, sizes | heads)
@@ -93,7 +95,7 @@ class DecoderConfig:
         """
         if how == "none" or how == self.quantize:
             return replace(self, fp8_head=fp8_head)
-        if self.quantize != "none":
+        if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
             raise ValueError(
                 f"{format_flag(how)}: the model folder is already quantized to {self.quantize}; "
                 "leave out the flag, or name the original folder"
@@ -233,7 +235,7 @@ def decoder_fields(
     }
 
 
-def _stored_format(raw: Mapping[str, Any]) -> Quantize:
+def _stored_format(raw: Mapping[str, Any]) -> Storage:
     """Return the folder's quantization format, from `quantization_config` in config.json.
 
     Raises:
@@ -243,6 +245,8 @@ def _stored_format(raw: Mapping[str, Any]) -> Quantize:
     if not stored or raw["model_type"] == "gpt_oss":
         return "none"
     remedy = "use the original model folder with --quantize nf4 or int8"
+    if stored.get("quant_method") in ("fp8", "compressed-tensors"):
+        return _stored_fp8(stored)
     if stored.get("quant_method") != "bitsandbytes":
         raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
     skipped = stored.get("llm_int8_skip_modules") or []
@@ -256,3 +260,22 @@ def _stored_format(raw: Mapping[str, Any]) -> Quantize:
     if kind != ("nf4", True):
         raise ValueError(f"config.json says {kind[0]}, double quantization {kind[1]}; only nf4, True is read: {remedy}")
     return "nf4"
+
+
+def _stored_fp8(stored: Mapping[str, Any]) -> Storage:
+    """Return the format of a folder whose linear layers are in FP8, with scales beside them (`hf.fp8_folders`).
+
+    Raises:
+        ValueError: another format of compressed-tensors, other blocks, or unquantized linear layers.
+    """
+    method, remedy = stored["quant_method"], "use the original model folder with --matmul fp8"
+    groups = stored.get("config_groups")
+    kinds = [(group.get("weights") or {}).get("type") for group in groups.values()] if isinstance(groups, dict) else []
+    if method == "compressed-tensors" and (stored.get("format") != "float-quantized" or set(kinds) - {"float"}):
+        raise ValueError(f"compressed-tensors' format {stored.get('format')!r} in config.json is not read: {remedy}")
+    if (block := stored.get("weight_block_size")) not in (None, [128, 128]):
+        raise ValueError(f"weight_block_size {block!r} in config.json: expected [128, 128]: {remedy}")
+    skipped = stored.get("ignore") or stored.get("modules_to_not_convert") or []
+    if within := [name for name in skipped if re.search(r"layers\b.*_proj", str(name))]:
+        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {remedy}")
+    return "fp8_stored"

@@ -22,6 +22,8 @@ from jaxglue.json_file import parse_json, read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
+from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.fp8 import check_fp8
 
 _CHANNEL = "<|channel|>"
 """Token before a channel's name in the harmony format."""
@@ -99,10 +101,12 @@ def _in_float32(dtype: str) -> bool:
 
 def _load(config: AssistantConfig, folder: Path, dtype) -> CausalLM:
     seed = config.seed
+    if config.matmul == "fp8" and jax.default_backend() != "cpu":
+        check_fp8(compute_capability())
     if seed is None:
-        model = load_model(folder, dtype=dtype, quantize=config.quantize)
+        model = load_model(folder, dtype=dtype, quantize=config.storage)
     else:
-        shape = config_from_hf(read_config(folder)).quantized(config.quantize)
+        shape = config_from_hf(read_config(folder)).quantized(config.storage)
         model = random_model(shape, dtype=dtype, seed=seed)
     if config.adapter:
         identity = identify(folder) if seed is None else identify_random(model.config, seed)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.hf.hub import model_path
-from jaxglue.ops.choices import Quantize
+from jaxglue.ops.choices import Matmul, Quantize, Storage, choose_storage
 
 STDIN = Path("-")
 """Names standard input as a file of prompts, and standard output as a file of answers."""
@@ -49,10 +49,13 @@ class AssistantConfig(Config):
     """Dtype of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Hold the decoder layers' linear layers in NF4 or int8, as in training with this flag."""
+    matmul: Matmul = "bf16"
+    """Multiply the decoder layers' linear layers in FP8, as in training with this flag."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def validate(self) -> None:
-        """Refuse a missing model, and an adapter that is no folder."""
+        """Refuse a missing model, an adapter that is no folder, and two formats of weights."""
+        choose_storage(self.quantize, self.matmul)
         if self.adapter and not self.adapter.is_dir():
             raise ValueError(f"--adapter: no such folder: {self.adapter}")
         if not self.model and not self.adapter:
@@ -66,6 +69,11 @@ class AssistantConfig(Config):
 
             return random_seed(self.adapter)
         return self.random_weights
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of the decoder layers' linear layers."""
+        return choose_storage(self.quantize, self.matmul)
 
     @property
     def folder(self) -> Path:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.bitsandbytes import find_quantized
+from jaxglue.hf.fp8_folders import find_fp8
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize_mxfp4
@@ -46,7 +47,7 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
         parts = expert_parts(name, shape)
         if parts and next(iter(parts)) in files.tensors:
             return _stacked(parts, shape)
-    elif quantized := find_quantized(files, name, shape):
+    elif quantized := find_quantized(files, name, shape) or find_fp8(files, name, shape):
         return Source(shapes=quantized[0], read=quantized[1], packed=True)
     return Source(
         shapes={name: shape},

@@ -25,6 +25,7 @@ from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_na
 from jaxglue.models.vocabulary import vocabulary_modules
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import Quantized, is_quantized, quantize_matrix
+from jaxglue.ops.quant.fp8 import FP8Weight, multiplied_in_fp8
 from jaxglue.sharding.mesh import put_on_mesh
 
 Placement = Callable[[str, Any], Any]
@@ -89,6 +90,8 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     def put(name: str, array) -> jax.Array | Quantized:
         if name in quantized and not is_quantized(array):
             array = quantize_matrix(array, config.quantize)
+        elif isinstance(array, FP8Weight) and config.quantize == "fp8":
+            array = multiplied_in_fp8(array)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

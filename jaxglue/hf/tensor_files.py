@@ -6,9 +6,11 @@ https://github.com/huggingface/safetensors#format.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -30,6 +32,7 @@ _DTYPES = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
@@ -41,6 +44,8 @@ class TensorInfo:
     file: Path
     shape: tuple[int, ...]
     dtype: np.dtype
+    start: int | None = None
+    """First byte in the file, of a dtype that the library does not give to numpy."""
 
 
 class TensorFiles:
@@ -54,13 +59,16 @@ class TensorFiles:
         self._handles = {path: _open(path) for path in paths}
         self.tensors: dict[str, TensorInfo] = {}
         for path, handle in self._handles.items():
+            starts = cache(partial(_data_starts, path))
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 if name in self.tensors:
                     raise ValueError(f"tensor {name} is both in {self.tensors[name].file} and in {path}")
-                self.tensors[name] = _info(path, handle, name)
+                self.tensors[name] = _info(path, handle, name, starts)
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor into its own memory."""
+        if (info := self.tensors[name]).start is not None:
+            return self.read_rows(name, 0, info.shape[0])
         return self._handles[self.tensors[name].file].get_tensor(name)
 
     def metadata(self) -> dict[str, str]:
@@ -70,6 +78,10 @@ class TensorFiles:
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows `start:stop` of a tensor, clipped to its end."""
         info = self.tensors[name]
+        if info.start is not None:
+            rows, columns = min(stop, info.shape[0]) - start, math.prod(info.shape[1:])
+            begin = info.start + start * columns
+            return np.fromfile(info.file, info.dtype, rows * columns, offset=begin).reshape(rows, *info.shape[1:])
         return self._handles[info.file].get_slice(name)[start : min(stop, info.shape[0])]
 
     def read_line(self, name: str, index: tuple[int, ...]) -> np.ndarray:
@@ -87,12 +99,21 @@ def _open(path: Path):
         raise ValueError(f"{path} is truncated or corrupt ({error}): download or copy it again") from error
 
 
-def _info(path: Path, handle, name: str) -> TensorInfo:
+def _info(path: Path, handle, name: str, starts: Callable[[], dict[str, int]]) -> TensorInfo:
     view = handle.get_slice(name)
     code = view.get_dtype()
     if code not in _DTYPES:
         raise ValueError(f"tensor {name} in {path} has dtype {code}; supported are {', '.join(_DTYPES)}")
-    return TensorInfo(file=path, shape=tuple(view.get_shape()), dtype=_DTYPES[code])
+    start = starts()[name] if code == "F8_E4M3" else None
+    return TensorInfo(file=path, shape=tuple(view.get_shape()), dtype=_DTYPES[code], start=start)
+
+
+def _data_starts(path: Path) -> dict[str, int]:
+    """Return the first byte of each tensor in a file whose header is known to be sound."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if "data_offsets" in entry}
 
 
 def write_file(

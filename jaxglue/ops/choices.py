@@ -8,7 +8,14 @@ Quantize = Literal["none", "nf4", "int8"]
 """Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""
 Matmul = Literal["bf16", "fp8"]
 """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
-Storage = Literal["none", "nf4", "int8", "fp8"]
+Storage = Literal["none", "nf4", "int8", "fp8", "fp8_stored"]
 """Every storage of the decoder layers' linear layers; fp8 is multiplied as it is."""
 MomentFormat = Literal["float32", "bfloat16", "8bit"]
 """Storage of AdamW's moments."""
+
+
+def choose_storage(quantize: Quantize, matmul: Matmul) -> Storage:
+    """Return the storage that two flags ask for; raise ValueError if they disagree."""
+    if matmul == "fp8" and quantize != "none":
+        raise ValueError(f"--matmul fp8 stores weights in FP8, not {quantize}: leave out --quantize")
+    return "fp8" if matmul == "fp8" else quantize

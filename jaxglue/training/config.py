@@ -10,7 +10,7 @@ from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage
+from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage, choose_storage
 from jaxglue.training.optimizer_config import LEARNING_RATES, PREFERENCE_RATES, RATE_FACTORS, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ class ModelConfig(Config):
                 )
         if self.adapter and self.new_tokens:
             raise ValueError("--adapter and --new-tokens are both given: merge the adapter first (jaxglue export)")
-        if self.matmul == "fp8" and self.quantize != "none":
-            raise ValueError(f"--matmul fp8 stores weights in FP8, not {self.quantize}: leave out --quantize")
+        choose_storage(self.quantize, self.matmul)
         if self.fp8_head and self.matmul != "fp8":
             raise ValueError(f"--fp8-head is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
 
@@ -127,7 +126,7 @@ class ModelConfig(Config):
     @property
     def storage(self) -> Storage:
         """Return the storage of the decoder layers' linear layers."""
-        return "fp8" if self.matmul == "fp8" else self.quantize
+        return choose_storage(self.quantize, self.matmul)
 
     @property
     def router_losses(self) -> "RouterLosses | None":

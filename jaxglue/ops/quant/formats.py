@@ -4,12 +4,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.quant.fp8 import FP8Weight, quantize_fp8
+from jaxglue.ops.quant.fp8 import FP8Weight, expand_products, quantize_fp8
 from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
 from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
 Quantized = NF4 | Int8Weight | FP8Weight
-FORMATS = ("none", "nf4", "int8", "fp8")
+FORMATS = ("none", "nf4", "int8", "fp8", "fp8_stored")
 
 
 def is_quantized(leaf: object) -> bool:
@@ -26,13 +26,15 @@ def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
             return quantize_int8(matrix)
         case "fp8":
             return quantize_fp8(matrix)
+        case "fp8_stored":
+            return expand_products(quantize_fp8(matrix))
         case _:
             return matrix
 
 
 def format_flag(how: str) -> str:
     """Return the flag that asks for a format."""
-    return f"--matmul {how}" if how == "fp8" else f"--quantize {how}"
+    return {"fp8": "--matmul fp8", "fp8_stored": "FP8 in the model folder"}.get(how, f"--quantize {how}")
 
 
 def check_format(how: str, widths: dict[str, int]) -> None:

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
 """Largest e4m3 value."""
+BLOCK = 128
+"""Columns that share a scale where a row has several."""
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +22,8 @@ class FP8Weight:
 
     codes: Float[Array, "out in"]
     """float8_e4m3fn; a row's largest magnitude is 448."""
-    scales: Float[Array, " out"]
-    """Factor of each row, float32."""
+    scales: Float[Array, " out"] | Float[Array, "out in/128"]
+    """Factor of each row, or of each 128 columns of a row, float32."""
     dtype: jnp.dtype = field(metadata={"static": True})
     """Dtype of the original matrix."""
     expand: bool = field(default=False, metadata={"static": True})
@@ -74,4 +76,13 @@ def encode_rows(x: Float[Array, "*B n"], scales: Float[Array, "*B 1"]) -> tuple[
 @partial(jax.jit, static_argnames="dtype")
 def dequantize_fp8(quantized: FP8Weight, dtype=jnp.bfloat16) -> Float[Array, "out in"]:
     """Compute the values in `dtype`: e4m3 value times scale in float32, rounded once."""
-    return (quantized.codes.astype(jnp.float32) * quantized.scales[:, None]).astype(dtype)
+    columns, scales = quantized.shape[1], quantized.scales
+    factors = scales[:, None] if scales.ndim == 1 else jnp.repeat(scales, BLOCK, axis=1)[:, :columns]
+    return (quantized.codes.astype(jnp.float32) * factors).astype(dtype)
+
+
+def multiplied_in_fp8(weight: FP8Weight) -> FP8Weight:
+    """Return the weight for FP8 products: its own codes, or rounded again where a row has several scales."""
+    if weight.scales.ndim == 1:
+        return replace(weight, expand=False)
+    return replace(quantize_fp8(dequantize_fp8(weight, jnp.float32)), dtype=weight.dtype)

@@ -1,0 +1,124 @@
+"""Folders whose linear layers are in FP8, as compressed-tensors, DeepSeek and Qwen write them."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.parameters import flatten_names, quantized_names, split_model
+from jaxglue.ops.quant.fp8 import E4M3, dequantize_fp8, is_multiplied_in_fp8, quantize_fp8
+
+DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+SKIPPED = {"modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]}
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": GROUP}}
+FORMATS = {
+    "channel": COMPRESSED | {"ignore": ["lm_head"]},
+    "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "block": DEEPSEEK | SKIPPED,
+}
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+
+
+def store(name, matrix, how):
+    """Return the tensors of a matrix, and its values."""
+    module, (out, columns) = name.removesuffix("weight"), matrix.shape
+    if how == "channel":
+        weight = quantize_fp8(matrix)
+        return {name: weight.codes, f"{module}weight_scale": weight.scales[:, None].astype(jnp.bfloat16)}
+    blocks = (1, 1) if how == "tensor" else (-(-out // 128), -(-columns // 128))
+    scales = 0.001 * (1 + np.arange(blocks[0] * blocks[1], dtype=np.float32).reshape(blocks))
+    spread = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:out, :columns] if how == "block" else scales
+    codes = jnp.clip(matrix / spread, -448, 448).astype(E4M3)
+    if how == "block":
+        return {name: codes, f"{module}weight_scale_inv": jnp.asarray(scales)}
+    one = jnp.asarray(scales.reshape(()))
+    return {name: codes, f"{module}weight_scale": one, f"{module}input_scale": one}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_config):
+    """Model folders by format, whose widths no block divides, and their tensors."""
+    raw = {**tiny_config, "model_type": "qwen3", "intermediate_size": 208, "num_hidden_layers": 2}
+    config, made = config_from_hf(raw), {}
+    plain = flatten_names(split_model(random_model(config, dtype=jnp.float32), nnx.Param)[1])
+    linears = [name for name in plain if "_proj.weight" in name]
+    for how, quantization in FORMATS.items():
+        stored = {name: x for name, x in plain.items() if name not in linears}
+        for name in linears:
+            stored |= store(name, plain[name], how)
+        folder = tmp_path_factory.mktemp(how) / "model"
+        save_tensors(folder, stored)
+        (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+        made[how] = folder, stored
+    return made
+
+
+def weights(model) -> dict:
+    flat = {".".join(["model", *map(str, path)]): v.get_value() for path, v in nnx.to_flat_state(nnx.state(model))}
+    return {name: flat[name] for name in quantized_names(model)}
+
+
+def values(stored, name):
+    """Compute the definition: codes times the scale of their tensor, channel or block."""
+    codes, module = np.asarray(stored[name], np.float32), name.removesuffix("weight")
+    if (blocks := stored.get(f"{module}weight_scale_inv")) is None:
+        return codes * np.asarray(stored[f"{module}weight_scale"], np.float32)
+    return codes * np.repeat(np.repeat(np.asarray(blocks), 128, 0), 128, 1)[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_folders_load_as_they_are(folders, how):
+    folder, stored = folders[how]
+    found = weights(load_model(folder, dtype=jnp.float32))
+    assert len(found) == 2 * 7
+    for name, weight in found.items():
+        assert not is_multiplied_in_fp8(weight)
+        np.testing.assert_array_equal(np.asarray(weight.codes, np.float32), np.asarray(stored[name], np.float32))
+        np.testing.assert_array_equal(dequantize_fp8(weight, jnp.float32), values(stored, name))
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_matmul_fp8_multiplies_their_codes(folders, how):
+    folder, stored = folders[how]
+    for name, weight in weights(load_model(folder, dtype=jnp.float32, quantize="fp8")).items():
+        expected = values(stored, name)
+        assert is_multiplied_in_fp8(weight) and weight.scales.shape == (len(expected),)
+        error = np.linalg.norm(dequantize_fp8(weight, jnp.float32) - expected) / np.linalg.norm(expected)
+        assert error < (0.04 if how == "block" else 1e-7)  # scales of rows round blocks again
+
+
+def broken(folders, tmp_path, how, change) -> str:
+    folder, stored = folders[how]
+    stored, raw = dict(stored), json.loads((folder / "config.json").read_text())
+    change(stored, raw["quantization_config"])
+    save_tensors(tmp_path / "model", stored)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    return str(tmp_path / "model")
+
+
+SCALE = MATRIX.replace("weight", "weight_scale")
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "message"),
+    [
+        ("channel", lambda t, q: t.pop(SCALE), r"is in FP8: expected .*down_proj\.weight_scale or"),
+        ("channel", lambda t, q: t.update({SCALE: t[SCALE][1:]}), r"weight_scale in .* is \[\d+, 1\], expected one of"),
+        ("channel", lambda t, q: q.update(format="pack-quantized"), "format 'pack-quantized' .* is not read"),
+        ("block", lambda t, q: q.update(weight_block_size=[64, 64]), r"weight_block_size \[64, 64\]"),
+        (
+            "block",
+            lambda t, q: q.update(modules_to_not_convert=["model.layers.0.mlp.up_proj"]),
+            "leaves .* unquantized",
+        ),
+    ],
+)
+def test_other_folders_are_refused(folders, tmp_path, how, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(broken(folders, tmp_path, how, change), dtype=jnp.float32)
