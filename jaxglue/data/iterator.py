@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -147,6 +147,16 @@ class BatchIterator(Iterator[Step]):
                 self._steps.close()
                 self._start(self._epoch + 1, self._next_plan.result())
 
+    @property
+    def dataset(self) -> TokenDataset:
+        """Return the documents."""
+        return self._dataset
+
+    def replace_dataset(self, dataset: TokenDataset) -> None:
+        """Continue with the same documents, of which more is known."""
+        state, self._dataset = self.get_state(), dataset
+        self.set_state(state)
+
     def get_state(self) -> dict[str, Any]:
         """Return a JSON-able state: the next step's position and the settings behind it."""
         return {"epoch": self._epoch, "steps": self._steps.get_state(), "run": self._run()}
@@ -203,6 +213,20 @@ class EvalBatches:
         self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
         self.targets = int(dataset.targets.sum())
         """Target tokens over all batches and processes."""
+
+    @property
+    def dataset(self) -> TokenDataset:
+        """Return the documents."""
+        return self._steps.dataset
+
+    def replace_dataset(self, dataset: TokenDataset) -> None:
+        """Continue with the same documents, of which more is known."""
+        self._steps = replace(self._steps, dataset=dataset)
+
+    def documents(self) -> Iterator[list[Int[np.ndarray, "documents"]]]:
+        """Yield the documents of each batch's rows, over all processes."""
+        plan, size = self._steps.plan, self._steps.batch_size
+        return ([plan.row(row) for row in range(first, first + size)] for first in range(0, plan.rows, size))
 
     def __len__(self) -> int:
         return len(self._steps)

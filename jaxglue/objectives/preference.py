@@ -48,6 +48,7 @@ class PreferenceLoss:
         """
         assert batch.answers is not None
         answers, sums = batch.answers, sum_parts(log_probs, batch.answers)
+        assert answers.reference is not None or not self.config.needs_reference
         if self.config.objective == "kto":
             losses, metrics = self._kto(sums, answers)
         else:

@@ -27,6 +27,7 @@ from jaxglue.training.postmortem import Postmortem
 from jaxglue.training.profile import StepProfiler
 from jaxglue.training.progress import TrainingProgress
 from jaxglue.training.recorder import Recorder
+from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.result import Result, ResultWriter, abstract_state
 from jaxglue.training.resuming import resume_notes
 from jaxglue.training.run_folder import RunFolder
@@ -61,6 +62,9 @@ class Trainer:
         mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
         self._model = TrainStep(setup, mesh)
         timer.stage("weights")
+        if note := add_reference(setup, self._model, mesh, processes):
+            console.print(note, highlight=False)
+            timer.stage("reference")
         shared: dict[str, Any] = {
             "dtype": setup.config.model.compute_dtype,
             "attention": setup.config.model.attention,

@@ -1,0 +1,104 @@
+"""The reference's log-probabilities of all answers, computed before training and kept on disk."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float32
+
+from jaxglue.data.answer_dataset import AnswerDataset
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.cache import content_key
+from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.progress import DataProgress, NoProgress
+from jaxglue.distributed import Processes
+from jaxglue.hf.export import on_host
+from jaxglue.hf.files import atomic_file
+from jaxglue.hf.fingerprint import weights_digest
+from jaxglue.sharding.mesh import place_batch, process_batch_shard
+from jaxglue.training.reference import caches_reference
+from jaxglue.training.setup import Setup
+from jaxglue.training.train_step import TrainStep
+
+LogProbs = Float32[np.ndarray, "units 2"]
+
+
+def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: Processes) -> str | None:
+    """Give the run's batches the log-probabilities of a cached reference; return a line that says so.
+
+    All processes call this with the weights that training begins with. None where no cached reference is needed.
+    """
+    if not caches_reference(setup, model.trainable):
+        return None
+    if setup.config.model.matmul == "fp8":
+        raise ValueError("--matmul fp8 with a cached reference is not supported: use --reference-cache off")
+    notes = []
+    held_out = [] if setup.eval_batches is None else [setup.eval_batches]
+    for batches in (setup.batches, *held_out):
+        dataset = batches.dataset
+        assert isinstance(dataset, AnswerDataset)
+        path = Path(setup.config.data.cache_dir) / f"reference-{_key(setup, dataset)}.float32"
+        known = processes.all_gather_object(_read(path, len(dataset)) is not None)[0]
+        values = _read(path, len(dataset)) if known else _compute(setup, model, mesh, dataset, processes)
+        if values is None:
+            raise ValueError(f"{path}: process 0 reads this file and another cannot: use a --cache-dir that all share")
+        if not known and processes.is_main:
+            _write(path, values)
+        batches.replace_dataset(replace(dataset, reference=values))
+        notes.append(f"{'read from' if known else 'written to'} {path}")
+    return f"reference's log-probabilities: {', '.join(notes)}"
+
+
+def _key(setup: Setup, dataset: TokenDataset) -> str:
+    """Name the reference's weights and the data."""
+    config = setup.config
+    adapter = config.model.adapter and weights_digest(config.model.adapter)
+    weights = f"random {config.data.seed}" if config.model.random_weights else weights_digest(config.model.folder)
+    run = [repr(setup.model), str(config.model.compute_dtype), config.model.storage, str(adapter), config.data.seq_len]
+    return content_key(dataset.fingerprint, weights, *run)
+
+
+def _compute(
+    setup: Setup, model: TrainStep, mesh: Mesh | None, dataset: AnswerDataset, processes: Processes
+) -> LogProbs:
+    run = setup.config.run
+    index, count = process_batch_shard(mesh, run.batch_size)
+    batches = EvalBatches(
+        dataset,
+        seq_len=setup.config.data.seq_len,
+        batch_size=run.batch_size,
+        max_segments=setup.batches.max_segments,
+        process_index=index,
+        process_count=count,
+    )
+    values = np.zeros((len(dataset), 2), np.float32)
+    progress = DataProgress() if processes.is_main else NoProgress()
+    done = 0.0
+    with progress.stage("computing the reference's log-probabilities", 4 * float(dataset.lengths.sum())) as advance:
+        for units, batch in zip(batches.documents(), batches, strict=True):
+            found = on_host(model.executor.answer_log_probs(model.trainable, model.frozen, place_batch(batch, mesh)))
+            for row, own in enumerate(units):
+                values[own] = found[row, : len(own)]
+                done += 4 * float(dataset.lengths[own].sum())
+            advance(done)
+    return values
+
+
+def _read(path: Path, units: int) -> LogProbs | None:
+    """Return the values of a file; None if it is absent, damaged or of another length."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    values = np.frombuffer(content[32:], np.float32)
+    whole = hashlib.sha256(content[32:]).digest() == content[:32] and len(values) == 2 * units
+    return values.reshape(units, 2).copy() if whole else None
+
+
+def _write(path: Path, values: LogProbs) -> None:
+    """Write the values after their SHA-256."""
+    content = values.tobytes()
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(hashlib.sha256(content).digest() + content)
