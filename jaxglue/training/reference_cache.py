@@ -10,8 +10,8 @@ from jaxtyping import Float32
 
 from jaxglue.data.answer_dataset import AnswerDataset
 from jaxglue.data.batch import TokenDataset
-from jaxglue.data.cache import content_key
-from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.cache import content_key, file_digest
+from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
@@ -35,8 +35,9 @@ def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: 
     if setup.config.model.matmul == "fp8":
         raise ValueError("--matmul fp8 with a cached reference is not supported: use --reference-cache off")
     notes = []
-    held_out = [] if setup.eval_batches is None else [setup.eval_batches]
-    for batches in (setup.batches, *held_out):
+    parts: list[BatchIterator | EvalBatches] = [setup.batches]
+    parts += [setup.eval_batches] if setup.eval_batches else []
+    for batches in parts:
         dataset = batches.dataset
         assert isinstance(dataset, AnswerDataset)
         path = Path(setup.config.data.cache_dir) / f"reference-{_key(setup, dataset)}.float32"
@@ -54,7 +55,7 @@ def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: 
 def _key(setup: Setup, dataset: TokenDataset) -> str:
     """Name the reference's weights and the data."""
     config = setup.config
-    adapter = config.model.adapter and weights_digest(config.model.adapter)
+    adapter = config.model.adapter and file_digest(config.model.adapter / "adapter_model.safetensors")
     weights = f"random {config.data.seed}" if config.model.random_weights else weights_digest(config.model.folder)
     run = [repr(setup.model), str(config.model.compute_dtype), config.model.storage, str(adapter), config.data.seq_len]
     return content_key(dataset.fingerprint, weights, *run)
