@@ -1,0 +1,33 @@
+"""Tokenizing workers end with their parent, however it ends."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+PREPARING = """
+import os, time
+from jaxglue.data.files import Row
+from jaxglue.data.tokenize import _encode
+
+class Slow:
+    def encode(self, rows):
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    list(_encode(Slow(), [Row("", {})] * 2000, 2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_parent(tmp_path, number):
+    script = tmp_path / "preparing.py"
+    script.write_text(PREPARING)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        workers = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+        parent.send_signal(number)
+        _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
