@@ -86,7 +86,7 @@ def quantize_folder(
         max_shard_bytes: shard limit in bytes, which also bounds memory.
 
     Raises:
-        ValueError: an already quantized base, sizes the format cannot hold, or a bad folder.
+        ValueError: an already quantized base, weights that are not finite, sizes the format cannot hold, or a bad folder.
         OSError: a failed write, such as on a full disk.
     """
     raw = read_config(base)
@@ -105,7 +105,10 @@ def quantize_folder(
         specs |= stored or {name: jax.ShapeDtypeStruct(info.shape, info.dtype)}
 
     def quantize(name: str) -> Any:
-        return quantize_matrix(jnp.asarray(files.read(name)), how)
+        matrix = files.read(name)
+        if not np.isfinite(matrix).all():
+            raise ValueError(f"{base}: {name} holds values that are not finite (NaN or infinity): download it again")
+        return quantize_matrix(jnp.asarray(matrix), how)
 
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
