@@ -86,7 +86,7 @@ def quantize_folder(
         max_shard_bytes: shard limit in bytes, which also bounds memory.
 
     Raises:
-        ValueError: an already quantized base, weights that are not finite, sizes the format cannot hold, or a bad folder.
+        ValueError: an already quantized base, weights not finite, sizes the format cannot hold, or a bad folder.
         OSError: a failed write, such as on a full disk.
     """
     raw = read_config(base)
