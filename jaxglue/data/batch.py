@@ -29,6 +29,8 @@ class Batch:
     segments: PackedSegments
     answers: Answers | None = None
     """Units of answers that an objective compares; None in supervised training."""
+    sources: Int32[Array, "B T"] | None = None
+    """Source of each token, in evaluation on several sources only."""
 
 
 @dataclass(frozen=True, kw_only=True)

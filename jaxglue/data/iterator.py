@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,6 +42,8 @@ class _Steps:
     gradient_accumulation_steps: int
     process_index: int
     process_count: int
+    with_sources: bool = False
+    """Batches name the source of each token."""
 
     def __len__(self) -> int:
         return _steps(self.plan, self.batch_size * self.gradient_accumulation_steps)
@@ -59,14 +61,19 @@ class _Steps:
 
     def _own_rows(self, rows: Int[np.ndarray, "processes B"], step: Int[np.ndarray, "documents"]) -> Batch:
         """Build this process's rows of a micro-batch; the rows of all processes decide on its kind."""
-        return self.dataset.build_batch(
+        own = rows[self.process_index]
+        batch = self.dataset.build_batch(
             self.plan,
-            rows[self.process_index],
+            own,
             step,
             seq_len=self.seq_len,
             max_segments=self.max_segments,
             kind=batch_kind([self.dataset.lengths[self.plan.row(row)] for row in rows.ravel()], self.max_segments),
         )
+        if not self.with_sources or self.dataset.sources is None:
+            return batch
+        owners = [self.dataset.sources[self.plan.row(row)] for row in own]
+        return replace(batch, sources=token_sources(batch.segments.segment_ids, owners))
 
 
 class BatchIterator(Iterator[Step]):
@@ -110,8 +117,11 @@ class BatchIterator(Iterator[Step]):
         if batch_size % process_count:
             raise ValueError(f"batch_size={batch_size} does not divide among {process_count} processes")
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
-        self._sizes = {"batch_size": batch_size, "gradient_accumulation_steps": gradient_accumulation_steps}
-        self._processes = {"process_index": process_index, "process_count": process_count}
+        self._sizes: dict[str, Any] = {
+            "batch_size": batch_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+        }
+        self._processes: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
         """Segment slots S of every batch."""
@@ -191,7 +201,7 @@ class BatchIterator(Iterator[Step]):
 
     def _start(self, epoch: int, plan: PackPlan) -> None:
         """Begin an epoch and plan the next in the background."""
-        shape = {"seq_len": self._seq_len, "max_segments": self.max_segments}
+        shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
         self._steps = _read_ahead(_Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
         self._next_plan: Future[PackPlan] | None = None
@@ -203,13 +213,14 @@ class EvalBatches:
     """Held-out documents packed in order; each `iter()` is one pass, with the last batch padded."""
 
     def __init__(
-        self, dataset: TokenDataset, *, seq_len: int, batch_size: int, max_segments: int | None = None, **processes: int
+        self, dataset: TokenDataset, *, seq_len: int, batch_size: int, max_segments: int | None = None, **processes: Any
     ):
         _check_sizes(batch_size=batch_size)
         plan = plan_packing(dataset.lengths, seq_len=seq_len, max_segments=max_segments)
         slots = segment_bucket(max_segments or plan.max_segments)
         processes = {"process_index": 0, "process_count": 1, **processes}
-        shape = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size, "gradient_accumulation_steps": 1}
+        shape: dict[str, Any] = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size}
+        shape |= {"gradient_accumulation_steps": 1, "with_sources": True}
         self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
         self.targets = int(dataset.targets.sum())
         """Target tokens over all batches and processes."""
@@ -233,6 +244,14 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return (step.micro_batches[0] for step in _read_ahead(self._steps))
+
+
+def token_sources(
+    segment_ids: Int[np.ndarray, "B T"], owners: Sequence[Int[np.ndarray, "documents"]]
+) -> Int[np.ndarray, "B T"]:
+    """Return the source of each token, 0 for padding, from the sources of each row's documents."""
+    rows = [np.concatenate([[0], own])[ids] for ids, own in zip(np.asarray(segment_ids), owners, strict=True)]
+    return np.stack(rows).astype(np.int32)
 
 
 def _read_ahead(steps: _Steps) -> grain.DatasetIterator:

@@ -15,7 +15,7 @@ from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
-from jaxglue.data.sources import Source
+from jaxglue.data.sources import Source, short_names
 from jaxglue.data.store import TokenStore
 from jaxglue.data.tokenize import Tokenized, tokenize
 
@@ -91,6 +91,8 @@ class PreparedData:
     train: TokenDataset
     eval: TokenDataset | None
     report: DataReport
+    eval_sources: tuple[str, ...] = ()
+    """Names of the held-out documents' sources."""
 
     @property
     def fingerprint(self) -> str:
@@ -143,7 +145,9 @@ def prepare_data(
         sources=tuple(_source_reports([one for one, _ in groups[0]], train, plans[0])),
         notes=tuple(_notes([[one for one, _ in group] for group in groups])),
     )
-    return PreparedData(train=train, eval=datasets[1] if len(datasets) > 1 else None, report=report)
+    held_out = datasets[1] if len(datasets) > 1 else None
+    names = short_names([source.name for source in config.eval_sources or config.sources])
+    return PreparedData(train=train, eval=held_out, report=report, eval_sources=names)
 
 
 def _select(

@@ -1,6 +1,7 @@
 """Sources of data, each with settings of its own: `chats.jsonl?format=messages&weight=2`."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -91,6 +92,15 @@ def parse_source(text: str, **defaults: str) -> Source:
         return Source(name=name, **{key: _read(known[key][1], key, value) for key, value in options.items()})
     except ValueError as error:
         raise ValueError(f"{text}: {error}") from error
+
+
+def short_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return files' names without their folders, and numbered where several sources share one."""
+    short = [name if name.startswith(HUB_PREFIX) else os.path.basename(name.rstrip("/")) or name for name in names]
+    return tuple(
+        name if short.count(name) == 1 else f"{name}#{short[:index].count(name) + 1}"
+        for index, name in enumerate(short)
+    )
 
 
 def _read(kind: Kind, key: str, value: str) -> Any:

@@ -120,13 +120,13 @@ class EmbedHead:
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale
     ) -> Float[Array, "..."]:
         """Return scale · Σ loss of the last layer's output; on a mesh, every device's share of it."""
-        return self._loss_program(self._head(trainable), self._head(frozen), x, _shared(batch), scale)
+        return self._loss_program(self.parts(trainable), self.parts(frozen), x, _shared(batch), scale)
 
     def answer_log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
     ) -> Float[Array, "B U 2"]:
         """Return the log-probabilities of a batch's answers from the last layer's output."""
-        return self._log_probs_program(self._head(trainable), self._head(frozen), x, _shared(batch))
+        return self._log_probs_program(self.parts(trainable), self.parts(frozen), x, _shared(batch))
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
         """Return the batch with the answers' log-probabilities under a reference, from its last layer's output."""
@@ -147,9 +147,9 @@ class EmbedHead:
         return self._head_backward_program.trace(*self._head_arguments(trainable, frozen, x, batch, scale, sums))
 
     def _head_arguments(self, trainable: Params, frozen: Params, x, batch: Batch, scale, sums: Params) -> tuple:
-        return self._head(trainable), self._head(frozen), x, _shared(batch), scale, self._head(sums)
+        return self.parts(trainable), self.parts(frozen), x, _shared(batch), scale, self.parts(sums)
 
-    def _head(self, tree: Params) -> Params:
+    def parts(self, tree: Params) -> Params:
         """Return the final norm's and the output projection's entries, tied or not."""
         return {name: tree[name] for name in self._head_parts}
 
@@ -233,14 +233,14 @@ class EmbedHead:
 
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
-            hidden, output = self._output(trainable, frozen, x)
+            hidden, output = self.normed_output(trainable, frozen, x)
             log_probs, _ = self._token_log_probs(hidden, output_matrix(output), batch)
             return sum_parts(log_probs, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
 
-    def _output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
+    def normed_output(self, trainable: Params, frozen: Params, x) -> tuple[Float[Array, "M D"], Any]:
         """Return the normed hidden states of all tokens, and the output projection's module."""
         graphdefs = {"norm": self._graphdefs.norm, self._head_parts[1]: self._graphdefs.output}
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
@@ -248,7 +248,7 @@ class EmbedHead:
 
     def _local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by an objective's metrics."""
-        hidden, output = self._output(trainable, frozen, x)
+        hidden, output = self.normed_output(trainable, frozen, x)
         if self._objective is None:
             tokens = hidden, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel()
             rows, fp8 = replaced_rows(output), self._config.fp8_head

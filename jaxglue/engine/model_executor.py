@@ -1,17 +1,20 @@
 """The executor of a causal language model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import LayerExecutor
 from jaxglue.engine.policy import RematPolicy
+from jaxglue.engine.scores import ScoreHead
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.parameters import ModelGraphDefs, Params
@@ -57,6 +60,7 @@ class Executor(LayerExecutor):
         shared |= {"objective": objective, "neftune_alpha": neftune_alpha}
         embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
         self._embed_head = embed_head
+        self._scores = ScoreHead(embed_head, layout)
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
 
     def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
@@ -64,3 +68,23 @@ class Executor(LayerExecutor):
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch)
         return self._embed_head.answer_log_probs(trainable, frozen, x, batch)
+
+    def evaluate(
+        self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1
+    ) -> tuple[Float[Array, "..."], Float[Array, "3 sources"]]:
+        """Return a batch's Σ loss, as `loss` does, and by source its Σ weight · loss, Σ weight · hit and Σ weight.
+
+        A hit is a target with the largest logit.
+        """
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, replace(batch, sources=None))
+        loss = self._entry_head.loss(trainable, frozen, x, replace(batch, sources=None), np.float32(1))
+        return self._total_loss(loss), self._scores.sums(trainable, frozen, x, batch, sources)
+
+    def token_scores(
+        self, trainable: Params, frozen: Params, batch: Batch
+    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+        """Return each target's cross-entropy, and whether it has the largest logit."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self._scores.tokens(trainable, frozen, x, batch)

@@ -15,7 +15,7 @@ from jaxglue.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.curve import save_loss_curve
-from jaxglue.training.evaluation import Evaluation
+from jaxglue.training.evaluation import Evaluation, evaluation_lines
 from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.failed_step import save_step
 from jaxglue.training.in_flight import StepResult, StepsInFlight
@@ -221,7 +221,7 @@ class Trainer:
         loggers.log(step, values)
         eval_loss = values.get("eval_loss")
         if eval_loss is not None:
-            progress.say(f"step {step}: eval loss {eval_loss:.4f}")
+            progress.say(f"step {step}: " + "\n".join(evaluation_lines(values)))
             check_finite(step, {"eval_loss": eval_loss})
         return eval_loss
 

@@ -10,6 +10,7 @@ from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
 from jaxglue.ops.cross_entropy.reference import reference_cross_entropy
+from jaxglue.ops.cross_entropy.scores import chunked_scores as linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "chunk_size",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_scores",
     "log_sum_squares",
     "reference_cross_entropy",
 ]

@@ -1,0 +1,72 @@
+"""Metrics of held-out data: perplexity, token accuracy, losses by source."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxglue.data.iterator import token_sources
+from jaxglue.data.sources import short_names
+from jaxglue.training.evaluation import evaluation_lines, held_out_metrics
+from jaxglue.training.metrics import read_metrics
+from jaxglue.training.setup import prepare
+from jaxglue.training.train_step import TrainStep
+from jaxglue.training.trainer import train
+
+
+def test_tokens_know_their_source():
+    ids = np.array([[1, 1, 2, 0], [1, 2, 2, 3], [0, 0, 0, 0]])
+    owners = [np.array([2, 0]), np.array([0, 1, 0]), np.array([], int)]
+    assert token_sources(ids, owners).tolist() == [[2, 2, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_names_of_sources_are_short_and_unique():
+    names = ["a/x.jsonl", "b/x.jsonl", "hf:o/n", "c/y.jsonl", "d/"]
+    assert short_names(names) == ("x.jsonl#1", "x.jsonl#2", "hf:o/n", "y.jsonl", "d")
+
+
+def test_metrics_are_weighted_means():
+    sums = np.array([[6.0, 2.0, 0.0], [1.0, 1.0, 0.0], [3.0, 4.0, 0.0]])
+    values = held_out_metrics(8 / 7, sums, ("a", "b", "c"))
+    assert values == {
+        "eval_perplexity": math.exp(8 / 7),
+        "eval_token_accuracy": pytest.approx(2 / 7),
+        "eval_loss/a": 2.0,
+        "eval_loss/b": 0.5,
+    }
+    lines = list(evaluation_lines({"eval_loss": 8 / 7} | values))
+    assert lines == ["eval loss 1.1429, perplexity 3.136, token accuracy 28.6%", "  a: 2.0000", "  b: 0.5000"]
+    assert held_out_metrics(1e4, sums, ("a",))["eval_perplexity"] == math.inf
+
+
+def test_sums_by_source_equal_single_tokens(make_config, write_jsonl, chat_rows):
+    other = write_jsonl([{"text": "other words " * n} for n in range(2, 9)], name="other.jsonl")
+    config = make_config(eval_fraction=0.5, batch_size=2)
+    config = make_config(eval_fraction=0.5, batch_size=2, data=(*config.data.data, other))
+    setup = prepare(config)
+    model = TrainStep(setup, None)
+    totals, expected = 0.0, np.zeros((3, 2))
+    for batch in jax.device_put(list(setup.eval_batches)):
+        loss, sums = model.executor.evaluate(model.trainable, model.frozen, batch, 2)
+        assert float(loss) == float(model.executor.loss(model.trainable, model.frozen, batch))
+        losses, hits = jax.device_get(model.executor.token_scores(model.trainable, model.frozen, batch))
+        weights, owners = np.asarray(batch.loss_weights), np.asarray(batch.sources)
+        for source in (0, 1):
+            own = weights * (owners == source)
+            expected[:, source] += [(own * losses).sum(), (own * hits).sum(), own.sum()]
+        totals = totals + np.asarray(sums, np.float64)
+    np.testing.assert_allclose(totals, expected, rtol=1e-5)
+    assert totals[2].sum() == setup.eval_batches.targets and (totals[2] > 0).all()
+
+
+def test_runs_log_metrics_of_each_source(make_config, write_jsonl, tmp_path):
+    other = write_jsonl([{"text": "other words " * n} for n in range(2, 9)], name="other.jsonl")
+    config = make_config(steps=2)
+    train(make_config(steps=2, eval_every=1, eval_data=(*config.data.data, other)))
+    values = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in line]
+    assert len(values) == 2
+    assert 0 <= values[0]["eval_token_accuracy"] <= 1
+    assert values[0]["eval_perplexity"] == pytest.approx(math.exp(values[0]["eval_loss"]))
+    by_source = [value for name, value in values[0].items() if name.startswith("eval_loss/")]
+    assert len(by_source) == 2 and min(by_source) <= values[0]["eval_loss"] <= max(by_source)
