@@ -73,7 +73,8 @@ class _Steps:
         if not self.with_sources or self.dataset.sources is None:
             return batch
         owners = [self.dataset.sources[self.plan.row(row)] for row in own]
-        return replace(batch, sources=token_sources(batch.segments.segment_ids, owners))
+        sources: Any = token_sources(np.asarray(batch.segments.segment_ids), owners)
+        return replace(batch, sources=sources)
 
 
 class BatchIterator(Iterator[Step]):
@@ -250,7 +251,7 @@ def token_sources(
     segment_ids: Int[np.ndarray, "B T"], owners: Sequence[Int[np.ndarray, "documents"]]
 ) -> Int[np.ndarray, "B T"]:
     """Return the source of each token, 0 for padding, from the sources of each row's documents."""
-    rows = [np.concatenate([[0], own])[ids] for ids, own in zip(np.asarray(segment_ids), owners, strict=True)]
+    rows = [np.concatenate([[0], own])[ids] for ids, own in zip(segment_ids, owners, strict=True)]
     return np.stack(rows).astype(np.int32)
 
 
