@@ -19,7 +19,8 @@ from inputs import SHAPES
 from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
-from jaxglue.planner.planner import DoesNotFit, Planner
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import DoesNotFit
 
 HELD_OUT, FITTED = 2, 1
 """Seeds."""

@@ -10,7 +10,7 @@ from jaxglue.generation import chat
 from jaxglue.generation.config import GenerateConfig
 from jaxglue.planner import plan as planner_plan
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.planner import Plan
+from jaxglue.planner.plans import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
 from jaxglue.training import trainer

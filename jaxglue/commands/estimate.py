@@ -21,7 +21,8 @@ from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.gpus import GIB, find_gpu
-from jaxglue.planner.planner import MARGIN, DoesNotFit, Plan, Planner
+from jaxglue.planner.planner import MARGIN, Planner
+from jaxglue.planner.plans import DoesNotFit, Plan
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model
 from jaxglue.training.devices import with_global_batch

@@ -2,7 +2,8 @@
 
 from jaxglue.engine.policy import AUTO
 from jaxglue.planner.gpus import GIB, find_gpu
-from jaxglue.planner.planner import Plan, Planner
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import Plan
 from jaxglue.planner.workload import Workload
 
 

@@ -2,48 +2,29 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from typing import Any
 
 from jaxglue.engine.per_layer import interleave
-from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, format_policies, parse_policies, parse_policy
-from jaxglue.engine.residency import DEVICE, HOST, format_weights, is_streamed, parse_weights, stream_evenly
+from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
+from jaxglue.engine.residency import DEVICE, HOST, is_streamed, parse_weights, stream_evenly
 from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
+from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.peak import PeakMemory
+from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, gib
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.schedule import Work, simulate
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Environment variable with the most GiB of host memory that JAX pins; 64 if it is not set."""
 MARGIN = 0.03
 """Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
 _LINK_SHARE = 0.9
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
-_OFFLOADS = (
-    "offload:layer_input,attention_residual,query,key,value",
-    "offload:layer_input,gate",
-    "offload:layer_input,attention_residual,gate",
-    "offload:layer_input,attention_residual,key,value,gate",
-    "offload:layer_input,attention_residual,query,key,value,gate",
-)
-"""In the order of bytes offloaded. All values save about as much recomputation per byte, so their total decides."""
-_POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_OFFLOADS)
-_MIXES = (
-    ("dots", "none"),
-    *((lean, "dots") for lean in ("full", "offload", *_OFFLOADS)),
-    *pairwise(_OFFLOADS),
-    *((lean, f"{lean}; save:up") for lean in _OFFLOADS[1:]),
-    *((lean, f"{other}; save:up") for other, lean in pairwise(_OFFLOADS[1:])),
-)
-"""Pairs (lean, fast) of policies; layers of the fast one are spread among the lean so that the link catches up."""
-
-
 _COMPILE_ENDS, _COMPILE_LAYER = 3.0, 4.5
 """Seconds to compile embedding and head, and a layer's forward and backward pass, with autotuning and our kernels."""
 _PINNING = 1.0 * GIB
@@ -51,43 +32,6 @@ _PINNING = 1.0 * GIB
 _LEAN = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 _ROW_STEP = 128
-
-
-class DoesNotFit(ValueError):  # noqa: N818
-    """Reports that a setting, or every setting, needs more memory than there is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A setting with its predicted cost."""
-
-    policies: tuple[RematPolicy, ...]
-    """One for each layer."""
-    weights: tuple[str, ...]
-    """Place of each layer's frozen weights (see `residency`)."""
-    seconds: float
-    """Seconds of an optimizer step."""
-    device_bytes: int
-    """At the peak."""
-    host_bytes: int
-    """Bytes of pinned host memory."""
-    compile_seconds: float = 0.0
-    """Seconds that the first step takes longer than others: compilation without a cache, and pinning host memory."""
-
-    @property
-    def remat(self) -> str:
-        """Return the policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
-        return format_policies(self.policies)
-
-    @property
-    def places(self) -> str:
-        """Return the weights' places as `parse_weights` reads them, such as `device` or `20 x device & 12 x host`."""
-        return format_weights(self.weights)
-
-    def __str__(self) -> str:
-        if not is_streamed(self.weights):
-            return f"--remat {self.remat!r}"
-        return f"--remat {self.remat!r} --weights {self.places if ' ' not in self.places else repr(self.places)}"
 
 
 class Planner:
@@ -120,13 +64,15 @@ class Planner:
 
     @cached_property
     def _plans(self) -> list[Plan]:
-        return sorted(self._candidates(), key=_by_time)
+        return sorted(self._candidates(), key=by_time)
 
     def _plans_of(self, weights: str) -> list[Plan]:
         """Return the settings with these places of the weights, the fastest first."""
+        if weights == AUTO:
+            return self.plans()
         places = parse_weights(weights, self._model.layers)
         known = [plan for plan in self.plans() if plan.weights == places]
-        return known or sorted(self._candidates_of(places), key=_by_time)
+        return known or sorted(self._candidates_of(places), key=by_time)
 
     def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Plan:
         """Predict the cost of a setting: policies, and places of the layers' weights."""
@@ -150,6 +96,7 @@ class Planner:
             weights=places,
             seconds=self._seconds(costs, streamed, depth),
             device_bytes=peak.total(),
+            tile=self.workload.tile,
             host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
             compile_seconds=self._compile_seconds(chosen, sum(cost.offloaded for cost in costs[: -1 - depth])),
         )
@@ -164,11 +111,24 @@ class Planner:
         if remat == AUTO:
             return self.choose(host_memory=host_memory, weights=weights)
         policies = parse_policies(remat, self._model.layers)
-        plan = self.plan(policies, weights=DEVICE if weights == AUTO else weights)
-        if weights == AUTO and not self.fits(plan, host_memory):
-            plan = self._stream_least(policies) or plan
+        plans = (planner._resolve(policies, weights, host_memory) for planner in self._by_tile())
+        first = next(plans)
+        plan = first if self.fits(first, host_memory) else next((p for p in plans if self.fits(p, host_memory)), first)
         self.check(plan, host_memory=host_memory)
         return plan
+
+    def _resolve(self, policies: Sequence[RematPolicy], weights: str, host_memory: float) -> Plan:
+        plan = self.plan(policies, weights=DEVICE if weights == AUTO else weights)
+        if weights == AUTO and not self.fits(plan, host_memory):
+            return self._stream_least(policies) or plan
+        return plan
+
+    def _by_tile(self) -> Iterator["Planner"]:
+        """Yield this planner, and where no tile is given, those of ever smaller tiles."""
+        yield self
+        if self.workload.tile is None:
+            for tile in tile_sizes(self.workload.tokens):
+                yield self._with(tile=tile)
 
     def choose(self, *, host_memory: float, weights: str = DEVICE) -> Plan:
         """Return the fastest plan that leaves `MARGIN` of the GPU's memory free.
@@ -180,11 +140,13 @@ class Planner:
         Raises:
             DoesNotFit: nothing fits; names the nearest setting and the remedy.
         """
-        plans = self.plans() if weights == AUTO else self._plans_of(weights)
-        for plan in plans:
-            if self.fits(plan, host_memory):
-                return plan
-        raise DoesNotFit(self._why_not(min(plans, key=lambda plan: plan.device_bytes), host_memory))
+        for planner in self._by_tile():
+            if planner is self or planner._least_load(host_memory, weights) <= 1:
+                for plan in planner._plans_of(weights):
+                    if self.fits(plan, host_memory):
+                        return plan
+        leanest = min(self._plans_of(weights), key=lambda plan: plan.device_bytes)
+        raise DoesNotFit(self._why_not(leanest, host_memory))
 
     def fits(self, plan: Plan, host_memory: float) -> bool:
         """Return whether the plan fits the host and leaves the margin free on the GPU."""
@@ -192,7 +154,10 @@ class Planner:
 
     def with_seq_len(self, seq_len: int) -> "Planner":
         """Return the planner of the same workload with rows of another length."""
-        workload = replace(self.workload, seq_len=seq_len)
+        return self._with(seq_len=seq_len)
+
+    def _with(self, **changes: Any) -> "Planner":
+        workload = replace(self.workload, **changes)
         return Planner(workload, self.gpu, prefetch_depth=self._depth, run_ahead=self._run_ahead)
 
     def longest_row(self, *, host_memory: float, weights: str = AUTO) -> int | None:
@@ -204,7 +169,7 @@ class Planner:
 
         def load(seq_len: int) -> float:
             planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
-            return planner._least_load(host_memory, weights)
+            return min(tiled._least_load(host_memory, weights) for tiled in planner._by_tile())
 
         loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
         if min(loads.values()) > 1:
@@ -230,10 +195,10 @@ class Planner:
 
     def _why_not(self, plan: Plan, host_memory: float) -> str:
         if plan.device_bytes > (1 - MARGIN) * self.gpu.memory:
-            need = f"{_gib(plan.device_bytes)} on the GPU, of which {_gib((1 - MARGIN) * self.gpu.memory)} may be used"
+            need = f"{gib(plan.device_bytes)} on the GPU, of which {gib((1 - MARGIN) * self.gpu.memory)} may be used"
         else:
-            may = f"{_gib(host_memory)} may be used (the least of what is free and {HOST_LIMIT}, 64 if it is not set)"
-            need = f"{_gib(plan.host_bytes)} of pinned host memory, of which {may}"
+            may = f"{gib(host_memory)} may be used (the least of what is free and {HOST_LIMIT}, 64 if it is not set)"
+            need = f"{gib(plan.host_bytes)} of pinned host memory, of which {may}"
         tokens = f"{self.workload.batch_size} × {self.workload.seq_len:,} tokens"
         mesh = f" on --mesh {self.workload.mesh}" if self.workload.mesh.devices > 1 else ""
         return f"{plan} with {tokens}{mesh} needs {need}: {self._remedy(host_memory)}"
@@ -242,7 +207,7 @@ class Planner:
         """Return the fastest setting that fits, or else the longest row with which one does."""
         for plan in self.plans():
             if self.fits(plan, host_memory):
-                return f"{plan} would fit in {_gib(plan.device_bytes)}"
+                return f"{plan} would fit in {gib(plan.device_bytes)}"
         shorter = self.longest_row(host_memory=host_memory)
         return f"--seq-len {shorter} would fit" if shorter else "no setting fits: use a larger GPU or a smaller model"
 
@@ -254,9 +219,11 @@ class Planner:
                     yield partly
 
     def _candidates_of(self, places: Sequence[str]) -> Iterator[Plan]:
-        for text in _POLICIES:
+        keep_attention = self._model.keeps_attention
+        policies, mixes = candidates(keep_attention=keep_attention, tiled=self.workload.tile is not None)
+        for text in policies:
             yield self.plan(parse_policy(text), weights=places)
-        for lean, fast in _MIXES:
+        for lean, fast in mixes:
             if (mix := self._mix(parse_policy(lean), parse_policy(fast), places)) is not None:
                 yield mix
 
@@ -315,10 +282,6 @@ class Planner:
         return forward, backward
 
 
-def _by_time(plan: Plan) -> tuple[float, int]:
-    return plan.seconds, plan.device_bytes
-
-
 def _interpolate(loads: dict[int, float], limit: int) -> int:
     """Return the next row length to try, or a known one at the end of the search."""
     fitting = max((seq_len for seq_len, load in loads.items() if load <= 1), default=0)
@@ -328,17 +291,3 @@ def _interpolate(loads: dict[int, float], limit: int) -> int:
     slope = (loads[above] - loads[fitting]) / (above - fitting) if above in loads else math.inf
     guess = int(fitting + (1 - loads[fitting]) / slope) // _ROW_STEP * _ROW_STEP
     return min(max(guess, fitting), above - _ROW_STEP)
-
-
-def pinned_memory(available: float, limit_gib: str | None = None) -> float:
-    """Return the bytes of host memory that may be pinned.
-
-    Args:
-        available: bytes of host memory that no process uses; a tenth is left free.
-        limit_gib: value of `HOST_LIMIT`, None where it is not set.
-    """
-    return min(0.9 * available, float(limit_gib or 64) * GIB)
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -11,7 +11,7 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.attention import attention_costs
-from jaxglue.planner.cost import Cost, KernelCost, program_cost, received_bytes
+from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.resident import tree_bytes
@@ -61,6 +61,14 @@ class TracedModel:
     def layer(self, index: int, policy: RematPolicy) -> LayerCost:
         """Return the cost of a layer under a policy."""
         return self._cost(self._kinds[index], policy)
+
+    @cached_property
+    def keeps_attention(self) -> bool:
+        """Whether attention's output and log-sum-exp are copied faster than they are recomputed."""
+        config, work = self._workload.config, self._workload
+        copied = work.tokens * config.num_attention_heads * (config.head_dim * jnp.dtype(work.dtype).itemsize + 4)
+        costs = attention_costs(work, self._gpu, config.layer_windows[-1])
+        return costs[ATTENTION_FORWARD].seconds > copied / self._gpu.link
 
     @cached_property
     def input_bytes(self) -> int:

@@ -51,6 +51,8 @@ class Workload:
 
     attention: str = "auto"
     """Attention's backend."""
+    tile: int | None = None
+    """Tokens that pass through a layer at a time, apart from attention; None for all."""
 
     def __post_init__(self):
         if self.lora is None and self.config.quantize != "none":
@@ -137,4 +139,4 @@ def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedCon
     config, segments = workload.config, abstract_batch(workload).segments
     x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
     cos, sin = jax.eval_shape(lambda p: rope_tables(p, config.rope, config.head_dim), segments.positions)
-    return x, PlannedContext(segments=segments, cos=cos, sin=sin)
+    return x, PlannedContext(segments=segments, cos=cos, sin=sin, tile=workload.tile)

@@ -56,6 +56,9 @@ class ModelConfig(Config):
     remat: str = "auto"
     """Remat policy of the layers: none (recompute nothing), dots, full (recompute everything), offload, a mix such as
     "dots; offload:gate,up", or auto, the fastest that fits the GPU (see docs/memory.md)."""
+    tile: PositiveInt | None = None
+    """Tokens that pass through a layer at a time, apart from attention; by default all, or as many as fit where whole
+    rows do not."""
     memory_limit: PositiveFloat | None = None
     """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
     weights: str = "device"

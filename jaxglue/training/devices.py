@@ -8,7 +8,7 @@ import jax
 from jaxglue.distributed import Processes
 from jaxglue.engine.residency import format_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.planner import DoesNotFit
+from jaxglue.planner.plans import DoesNotFit
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
@@ -59,12 +59,14 @@ def agree_on_mesh(
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
         mesh, remat = choose_mesh(config, model, document_lengths)
-        processes.all_gather_object([str(mesh), remat.remat, format_weights(remat.weights), remat.attention])
+        processes.all_gather_object(
+            [str(mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
+        )
         return mesh, remat
-    chosen, remat_text, weights, attention = processes.all_gather_object(None)[0]
+    chosen, remat_text, weights, attention, tile = processes.all_gather_object(None)[0]
     agreed = replace(
         config,
-        model=replace(config.model, remat=remat_text, weights=weights, attention=attention),
+        model=replace(config.model, remat=remat_text, weights=weights, attention=attention, tile=tile),
         run=replace(config.run, mesh=chosen),
     )
     return choose_mesh(agreed, model, document_lengths)

@@ -12,7 +12,8 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.planner import HOST_LIMIT, Plan, Planner, pinned_memory
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import HOST_LIMIT, Plan, pinned_memory
 from jaxglue.planner.rates import device_gpu
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
@@ -33,6 +34,8 @@ class RematChoice:
     """The policies as `--remat` takes them."""
     attention: str = "auto"
     """Attention's backend."""
+    tile: int | None = None
+    """Tokens that pass through a layer at a time, apart from attention; None for all."""
     note: str = ""
     """Reason, and predicted time and memory."""
 
@@ -74,6 +77,7 @@ def choose_remat(
         weights=plan.weights,
         remat=plan.remat,
         attention=planner.workload.attention,
+        tile=plan.tile,
         note=note,
     )
 
@@ -94,6 +98,7 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
         weights=weights,
         remat=remat,
         attention=config.model.attention,
+        tile=config.model.tile,
         note=note,
     )
 
@@ -101,4 +106,6 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
 def _predicted(plan: Plan) -> str:
     host = f" and {plan.host_bytes / GIB:.1f} GiB on the host" if plan.host_bytes else ""
     weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
-    return f"{weights}predicted {plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
+    tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
+    needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
+    return f"{weights}{tile}predicted {needs}"

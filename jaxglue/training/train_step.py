@@ -49,6 +49,7 @@ class TrainStep:
             policy=setup.remat.policies,
             dtype=setup.config.model.compute_dtype,
             attention=setup.remat.attention,
+            tile=setup.remat.tile,
             stream_weights=setup.remat.streams_weights,
             router_losses=setup.config.model.router_losses,
             objective=self._objective,

@@ -35,6 +35,7 @@ def make_workload(
         mesh=mesh,
         dtype=config.model.compute_dtype,
         attention=config.model.attention,
+        tile=config.model.tile,
     )
     if optimizer.optimizer == "adamw":
         return workload

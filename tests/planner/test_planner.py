@@ -12,7 +12,8 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
-from jaxglue.planner.planner import MARGIN, DoesNotFit, Planner, pinned_memory
+from jaxglue.planner.planner import MARGIN, Planner
+from jaxglue.planner.plans import DoesNotFit, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
@@ -198,3 +199,15 @@ def test_longest_row_fits_and_the_next_one_does_not(planner):
     assert small.with_seq_len(longest).choose(host_memory=0)
     with pytest.raises(DoesNotFit):
         small.with_seq_len(longest + 128).choose(host_memory=0)
+
+
+def test_rows_that_fill_the_gpu_are_tiled(planner):
+    longer = planner.with_seq_len(16384)
+    whole = longer.plan(parse_policy("offload"), weights="host")
+    assert whole.tile is None
+    limited = _with_memory(longer, 0.6 * whole.device_bytes / GIB)
+    plan = limited.choose(host_memory=HOST, weights="auto")
+    assert plan.tile in (8192, 4096, 2048)
+    assert 16384 % plan.tile == 0
+    assert plan.device_bytes <= (1 - MARGIN) * limited.gpu.memory
+    assert f"--tile {plan.tile}" in str(plan)

@@ -1,0 +1,70 @@
+"""Predicted settings of a training step, and the memory they may take."""
+
+from dataclasses import dataclass
+
+from jaxglue.engine.policy import RematPolicy, format_policies
+from jaxglue.engine.residency import format_weights, is_streamed
+from jaxglue.planner.gpus import GIB
+
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable with the most GiB of host memory that JAX pins; 64 if it is not set."""
+
+
+class DoesNotFit(ValueError):  # noqa: N818
+    """Reports that a setting, or every setting, needs more memory than there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A setting with its predicted cost."""
+
+    policies: tuple[RematPolicy, ...]
+    """One for each layer."""
+    weights: tuple[str, ...]
+    """Place of each layer's frozen weights (see `residency`)."""
+    seconds: float
+    """Seconds of an optimizer step."""
+    device_bytes: int
+    """At the peak."""
+    host_bytes: int
+    """Bytes of pinned host memory."""
+    tile: int | None = None
+    """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    compile_seconds: float = 0.0
+    """Seconds that the first step takes longer than others: compilation without a cache, and pinning host memory."""
+
+    @property
+    def remat(self) -> str:
+        """Return the policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
+        return format_policies(self.policies)
+
+    @property
+    def places(self) -> str:
+        """Return the weights' places as `parse_weights` reads them, such as `device` or `20 x device & 12 x host`."""
+        return format_weights(self.weights)
+
+    def __str__(self) -> str:
+        tile = f" --tile {self.tile}" if self.tile else ""
+        if not is_streamed(self.weights):
+            return f"--remat {self.remat!r}{tile}"
+        return f"--remat {self.remat!r} --weights {self.places if ' ' not in self.places else repr(self.places)}{tile}"
+
+
+def by_time(plan: Plan) -> tuple[float, int]:
+    """Return the key by which the fastest plan comes first."""
+    return plan.seconds, plan.device_bytes
+
+
+def pinned_memory(available: float, limit_gib: str | None = None) -> float:
+    """Return the bytes of host memory that may be pinned.
+
+    Args:
+        available: bytes of host memory that no process uses; a tenth is left free.
+        limit_gib: value of `HOST_LIMIT`, None where it is not set.
+    """
+    return min(0.9 * available, float(limit_gib or 64) * GIB)
+
+
+def gib(count: float) -> str:
+    """Format bytes."""
+    return f"{count / GIB:.1f} GiB"
