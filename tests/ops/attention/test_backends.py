@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from jaxglue.ops.attention import ATTENTION, AttentionShape, packed_attention
 from jaxglue.ops.attention.reference import reference_attention
+from jaxglue.ops.choices import Attention
 from jaxglue.ops.segments import pack_segments
 
 LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_heads=8, seq_len=8192, segment_slots=32)
@@ -109,3 +111,7 @@ def test_reference_is_softmax_attention_in_each_document(window, with_sinks):
     sinks = np.array([0.5, -1.0, 2.0, 0.0], np.float32) if with_sinks else None
     got = reference_attention(q, k, v, pack_segments([[4, 3]], seq_len=8), window=window, sinks=sinks)
     np.testing.assert_allclose(got, naive_attention(q, k, v, [4, 3], window, sinks), atol=1e-5)
+
+
+def test_the_flag_names_every_backend():
+    assert set(get_args(Attention)) == set(ATTENTION.names)
