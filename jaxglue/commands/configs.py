@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
@@ -74,6 +74,9 @@ class ExportConfig(Config):
     """PEFT adapter folder to merge, or to upload."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
+    trained_on: Literal["auto", "none", "nf4", "int8"] = "auto"
+    """Format in which the base's linear layers were held when --adapter was trained, and are merged with it; auto takes
+    the base folder's, else the one that the adapter records."""
     checkpoint: str | None = None
     """Write the adapter, or after full fine-tuning the model, of this checkpoint of --run: a step, best for the lowest
     eval loss, or last."""

@@ -11,8 +11,10 @@ from pathlib import Path
 from jaxglue.commands.configs import ExportConfig
 from jaxglue.hf.card import CURVE, model_card
 from jaxglue.hf.export import quantize_folder
+from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.json_file import read_json
 from jaxglue.training.checkpoint_export import export_checkpoint
 
 
@@ -30,9 +32,18 @@ def _write(config: ExportConfig, output: Path) -> None:
         step = export_checkpoint(config.run, config.checkpoint, output)
         print(f"the weights of step {step:,}")
     elif config.adapter is not None:
-        print(export_adapter(config.adapter, config.base_folder(), output, config.max_shard_bytes))
+        print(_merge(config, config.adapter, output))
     else:
         quantize_folder(config.base_folder(), output, config.quantize, config.max_shard_bytes)
+
+
+def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
+    """Write the merged folder; return what it was merged into, and the comparison with base and adapter apart."""
+    storage = None if config.trained_on == "auto" else config.trained_on
+    check = export_adapter(adapter, config.base_folder(), output, config.max_shard_bytes, storage=storage)
+    if check.storage == "none":
+        return str(check)
+    return f"merged into the base as quantized to {check.storage}, on which the adapter was trained; {check}"
 
 
 def _push(config: ExportConfig, name: str) -> str:
@@ -41,6 +52,7 @@ def _push(config: ExportConfig, name: str) -> str:
     assert source is not None
     run = (config.adapter or source).resolve().parent
     base = base_reference(config.base_folder(weights=False))
-    card = model_card(name, base, run, adapter=config.output is None)
+    check = read_json(source / CHECK_FILE) if (source / CHECK_FILE).is_file() else None
+    card = model_card(name, base, run, adapter=config.output is None, check=check)
     curve = [run / CURVE] if (run / CURVE).is_file() else []
     return push_folder(source, name, card, extra=curve, private=config.private)

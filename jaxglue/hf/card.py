@@ -23,7 +23,9 @@ _SETTINGS = (
 _RESULTS = ("steps", "first_loss", "last_loss", "best_eval_loss", "best_eval_step")
 
 
-def model_card(name: str, base: BaseReference | None, run: Path, *, adapter: bool) -> str:
+def model_card(
+    name: str, base: BaseReference | None, run: Path, *, adapter: bool, check: Mapping[str, Any] | None = None
+) -> str:
     """Return a README.md with front matter: base, data, settings and losses.
 
     Args:
@@ -31,6 +33,7 @@ def model_card(name: str, base: BaseReference | None, run: Path, *, adapter: boo
         base: of the model; None for one without a known base.
         run: the run's folder; without its config.toml, the card tells the base only.
         adapter: the repository holds an adapter rather than a whole model.
+        check: comparison of the files with the trained model, from `export_check.json`.
     """
     config = _read_toml(run / "config.toml")
     data = [str(source) for source in config.get("data", {}).get("data", [])]
@@ -43,6 +46,8 @@ def model_card(name: str, base: BaseReference | None, run: Path, *, adapter: boo
         results = read_json(run / "summary.json")
         rows = [(key, results[key]) for key in _RESULTS if results.get(key) is not None]
         blocks.append(_table("Results", ("result", "value"), rows))
+    if check:
+        blocks.append(_table("Read back", ("files against the trained model", "value"), check.items()))
     if (run / CURVE).is_file():
         blocks.append(f"![Training loss over steps]({CURVE})\n")
     return "\n".join(blocks)

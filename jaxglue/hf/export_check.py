@@ -1,10 +1,11 @@
 """Proof of an export: files, read back layer by layer, must predict as the model that they were written from."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
-from jaxglue.hf.files import write_json
+from jaxglue.hf.files import atomic_file, write_json
 from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -28,6 +29,8 @@ from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 CHECK_FILE = "export_check.json"
+ROWS_FILE = "export_rows.npz"
+"""Rows on which a run's exports are compared, beside its adapter, not in it."""
 _LARGEST = 0.05
 """KL that never passes, nats per token."""
 _TF32 = 2.0**-10
@@ -50,6 +53,11 @@ class Rows:
     source: str
     """held-out, trained or random."""
 
+    def save(self, path: Path) -> None:
+        """Write the rows to a file."""
+        with atomic_file(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, tokens=self.tokens, segment_ids=self.segments.segment_ids, source=self.source)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCheck:
@@ -62,6 +70,8 @@ class ExportCheck:
     """Largest KL that passes."""
     tokens: int
     rows: str
+    storage: str = "none"
+    """Format in which the origin's linear layers are held: files of a merge hold these values, expanded."""
 
     def __str__(self) -> str:
         return (
@@ -89,9 +99,27 @@ def first_rows(tokens: Int[np.ndarray, "B T"], segments: PackedSegments, source:
     """Return the start of a batch's first filled rows: documents' beginnings, as causal models see them."""
     ids = np.asarray(segments.segment_ids)[:, :_TOKENS]
     filled = np.flatnonzero(ids.any(axis=1))[:_ROWS]
-    lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids[filled]]
-    packed = pack_segments(lengths, seq_len=ids.shape[1])
-    return Rows(tokens=np.asarray(tokens)[filled, :_TOKENS], segments=packed, source=source)
+    return _packed(np.asarray(tokens)[filled, :_TOKENS], ids[filled], source)
+
+
+def load_rows(path: Path) -> Rows | None:
+    """Return the rows that `Rows.save` wrote; None without the file.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None
+
+
+def _packed(tokens: np.ndarray, ids: np.ndarray, source: str) -> Rows:
+    lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
+    return Rows(tokens=tokens, segments=pack_segments(lengths, seq_len=ids.shape[1]), source=source)
 
 
 def live_parts(graphdefs: ModelGraphDefs, *trees: Params) -> Parts:
@@ -244,7 +272,7 @@ def check_merge(
     if adapter.vocab_size <= config.vocab_size:
         effect = compare(apart, predict(config, folder_parts(base, config, dtype=dtype), rows, dtype), rows, 0.0).kl
     together = predict(after, folder_parts(merged, after, dtype=dtype), rows, dtype)
-    check = compare(apart, together, rows, rounding_limit(apart, dtypes, effect))
+    check = replace(compare(apart, together, rows, rounding_limit(apart, dtypes, effect)), storage=config.quantize)
     check.require(merged)
     check.save(merged)
     return check

@@ -17,7 +17,7 @@ from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import find_source, read_expanded
 from jaxglue.hf.export import copy_texts
-from jaxglue.hf.export_check import ExportCheck, Rows, check_merge
+from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas, vocabulary_matrix
@@ -57,13 +57,14 @@ def export_adapter(
         max_shard_bytes: shard limit in bytes.
         storage: format in which the base's linear layers were held in training; by default the base folder's, else the
             adapter's record.
-        rows: to compare predictions on; by default random tokens.
+        rows: to compare predictions on; by default those of the adapter's run, else random tokens.
 
     Raises:
         ValueError: an adapter of another model, bad input folders, a non-empty output folder, or other predictions.
         OSError: a failed write, such as on a full disk.
     """
     require_empty(Path(output))
+    rows = rows or load_rows(Path(adapter).resolve().parent / ROWS_FILE)
     merge = _Merge(Path(adapter), Path(base), storage)
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, merge.specs)
@@ -99,8 +100,7 @@ class _Merge:
     def dtypes(self) -> set[np.dtype]:
         """Return the dtypes of changed tensors."""
         changed = self._deltas.keys() | (self._vocabulary if self.adapter.trains_vocabulary else {}).keys()
-        rounded = {np.dtype(jnp.bfloat16)} if self._quantized else set()
-        return {self.specs[name].dtype for name in changed} | rounded
+        return {self.specs[name].dtype for name in changed | self._quantized.keys()}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of the merged folder."""
@@ -113,8 +113,8 @@ class _Merge:
         if name in self._quantized:
             value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
             if not is_quantized(value):
-                value = quantize_matrix(jnp.asarray(value, jnp.bfloat16), self.config.quantize)
-            return np.asarray(dequantize(value, jnp.bfloat16)).astype(self.specs[name].dtype)
+                value = quantize_matrix(jnp.asarray(value), self.config.quantize)
+            return np.asarray(dequantize(value, self.specs[name].dtype))
         return self._files.read(name) if name in self._files.tensors else np.asarray(read_expanded(self._files, name))
 
     def _read_vocabulary(self, name: str) -> np.ndarray:

@@ -251,13 +251,17 @@ class TrainConfig(Config):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
                     raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
-        self._check_embeddings()
+        self._check_trainables()
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
 
-    def _check_embeddings(self) -> None:
-        """Refuse a trained embedding in host memory, and settings of adapters where all weights train."""
+    def _check_trainables(self) -> None:
+        """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""
+        from jaxglue.sharding.mesh import AUTO, MeshShape
+
+        if self.lora.dora and self.run.mesh != AUTO and MeshShape.parse(self.run.mesh).tensor > 1:
+            raise ValueError(f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}")
         whole = self.lora.modules_to_save
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(

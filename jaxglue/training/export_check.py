@@ -1,6 +1,7 @@
 """Proof that a run's exported files predict as the model in memory."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,11 @@ from jaxglue.data.batch import Batch
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.export import on_host
 from jaxglue.hf.export_check import (
+    ROWS_FILE,
     ExportCheck,
+    Part,
     Parts,
     Rows,
     compare,
@@ -24,7 +28,7 @@ from jaxglue.hf.export_check import (
 )
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
-from jaxglue.models.parameters import ModelGraphDefs, Params, flatten_names, hf_name
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
 from jaxglue.training.setup import Setup
 
 
@@ -35,35 +39,61 @@ def check_export(
     frozen: Params,
     result: Path,
     last_batch: Batch | None = None,
+    *,
+    compares: bool = True,
 ) -> ExportCheck | None:
     """Compare exported files with the trained model; write the result beside them.
 
     The rows are held-out ones, else of the last trained batch, else random.
 
-    Tensors of adapters are compared to the bit. Predictions are compared on one device with all weights in its memory.
+    Tensors of adapters are compared to the bit, and predictions on one device, to which a layer's weights come at a
+    time from wherever the run has them. All processes must call it; one of them compares.
+
+    Args:
+        setup: the run.
+        graphdefs, trainable, frozen: its model.
+        result: the exported folder.
+        last_batch: of training.
+        compares: False on processes that only contribute their shards.
 
     Returns:
-        the comparison of predictions; None where there is none.
+        the comparison of predictions; None on the other processes.
 
     Raises:
         ValueError: the files differ from the trained model.
     """
+    rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
+    origin = predict(setup.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
+    if not compares:
+        return None
     lora = setup.config.model.method == "lora"
     adapter = load_adapter(result) if lora else None
     if adapter is not None and setup.model.tie_word_embeddings:
         adapter = fit_tied(adapter)
     if adapter is not None:
         require_equal(adapter, setup.config.lora, trainable)
-    if setup.mesh.devices > 1 or setup.remat.streams_weights or setup.workload.host_embeddings:
-        return None
-    rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
-    origin = predict(setup.model, live_parts(graphdefs, trainable, frozen), rows, dtype)
     config, parts = _files(setup, graphdefs, trainable, frozen, result, adapter)
     written = dtype if lora else jnp.dtype(jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16)
     check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, [written, dtype]))
     check.require(result)
     check.save(result)
+    rows.save(result.parent / ROWS_FILE)
     return check
+
+
+def _on_one_device(parts: Parts) -> Parts:
+    """Return parts whose arrays are gathered from other devices and from the host."""
+
+    def local(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1 and leaf.sharding.memory_kind == "device":
+            return leaf
+        return jnp.asarray(on_host(leaf) if isinstance(leaf, jax.Array) else leaf)
+
+    def part(key: ParamKey) -> Part:
+        graphdef, trees = parts(key)
+        return graphdef, jax.tree.map(local, trees)
+
+    return part
 
 
 def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
@@ -72,7 +102,7 @@ def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: P
         config = config_from_hf(read_config(result))
         return config, folder_parts(result, config, dtype=setup.config.model.compute_dtype)
     if setup.config.model.random_weights:
-        return setup.model, live_parts(graphdefs, _with_values(trainable, adapter), frozen)
+        return setup.model, _on_one_device(live_parts(graphdefs, _with_values(trainable, adapter), frozen))
     folder, dtype = setup.config.model.folder, setup.workload.weight_dtype
     parts: Parts = folder_parts(folder, setup.base, dtype=dtype, adapter=adapter)
     return setup.model, parts

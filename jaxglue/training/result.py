@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jaxglue.data.batch import Batch
 from jaxglue.distributed import Processes
+from jaxglue.hf.export_check import ROWS_FILE
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.export_check import check_export
 from jaxglue.training.run_folder import RunFolder
@@ -67,9 +68,10 @@ class ResultWriter:
 
     def _export(self, name: str, base: Path | None, batch: Batch | None) -> Path:
         path, model, is_main = self._output.path / name, self._model, self._processes.is_main
-        with self._output.writing(name):
+        with self._output.writing(name, ROWS_FILE):
             export_result(self._setup, model.trainable, path, base, write=is_main)
-            check = is_main and check_export(self._setup, model.graphdefs, model.trainable, model.frozen, path, batch)
+            parts = model.graphdefs, model.trainable, model.frozen
+            check = check_export(self._setup, *parts, path, batch, compares=is_main)
         if check:
             self._console.print(f"{path}: {check}", highlight=False)
         return path

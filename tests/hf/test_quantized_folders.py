@@ -13,14 +13,15 @@ from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.bitsandbytes import stored_specs, stored_tensors
-from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export import quantize_folder
+from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.models import config_from_hf
-from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, split_model
+from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments
 
@@ -178,12 +179,26 @@ def test_requantizing_a_quantized_folder_is_refused(tmp_path):
         load_model(GOLDENS.parent / "goldens/qwen3_tied", quantize="nf5")
 
 
-def test_an_adapter_is_not_merged_into_a_quantized_folder(original, tmp_path):
-    model = load_model(original)
-    add_lora(model, LoraConfig(rank=2), rngs=nnx.Rngs(0))
-    adapter = flatten_names(split_model(model, nnx.LoRAParam)[1])
-    save_adapter(tmp_path / "adapter", adapter, LoraConfig(rank=2), str(original))
-    quantize_folder(original, tmp_path / "nf4", "nf4")
-    with pytest.raises(ValueError, match=r"is quantized \(uint8\): merge into the unquantized checkpoint"):
-        export_adapter(tmp_path / "adapter", tmp_path / "nf4", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(original, tmp_path, how):
+    config, rng = LoraConfig(rank=2, targets=("q_proj",)), np.random.default_rng(0)
+    name = "model.layers.0.self_attn.q_proj"
+    shape = load_file(original / "model.safetensors")[f"{name}.weight"].shape
+    tensors = {}
+    for layer in range(read_config(original)["num_hidden_layers"]):
+        path = name.replace("0", str(layer))
+        tensors[f"{path}.lora_A"] = rng.normal(size=(2, shape[1])).astype(np.float32)
+        tensors[f"{path}.lora_B"] = rng.normal(size=(shape[0], 2)).astype(np.float32)
+    quantize_folder(original, tmp_path / how, how)
+    save_adapter(tmp_path / "adapter", tensors, config, str(original), {**identify(original), "quantize": how})
+    bases = original, tmp_path / how
+    checks = [export_adapter(tmp_path / "adapter", base, tmp_path / f"merged-{base.name}") for base in bases]
+    assert all(check.storage == how and check.kl <= check.limit for check in checks)
+    merged, folder = (load_file(tmp_path / f"merged-{base}/model.safetensors") for base in (original.name, how))
+    weight = load_model(tmp_path / how, dtype=jnp.float32).layers[0].self_attn.q_proj.weight.get_value()
+    expected = dequantize(weight, jnp.float32) + config.scale * tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"]
+    np.testing.assert_allclose(merged[f"{name}.weight"].astype(np.float32), expected, rtol=1e-2, atol=1e-2)
+    assert "quantization_config" not in read_config(tmp_path / f"merged-{how}")
+    assert merged.keys() == folder.keys()
+    plain = export_adapter(tmp_path / "adapter", original, tmp_path / "plain", storage="none")
+    assert plain.storage == "none"

@@ -71,3 +71,18 @@ def test_bf16_matches_float32_on_a_gpu(vocab_size):
     with jax.default_matmul_precision("highest"):
         expected = jax.value_and_grad(by_definition)(x.astype(jnp.float32), weight.astype(jnp.float32), *rest)
     assert_close(jax.value_and_grad(linear_cross_entropy)(x, weight, *rest, 128), expected, 1e-2)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_replaced_rows_get_gradients_and_the_weight_none(case, chunk):
+    x, weight, *rest = case
+    indices, values = jnp.array([2, 20, V - 1]), jax.random.normal(jax.random.key(9), (3, D))
+
+    def with_rows(x, values):
+        return by_definition(x, weight.at[indices].set(values), *rest)
+
+    def ours(x, values):
+        return linear_cross_entropy(x, weight, *rest, chunk, rows=(values, indices))
+
+    assert_close(jax.value_and_grad(ours, (0, 1))(x, values), jax.value_and_grad(with_rows, (0, 1))(x, values), 1e-5)
+    assert_close(ours(x, values), with_rows(x, values), 1e-5)
