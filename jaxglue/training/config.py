@@ -261,7 +261,9 @@ class TrainConfig(Config):
         from jaxglue.sharding.mesh import AUTO, MeshShape
 
         if self.lora.dora and self.run.mesh != AUTO and MeshShape.parse(self.run.mesh).tensor > 1:
-            raise ValueError(f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}")
+            raise ValueError(
+                f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
+            )
         whole = self.lora.modules_to_save
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(
