@@ -91,8 +91,8 @@ def _die_before(event: int) -> None:
 def _compare(whole: Path, killed: Path) -> None:
     losses = [{line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")} for run in (whole, killed)]
     assert losses[0] == losses[1], "losses differ"
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (whole / "adapter" / name).read_bytes() == (killed / "adapter" / name).read_bytes(), f"{name} differs"
+    for name in ("adapter/adapter_model.safetensors", "base/model.safetensors"):
+        assert (whole / name).read_bytes() == (killed / name).read_bytes(), f"{name} differs"
 
 
 if __name__ == "__main__":
