@@ -74,7 +74,9 @@ class PreferenceLoss:
         return _PAIRS + odds + (("nll_loss",) if supervised else ())
 
     def _pairs(self, sums, counts, alignment: TokenValues | None, answers: Answers) -> tuple[Array, list[Array]]:
-        config, reference = self.config, _reference(answers, sums)
+        config, reference, used = self.config, _reference(answers, sums), answers.used[..., None] > 0
+        # Unused slots would have answers of probability 1, whose odds are infinite.
+        sums, counts = jnp.where(used, sums, -1.0), jnp.where(used, counts, 1.0)
         pairs = Pairs(
             chosen=sums[..., CHOSEN],
             rejected=sums[..., REJECTED],
