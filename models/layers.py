@@ -320,5 +320,7 @@ class DecoderLayer(nnx.Module):
             return self._feed_forward(x + reduce_from(self.self_attn.leave(out, context)), context)
 
         values = (names.QUERY, names.KEY, names.VALUE)
+        if context.attention_out is not None:
+            return map_tiles(leave, context, x, context.attention_out)
         q, k, v = map(checkpoint_name, map_tiles(enter, context, x), values)
         return map_tiles(leave, context, x, self.self_attn.attend(q, k, v, context))

@@ -48,4 +48,4 @@ def _tile_context(context: PackedContext, index: Array, cos: Array, sin: Array, 
     """Return the context of a tile: with its tokens' values, and dropout of its own."""
     segments = replace(context.segments, segment_ids=segment_ids)
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
-    return replace(context, segments=segments, cos=cos, sin=sin, dropout_key=key, tile=None)
+    return replace(context, segments=segments, cos=cos, sin=sin, dropout_key=key, attention_out=None, tile=None)

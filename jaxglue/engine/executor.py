@@ -22,7 +22,7 @@ from jaxglue.engine.embed_head import EntryHead
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
-from jaxglue.engine.saved import SavedLayer, offload
+from jaxglue.engine.saved import SavedLayer, check_dropped_inputs, offload, restore_inputs
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ParamKey, Params, set_part
 from jaxglue.ops.collectives import per_device
@@ -70,8 +70,10 @@ class LayerExecutor:
         if len(policies) != len(layers):
             raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
         self._layout, self._entry_head = layout, entry_head
+        check_dropped_inputs(policies, layout)
+        replayed = any(policy.drops_input for policy in policies)
         types = list(zip(layers, policies, strict=True))
-        self._layer_types = {kind: LayerFunctions(*kind, layout) for kind in types}
+        self._layer_types = {kind: LayerFunctions(*kind, layout, replayed=replayed) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
@@ -171,7 +173,7 @@ class LayerExecutor:
         """Return the number of compiled programs, constant after the first step."""
         programs: list[Any] = list(self._entry_head.programs)
         for layer in [*self._layer_types.values(), *self._reference_types]:
-            programs += [layer.forward, layer.backward, layer.apply]
+            programs += [layer.forward, layer.backward, layer.apply, layer.replay]
         return sum(program._cache_size() for program in programs)
 
     def _empty_tree(self, trainable: Params) -> Params:
@@ -195,7 +197,9 @@ class LayerExecutor:
             finish(name, head.pop(name))
         moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen["layers"]]
         weights_ahead = self._prefetch_weights(weights, moving)
-        dx = self._backward(saved, weights_ahead, contexts, dx, sums["layers"], finish)
+        layers = tuple(zip(self._layers, trainable["layers"], frozen["layers"], contexts, strict=True))
+        restore = partial(restore_inputs, layers=layers, depth=self._prefetch_depth)
+        dx = self._backward(saved, weights_ahead, restore, contexts, dx, sums["layers"], finish)
         finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
 
@@ -224,17 +228,17 @@ class LayerExecutor:
             kept.append(weights if stays else (trainable["layers"][i], frozen["layers"][i]))
             saved.append(SavedLayer(x, residuals) if stays else offload(layer.policy, x, residuals))
             if self._uses_host:
-                running.add((saved[-1].x, saved[-1].residuals.offloaded))
+                running.add((saved[-1].x, saved[-1].residuals.offloaded) if layer.policy.offloaded or stays else y)
             x = y
             del weights, y, residuals  # free this layer's buffers before the next copy is requested
         return x, saved, kept, z
 
     def _backward(
-        self, saved: list[SavedLayer], weights_ahead: Iterator[_Weights], contexts, dx, sums: list, finish: Update
+        self, saved: list[SavedLayer], weights_ahead: Iterator[_Weights], restore, contexts, dx, sums, finish: Update
     ) -> Array:
         """Return the gradient to the first layer's input; empty `saved` and `sums` on the way."""
         running, count = self._run_ahead(), len(saved)
-        values = transfer.prefetch([partial(self._prefetch, saved)] * count, self._prefetch_depth)
+        values = transfer.prefetch([partial(self._prefetch, saved, restore)] * count, self._prefetch_depth)
         layers = transfer.Lookahead(zip(weights_ahead, values, strict=True), early=self._layout.gathers)
         gathered = None
         for i in reversed(range(count)):
@@ -283,7 +287,9 @@ class LayerExecutor:
     def _total_loss(self, shares: Array) -> Float[Array, ""]:
         return self._sum_loss(shares) if self._layout.mesh else shares
 
-    def _prefetch(self, saved: list[SavedLayer]) -> SavedLayer:
+    def _prefetch(self, saved: list[SavedLayer], restore: Callable[[list[SavedLayer]], None]) -> SavedLayer:
         """Pop the last layer and start its copies from the host."""
+        if saved[-1].x is None:
+            restore(saved)
         layer = saved.pop()
         return transfer.to_device(layer) if self._uses_host else layer

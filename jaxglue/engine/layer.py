@@ -31,17 +31,26 @@ class LayerFunctions:
         layer: the module without its parameters, or a function of trainable and frozen parameters, x and context.
         policy: of its values for the backward pass.
         layout: of its arrays.
+        replayed: `replay` is called.
     """
 
-    def __init__(self, layer: nnx.GraphDef | Layer, policy: RematPolicy, layout: Layout = SINGLE_DEVICE):
+    def __init__(
+        self,
+        layer: nnx.GraphDef | Layer,
+        policy: RematPolicy,
+        layout: Layout = SINGLE_DEVICE,
+        *,
+        replayed: bool = False,
+    ):
         self._run: Layer = partial(_run_module, layer) if isinstance(layer, nnx.GraphDef) else layer
         self._layout = layout
-        self.policy = policy
+        self.policy, self._replayed = policy, replayed
         jit = jit_exchanging if layout.gathers else jit_step
         self.forward = jit(self._forward)
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
         self.backward = jit(self._backward, donate_argnames="accumulated")
         self.apply = jit(self._apply)
+        self.replay = jit(self._replay)
 
     def _apply(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext, ahead: Any = None):
         """Return (y, the next layer's gathered weights)."""
@@ -61,7 +70,8 @@ class LayerFunctions:
 
         def program(ahead, *inputs):
             gathered = gather(layout, ahead, ahead_specs)
-            y, residuals = differentiate(self._layer, self.policy, inputs)
+            find_attention = self._replayed and isinstance(context, PackedContext)
+            y, residuals = differentiate(self._layer, self.policy, inputs, find_attention=find_attention)
             return y, stack(layout, residuals), gathered
 
         specs = (ahead_specs, *self._input_specs(trainable, frozen, context))
@@ -95,6 +105,14 @@ class LayerFunctions:
         results = (layout.batch_spec, grad_specs, layout.device_spec, layout.gathered_specs(ahead))
         inputs = (trainable, frozen, x, context)
         return per_device(program, layout.mesh, specs, results)(ahead, residuals, inputs, dy, accumulated)
+
+    def _replay(
+        self, attention_out: Array | None, trainable: Params, frozen: Params, x: Hidden, context: PackedContext
+    ) -> Hidden:
+        """Return y again, from attention's output where it was kept; on one device."""
+        if attention_out is not None:
+            context = replace(context, attention_out=attention_out)
+        return self._layer(trainable, frozen, x, context)
 
     def _input_specs(self, trainable: Params, frozen: Params, context: PackedContext) -> tuple:
         layout = self._layout

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxglue.engine.per_layer import PerLayer
-from jaxglue.ops.names import LAYER_INPUT, LAYER_VALUES
+from jaxglue.ops.names import ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
 AUTO = "auto"
@@ -22,14 +22,18 @@ def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RematPolicy:
-    """Values of a layer kept for its backward pass. Its input is always kept, on the device or on the host."""
+    """Values of a layer kept for its backward pass: its input too, on the device or on the host, unless dropped."""
 
     saved: frozenset[str] | None
     """Values kept on the device beside the layer's input; None keeps all residuals."""
     offloaded: frozenset[str] = frozenset()
     """Values kept in pinned host memory."""
+    drops_input: bool = False
+    """Compute the layer's input again from that of an earlier layer."""
 
     def __post_init__(self):
+        if self.drops_input and self.offloads_input:
+            raise ValueError(f"remat both drops and offloads {LAYER_INPUT}: choose one")
         _check_values(self.saved or frozenset(), self.offloaded)
         if self.saved is None and (inner := sorted(self.offloaded - {LAYER_INPUT})):
             raise ValueError(
@@ -40,6 +44,11 @@ class RematPolicy:
     def offloads_input(self) -> bool:
         """Whether the layer's input is offloaded."""
         return LAYER_INPUT in self.offloaded
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether attention's output is kept by name."""
+        return ATTENTION_OUT in (self.saved or frozenset()) | self.offloaded
 
     @property
     def offloads_residuals(self) -> bool:
@@ -79,7 +88,8 @@ class RematPolicy:
         base = ["none"] if self.saved is None else []
         if self.saved and self.saved | self.offloaded - {LAYER_INPUT} == _INTERMEDIATES:
             base, saved = ["dots"], frozenset()
-        clauses = [("offload", self.offloaded), ("save", saved)]
+        dropped = frozenset({LAYER_INPUT} if self.drops_input else ())
+        clauses = [("drop", dropped), ("offload", self.offloaded), ("save", saved)]
         return "; ".join(base + [f"{verb}:{','.join(_ordered(names))}" for verb, names in clauses if names])
 
 
@@ -96,7 +106,8 @@ same on the host."""
 def parse_policy(text: str) -> RematPolicy:
     """Parse a policy such as `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
 
-    A preset (default full) comes first; `save:` keeps values on the device, `offload:` on the host.
+    A preset (default full) comes first; `save:` keeps values on the device, `offload:` on the host. `drop:layer_input`
+    keeps no input: it is computed again from the last one kept before.
 
     Raises:
         ValueError: an unknown preset, verb or value, or a value named twice.
@@ -105,16 +116,19 @@ def parse_policy(text: str) -> RematPolicy:
     policy = PRESETS["full"]
     if clauses and ":" not in clauses[0]:
         policy = _preset(clauses.pop(0), text)
-    names = {"save": set[str](), "offload": set[str]()}
+    names = {"save": set[str](), "offload": set[str](), "drop": set[str]()}
     for clause in clauses:
         verb, _, values = clause.partition(":")
         if verb.strip() not in names:
-            raise ValueError(f"remat {text!r}: {clause!r} must be save:NAME,… or offload:NAME,…")
+            raise ValueError(f"remat {text!r}: {clause!r} must be save:NAME,…, offload:NAME,… or drop:{LAYER_INPUT}")
         names[verb.strip()] |= {value.strip() for value in values.split(",") if value.strip()}
     saved, offloaded = frozenset(names["save"]), frozenset(names["offload"])
+    if others := sorted(names["drop"] - {LAYER_INPUT}):
+        raise ValueError(f"remat {text!r} drops {', '.join(others)}: only {LAYER_INPUT} is kept unless dropped")
     _check_values(saved, offloaded)
     kept = None if policy.saved is None else (policy.saved | saved) - offloaded - {LAYER_INPUT}
-    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved)
+    drops_input = bool(names["drop"])
+    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved, drops_input=drops_input)
 
 
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params
+from jaxglue.ops.names import ATTENTION_OUT, LAYER_INPUT
 
 _ARGUMENT, _SAVED, _OFFLOADED = range(3)
 
@@ -31,6 +32,16 @@ class Residuals:
     treedef: Any = field(metadata={"static": True})
     sources: tuple[tuple[int, int, tuple[int, ...]], ...] = field(metadata={"static": True})
     """For every leaf of the vjp function: (input, saved or offloaded; index there; shape)."""
+    attention: int | None = field(default=None, metadata={"static": True})
+    """The leaf that is attention's output, where it was looked for."""
+
+    @property
+    def attention_out(self) -> Array | None:
+        """Return attention's output, None where it is not kept; of any shape."""
+        if self.attention is None:
+            return None
+        kind, index, _ = self.sources[self.attention]
+        return (self.saved if kind == _SAVED else self.offloaded)[index]
 
     def with_offloaded(self, offloaded: list[Array]) -> "Residuals":
         """Return the residuals with copies of the offloaded arrays."""
@@ -43,10 +54,13 @@ class Residuals:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def differentiate(layer: Layer, policy: RematPolicy, inputs: LayerInputs) -> tuple[Float[Array, "B T D"], Residuals]:
+def differentiate(
+    layer: Layer, policy: RematPolicy, inputs: LayerInputs, *, find_attention: bool = False
+) -> tuple[Float[Array, "B T D"], Residuals]:
     """Run a layer under a policy; return its output and the residuals of its gradient to parameters and x.
 
-    Inputs are never copied into the residuals: the backward pass gets them again.
+    Inputs are never copied into the residuals: the backward pass gets them again. With `find_attention` the residuals
+    know attention's output.
     """
     y, vjp = _vjp(policy.wrap(layer), inputs)
     leaves, treedef = jax.tree.flatten(vjp)
@@ -61,7 +75,18 @@ def differentiate(layer: Layer, policy: RematPolicy, inputs: LayerInputs) -> tup
             known[value] = kind, len(kept[kind])
             kept[kind].append(leaf)
         sources.append((*known[value], leaf.shape))
-    return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources))
+    attention = _attention_leaf(layer, policy, inputs) if find_attention else None
+    return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources), attention)
+
+
+def _attention_leaf(layer: Layer, policy: RematPolicy, inputs: LayerInputs) -> int | None:
+    """Return the leaf of the vjp function that is attention's output, by offloading nothing else."""
+    if not policy.keeps_attention:
+        return None
+    kept = (policy.saved or frozenset()) | policy.offloaded
+    only = RematPolicy(saved=kept - {ATTENTION_OUT, LAYER_INPUT}, offloaded=frozenset({ATTENTION_OUT}))
+    found = _offloaded_leaves(layer, only, inputs)
+    return found.index(True) if True in found else None
 
 
 def _vjp(layer: Layer, inputs: LayerInputs) -> tuple[Array, Callable]:

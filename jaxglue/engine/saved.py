@@ -1,25 +1,63 @@
 """Values of a layer between its forward and its backward pass, on the device or on the host."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
+from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Residuals
+from jaxglue.models.context import PackedContext
+from jaxglue.models.parameters import Params
+from jaxglue.sharding.rules import Layout
 
 
 class SavedLayer(NamedTuple):
     """Values of a layer's backward pass."""
 
-    x: Float[Array, "B T D"]
+    x: Float[Array, "B T D"] | None
+    """The layer's input; None where it is dropped."""
     residuals: Residuals
 
 
 def offload(policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals) -> SavedLayer:
-    """Start the copies of a layer's values to the host, as its policy has them."""
+    """Drop a layer's input or start the copies of its values to the host, as its policy has them."""
+    kept = None if policy.drops_input else x
     if not policy.offloaded:
-        return SavedLayer(x, residuals)
+        return SavedLayer(kept, residuals)
     sent = x if policy.offloads_input else None
     sent, offloaded = transfer.to_host((sent, residuals.offloaded))
-    return SavedLayer(x if sent is None else sent, residuals.with_offloaded(offloaded))
+    return SavedLayer(kept if sent is None else sent, residuals.with_offloaded(offloaded))
+
+
+def check_dropped_inputs(policies: Sequence[RematPolicy], layout: Layout) -> None:
+    """Raise ValueError where dropped inputs cannot be computed again: that of the first layer, or of any on a mesh."""
+    if policies and policies[0].drops_input:
+        raise ValueError("remat drops the first layer's input, before which there is none to compute it from: keep it")
+    if layout.mesh and any(policy.drops_input for policy in policies):
+        raise ValueError("remat drop:layer_input is for one GPU: keep the layers' inputs, or offload them")
+
+
+def restore_inputs(
+    saved: list[SavedLayer], *, layers: Sequence[tuple[LayerFunctions, Params, Params, PackedContext]], depth: int
+) -> None:
+    """Compute the last layer's dropped input, and those on the way to it, from the last input kept.
+
+    Args:
+        saved: layers from the first on; their inputs are set in place.
+        layers: functions, trainable and frozen parameters, and context of every layer.
+        depth: layers by which copies from the host are requested ahead.
+    """
+    first = max(i for i, layer in enumerate(saved) if layer.x is not None)
+    indices = range(first, len(saved) - 1)
+    loads = (partial(transfer.to_device, (layers[i][1:3], saved[i].residuals.attention_out)) for i in indices)
+    x, running = transfer.to_device(saved[first].x), transfer.RunAhead(transfer.RUN_AHEAD if depth else 0)
+    for i, (weights, attention_out) in zip(indices, transfer.prefetch(loads, depth), strict=True):
+        functions, _, _, context = layers[i]
+        x = functions.replay(attention_out, *weights, x, context)
+        saved[i + 1] = saved[i + 1]._replace(x=x)
+        running.add(x)
+        del weights, attention_out

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxglue.engine.model_executor import Executor
-from jaxglue.engine.policy import parse_policy
+from jaxglue.engine.policy import parse_policies
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
@@ -23,7 +23,14 @@ class Parts(NamedTuple):
     frozen: Any
 
     def executor(self, policy: str, **options) -> Executor:
-        return Executor(self.graphdefs, self.config, policy=parse_policy(policy), dtype=jnp.float32, **options)
+        policies = parse_policies(policy, len(self.graphdefs.layers))
+        return Executor(
+            self.graphdefs,
+            self.config,
+            policy=policies,
+            dtype=jnp.float32,
+            **options,
+        )
 
 
 def _randomize_lora_b(model):

@@ -1,0 +1,59 @@
+"""Layers whose inputs are dropped: they are computed again from the last input kept, with the same gradients."""
+
+import chex
+import jax
+import pytest
+
+from jaxglue.engine.policy import format_policies, parse_policies, parse_policy
+from jaxglue.ops.names import LAYER_INPUT
+
+ATTENTION = "attention_out,attention_lse"
+GROUP = f"1 x offload:layer_input,{ATTENTION} + 1 x drop:layer_input; offload:{ATTENTION} + 1 x drop:layer_input"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def exact_matmuls():
+    """On GPUs too: float32 matmuls round to TF32 there."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def test_groups_are_parsed_and_formatted():
+    policies = parse_policies(f"2 x [{GROUP}]", 6)
+    assert [policy.drops_input for policy in policies] == [False, True, True] * 2
+    assert parse_policies(format_policies(policies), 6) == policies
+    assert format_policies(policies).startswith("2 x [1 x offload:")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("drop:layer_input; offload:layer_input", "both drops and offloads layer_input"),
+        ("drop:query", "drops query: only layer_input is kept unless dropped"),
+    ],
+)
+def test_invalid_drop_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({"prefetch_depth": 1}, f"2 x [{GROUP}]"),
+        ({"tile": 7}, f"2 x [{GROUP}]"),
+        ({"prefetch_depth": 0}, "1 x full + 5 x drop:layer_input"),
+    ],
+)
+def test_dropped_inputs_change_no_gradient(split_parts, random_batch, options, policy):
+    parts = split_parts("lora", num_hidden_layers=6)
+    batches = [random_batch([[5, 1, 7], [12]], 14)]
+    expected = parts.executor("full").loss_and_gradients(parts.trainable, parts.frozen, batches, 13.0)
+    executor = parts.executor(policy, **options)
+    result = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, 13.0)
+    chex.assert_trees_all_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_first_layer_keeps_its_input(split_parts):
+    with pytest.raises(ValueError, match="drops the first layer's input"):
+        split_parts("lora").executor("drop:" + LAYER_INPUT)
