@@ -1,7 +1,7 @@
 """Measure DPO steps on UltraFeedback-like pairs: pairs a second, memory, and the limit of the matmuls.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --row 16384 --json FILE
-    python benchmarks/dpo_step.py --pairs-only FILE.npz       # the pairs, for benchmarks/peers/dpo.py
+    python benchmarks/dpo_step.py --pairs-only FILE.npz    # pairs and config.json, for benchmarks/peers/dpo.py
 
 Prompts have 300 ± 200 tokens, answers 350 ± 250, log-normal. The reference is the frozen weights without adapters, run
 beside the model's layers; prompts are computed once for both answers, or with --copies once for each. Steps are the
@@ -150,8 +150,9 @@ def main() -> None:
     if args.pairs_only:
         from inputs import SHAPES
 
-        pairs = make_pairs(args.pairs, SHAPES[args.shape]["vocab_size"])
-        np.savez(args.pairs_only, tokens=pairs.tokens, lengths=pairs.lengths)
+        shape = SHAPES[args.shape]
+        pairs = make_pairs(args.pairs, shape["vocab_size"])
+        np.savez(args.pairs_only, tokens=pairs.tokens, lengths=pairs.lengths, config=np.array(json.dumps(shape)))
         return
     result = measure(args)
     print(json.dumps(result))

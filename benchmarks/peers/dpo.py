@@ -1,7 +1,7 @@
 """Train a peer's DPO on the pairs of benchmarks/dpo_step.py; print a JSON line of pairs a second and memory.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --pairs-only FILE.npz
-    python benchmarks/peers/dpo.py --shape qwen3-8b --pairs FILE.npz --batch 8
+    python benchmarks/peers/dpo.py --pairs FILE.npz --batch 8
 
 TRL's DPOTrainer with PEFT, bf16, gradient checkpointing; the reference is the model with its adapter off. `--kernels`
 asks for Liger's kernels where TRL has them.
@@ -9,14 +9,11 @@ asks for Liger's kernels where TRL has them.
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def examples(path: Path) -> list[dict]:
@@ -33,12 +30,13 @@ def examples(path: Path) -> list[dict]:
     ]
 
 
-def build_model(shape: dict, layers: int | None):
+def build_model(pairs: Path, layers: int | None):
     """Return a random model on the GPU, made there."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = {**shape, **({"num_hidden_layers": layers} if layers else {})}
+    with np.load(pairs) as stored:
+        raw = json.loads(str(stored["config"])) | ({"num_hidden_layers": layers} if layers else {})
     config = AutoConfig.for_model(**{key: value for key, value in raw.items() if key != "architectures"})
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -58,7 +56,6 @@ def build_tokenizer():
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=8)
@@ -68,7 +65,6 @@ def main() -> None:
     args = parser.parse_args()
     import torch
     from datasets import Dataset
-    from inputs import SHAPES
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
@@ -100,7 +96,7 @@ def main() -> None:
         **({"use_liger_kernel": True} if args.kernels else {}),
     )
     trainer = Trainer(
-        model=build_model(SHAPES[args.shape], args.layers),
+        model=build_model(args.pairs, args.layers),
         args=config,
         train_dataset=Dataset.from_list(examples(args.pairs)),
         processing_class=build_tokenizer(),
