@@ -10,10 +10,12 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.ops.segments import pack_segments
+from tests.models.test_parity import PEFT
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BASE, ADAPTER, MERGED = GOLDENS / "qwen3_tied", GOLDENS / "adapter", GOLDENS / "merged"
@@ -67,3 +69,60 @@ def test_live_transformers_and_peft_load_written_folders(tmp_path, max_shard_byt
     for model in (adapted, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
         logits = model.eval()(document).logits[0].detach().numpy()
         np.testing.assert_allclose(logits, golden["logits"][: len(logits)], rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def rewrite(tmp_path):
+    """Read one of PEFT's golden adapters and write it with jaxglue; return (base, folder)."""
+
+    def write(name: str) -> tuple[Path, Path]:
+        base, adapter = GOLDENS / PEFT[name], load_adapter(GOLDENS / "peft" / name)
+        tied = read_config(base)["tie_word_embeddings"]
+        adapter = fit_tied(adapter) if tied else adapter
+        save_adapter(tmp_path / name, adapter.tensors, adapter.config, str(base), tied=tied)
+        return base, tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_adapters_are_written_with_the_tensors_and_features_that_peft_gave_them(rewrite, name):
+    _, folder = rewrite(name)
+    theirs, ours = (load_file(path / "adapter_model.safetensors") for path in (GOLDENS / "peft" / name, folder))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        order = np.argsort([7, 3, 20]) if "trainable_tokens" in key else ...
+        np.testing.assert_array_equal(ours[key], tensor[order])
+    raw, golden = (json.loads((path / "adapter_config.json").read_text()) for path in (folder, GOLDENS / "peft" / name))
+    for field in ("use_dora", "use_rslora", "ensure_weight_tying"):
+        assert raw.get(field, False) == golden.get(field, False)
+    assert load_adapter(folder).config == load_adapter(GOLDENS / "peft" / name).config
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_merged_folders_predict_as_base_and_peft_adapter(tmp_path, name):
+    base, golden = GOLDENS / PEFT[name], load_file(GOLDENS / "peft" / name / "golden.safetensors")
+    check = export_adapter(GOLDENS / "peft" / name, base, tmp_path / "merged")
+    assert check.kl <= check.limit
+    model = load_model(tmp_path / "merged", dtype=jnp.float32)
+    segments = pack_segments([golden["lengths"].tolist()], seq_len=len(golden["tokens"]))
+    logits = nnx.jit(lambda model, *row: model(*row))(model, golden["tokens"][None], segments)[0]
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_live_peft_loads_written_features(rewrite, name):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base, folder = rewrite(name)
+    golden = load_file(GOLDENS / "peft" / name / "golden.safetensors")
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    document = torch.tensor(golden["tokens"][: golden["lengths"][0]])[None].long()
+    logits = model(document).logits[0].detach().numpy()
+    np.testing.assert_allclose(logits, golden["logits"][: len(logits)], rtol=0, atol=1e-4)
+
+
+def test_an_adapter_that_unties_the_head_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="trains lm_head apart from the embedding to which its base ties it"):
+        export_adapter(GOLDENS / "peft/whole", GOLDENS / "qwen3_tied", tmp_path / "merged")

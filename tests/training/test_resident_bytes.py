@@ -50,8 +50,15 @@ def device_bytes(tree) -> set[int]:
 @pytest.mark.parametrize("mesh", ["data=1", "data=8", "data=2,fsdp=4"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"method": "full"}, {"method": "full", "moments": "bfloat16"}, {"quantize": "nf4"}],
-    ids=["lora", "full", "full-bfloat16-moments", "nf4"],
+    [
+        {},
+        {"method": "full"},
+        {"method": "full", "moments": "bfloat16"},
+        {"quantize": "nf4"},
+        {"quantize": "nf4", "dora": True, "modules_to_save": ("embed_tokens", "lm_head")},
+        {"trainable_token_indices": (3, 7)},
+    ],
+    ids=["lora", "full", "full-bfloat16-moments", "nf4", "dora-embeddings", "rows"],
 )
 def test_planned_bytes_are_allocated(setup_of, mesh, fields):
     setup = setup_of(mesh, **fields)
