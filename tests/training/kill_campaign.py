@@ -8,6 +8,7 @@ before a random one of its events: optimizer steps, renames, and syncs to disk.
 
 import argparse
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -93,6 +94,12 @@ def _compare(whole: Path, killed: Path) -> None:
     assert losses[0] == losses[1], "losses differ"
     for name in ("adapter/adapter_model.safetensors", "base/model.safetensors"):
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), f"{name} differs"
+    assert _adapter_config(whole) == _adapter_config(killed), "adapter_config.json differs"
+
+
+def _adapter_config(run: Path) -> dict:
+    """Return the adapter's settings but the path of its base, which every run writes beside it."""
+    return json.loads((run / "adapter/adapter_config.json").read_text()) | {"base_model_name_or_path": None}
 
 
 if __name__ == "__main__":
