@@ -7,7 +7,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any
@@ -27,6 +27,8 @@ class Command:
     """Module and function called with the flags before the command's module is imported."""
     task: tuple[str, ...] = ()
     """Further words before the flags."""
+    hides_torch: bool = True
+    """Whether libraries see no torch; some look for it in a way that fails on a hidden one."""
 
 
 _CONFIGS = "jaxglue.commands.configs"
@@ -39,6 +41,11 @@ COMMANDS = {
     "chat": Command(summary="talk with a model in the terminal", config="jaxglue.generation.config:AssistantConfig"),
     "generate": Command(
         summary="answer prompts with a model and an adapter", config="jaxglue.generation.config:GenerateConfig"
+    ),
+    "evaluate": Command(
+        summary="run tasks of lm-evaluation-harness",
+        config="jaxglue.generation.config:EvaluateConfig",
+        hides_torch=False,
     ),
     "export": Command(
         summary="merge an adapter, quantize a model, write a checkpoint, or upload", config=f"{_CONFIGS}:ExportConfig"
@@ -75,7 +82,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
     """
     # Before the imports, some of which would configure it otherwise.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    with Interrupts() as interrupts, _torch_hidden():
+    with Interrupts() as interrupts, _torch_hidden() if COMMANDS[name].hides_torch else nullcontext():
         try:
             config = _parse(name, sys.argv[1:] if argv is None else argv)
             if early := COMMANDS[name].early:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import STDIN, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
+from jaxglue.generation.scoring import Scorer
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
@@ -64,6 +66,8 @@ class Assistant:
         model = _load(config, folder, dtype)
         graphdefs, self._adapter, self._frozen = split_model(model, nnx.LoRAParam)
         self._generator = Generator(graphdefs, model.config, dtype=dtype)
+        self.scorer = partial(Scorer, graphdefs, model.config, self._adapter, self._frozen, dtype=dtype)
+        """Makes a scorer of continuations."""
 
     def answer(self, tokens: list[int], sampling: SamplingConfig) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; raises ValueError like `Generator.stream`."""

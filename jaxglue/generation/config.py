@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
+from jaxglue.config import Alias, Config, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import Matmul, Quantize, Storage, choose_storage
 
@@ -110,3 +110,37 @@ class GenerateConfig(AssistantConfig):
             raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
         if self.prompt_file and self.prompt_file != STDIN and not self.prompt_file.is_file():
             raise ValueError(f"--prompt-file: no such file: {self.prompt_file}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(AssistantConfig):
+    """Run tasks of lm-evaluation-harness on a model with an optional adapter."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks, separated by spaces or commas."""
+    include_path: Path | None = None
+    """Folder with further tasks, as YAML files."""
+    num_fewshot: NonNegativeInt | None = None
+    """Examples before each question; by default the task's."""
+    limit: PositiveInt | None = None
+    """Questions of each task; by default all."""
+    chat_template: bool = False
+    """Put questions through the model's chat template."""
+    output: Path | None = None
+    """JSON file for the results."""
+
+    def validate(self) -> None:
+        """Split the names of tasks; refuse sampling, which tasks set, and a missing folder of tasks."""
+        super().validate()
+        names = tuple(name.strip() for item in self.tasks for name in item.split(",") if name.strip())
+        object.__setattr__(self, "tasks", names)
+        if not names:
+            raise ValueError("no task: name some with --tasks")
+        if self.sampling != SamplingConfig():
+            raise ValueError(
+                "tasks set how answers are sampled: leave out --max-tokens, --temperature, --top-p, --seed"
+            )
+        if self.system is not None and not self.chat_template:
+            raise ValueError("--system needs the chat template: add --chat-template")
+        if self.include_path and not self.include_path.is_dir():
+            raise ValueError(f"--include-path: no such folder: {self.include_path}")

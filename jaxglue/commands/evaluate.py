@@ -1,0 +1,29 @@
+"""Run tasks of lm-evaluation-harness: `jaxglue evaluate --adapter runs/first/adapter --tasks hellaswag,gsm8k`."""
+
+from typing import Any
+
+from jaxglue.generation.config import EvaluateConfig
+from jaxglue.generation.harness import run_tasks
+from jaxglue.hf.files import write_json
+
+
+def main(config: EvaluateConfig) -> None:
+    """Print a line for each metric, and write all to --output."""
+    found = run_tasks(config)
+    for task, metrics in found["results"].items():
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            error = metrics.get(f"{metric}_stderr,{kind}")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                print(f"{task}  {metric}  {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
+    if config.output is not None:
+        write_json(
+            config.output, _plain({key: found.get(key) for key in ("results", "versions", "n-shot", "n-samples")})
+        )
+        print(f"wrote {config.output}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
