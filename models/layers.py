@@ -65,6 +65,7 @@ class Linear(nnx.Module):
     ):
         weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
         self.weight = nnx.Param(quantize_matrix(weight, quantize))
+        self.trains_in_fp8 = quantize == "fp8_trained"
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
@@ -95,7 +96,7 @@ class Linear(nnx.Module):
 
     def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         """Compute x·Wᵀ, without bias and adapter."""
-        return _multiply(x, [self.weight.get_value()])[0]
+        return _multiply(x, (self,))[0]
 
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
@@ -133,20 +134,23 @@ def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array
 
 def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
     """Return (base outputs without adapters and biases, low-rank values of the adapters or None)."""
-    weights: list[Any] = [linear.weight.get_value() for linear in linears]
-    in_fp8 = all(map(is_multiplied_in_fp8, weights))
-    groups = [weights] if in_fp8 else [[weight] for weight in weights]  # FP8 weights share a quantized x
+    in_fp8 = all(map(_is_in_fp8, linears))
+    groups = [linears] if in_fp8 else [[linear] for linear in linears]  # FP8 weights share a quantized x
     x, *copies = fan_out(x, 1 + len(groups))
     outputs = [y for group, copy in zip(groups, copies, strict=True) for y in _multiply(copy, group)]
     return outputs, _shrink_to_ranks(linears, x, context)
 
 
-def _multiply(x, weights: Sequence[Any]) -> list[Array]:
-    """Compute x·Wᵀ of weights in FP8, or of a single one in another format."""
-    first = weights[0]
-    if is_multiplied_in_fp8(first):
+def _is_in_fp8(linear: Linear) -> bool:
+    return linear.trains_in_fp8 or is_multiplied_in_fp8(linear.weight.get_value())
+
+
+def _multiply(x, linears: Sequence[Linear]) -> list[Array]:
+    """Compute x·Wᵀ of linear layers in FP8, or of a single one in another format."""
+    weights: list[Any] = [linear.weight.get_value() for linear in linears]
+    if _is_in_fp8(linears[0]):
         return project_fp8(x, weights)
-    return [project_quantized(x, first) if isinstance(first, Quantized) else project(x, first)]
+    return [project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight) for weight in weights]
 
 
 def _shrink_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"] | None:

@@ -43,7 +43,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     model = model.quantized(config.model.storage, fp8_head=config.model.fp8_head)
     check_model(config, model)
     gpu = find_gpu(config.gpu)
-    if model.quantize == "fp8":
+    if config.model.matmul == "fp8":
         check_fp8(gpu.capability)
     mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()

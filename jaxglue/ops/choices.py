@@ -8,8 +8,9 @@ Quantize = Literal["none", "nf4", "int8"]
 """Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""
 Matmul = Literal["bf16", "fp8"]
 """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
-Storage = Literal["none", "nf4", "int8", "fp8", "fp8_stored"]
-"""Every storage of the decoder layers' linear layers; fp8 is multiplied as it is."""
+Storage = Literal["none", "nf4", "int8", "fp8", "fp8_stored", "fp8_trained"]
+"""Every storage of the decoder layers' linear layers; fp8 is multiplied as it is, a folder's fp8_stored expanded for
+each product, and fp8_trained, in the model's dtype, rounded for each product."""
 MomentFormat = Literal["float32", "bfloat16", "8bit"]
 """Storage of AdamW's moments."""
 

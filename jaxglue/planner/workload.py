@@ -55,7 +55,7 @@ class Workload:
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
 
     def __post_init__(self):
-        if self.lora is None and self.config.quantize != "none":
+        if self.lora is None and self.config.quantize not in ("none", "fp8_trained"):
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
         trains = self.lora is None or "embed_tokens" in self.lora.modules_to_save
         if self.host_embeddings and (trains or self.config.tie_word_embeddings):

@@ -53,7 +53,7 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
 def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
     if config.model.method != "full":
         return
-    if model.quantize != "none":
+    if model.quantize not in ("none", "fp8_trained"):
         raise ValueError(
             f"{config.model.model} is quantized to {model.quantize}, and --method full cannot train quantized weights: "
             "use --method lora, or the folder of the original"

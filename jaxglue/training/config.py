@@ -77,8 +77,8 @@ class ModelConfig(Config):
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
     matmul: Matmul = "bf16"
-    """Products of the decoder layers' frozen linear layers: in the activations' dtype, or in FP8 (1 byte a weight,
-    about twice the rate; Ada, Hopper and newer GPUs)."""
+    """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8 (about twice the rate, and 1
+    byte a frozen weight; Ada, Hopper and newer GPUs). With --method full, weights and their gradients stay wider."""
     fp8_max_error: PositiveFloat = 0.2
     """Relative error of a layer's output, measured on the first batch, above which --matmul fp8 multiplies this layer's
     weights in the activations' dtype; says so."""
@@ -103,7 +103,6 @@ class ModelConfig(Config):
             ("weights", {self.weights} - {DEVICE, "auto"}),
             ("embeddings", ("host",)),
             ("quantize", ("nf4", "int8")),
-            ("matmul", ("fp8",)),
         ):
             if self.method == "full" and getattr(self, name) in values:
                 raise ValueError(
@@ -113,6 +112,8 @@ class ModelConfig(Config):
         if self.adapter and self.new_tokens:
             raise ValueError("--adapter and --new-tokens are both given: merge the adapter first (jaxglue export)")
         choose_storage(self.quantize, self.matmul)
+        if self.fp8_head and self.method == "full":
+            raise ValueError("--fp8-head needs a frozen output projection, and --method full trains it: leave it out")
         if self.fp8_head and self.matmul != "fp8":
             raise ValueError(f"--fp8-head is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
 
@@ -129,7 +130,8 @@ class ModelConfig(Config):
     @property
     def storage(self) -> Storage:
         """Return the storage of the decoder layers' linear layers."""
-        return choose_storage(self.quantize, self.matmul)
+        storage = choose_storage(self.quantize, self.matmul)
+        return "fp8_trained" if storage == "fp8" and self.method == "full" else storage
 
     @property
     def router_losses(self) -> "RouterLosses | None":

@@ -22,6 +22,7 @@ _STORED = {
     "none": "",
     **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]},
     "fp8_stored": ", linear layers of the decoder layers stored in fp8 (e4m3)",
+    "fp8_trained": ", linear layers of the decoder layers multiplied in fp8 (e4m3)",
     "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
 }
 _HEAD = ", the output projection multiplied in it too"

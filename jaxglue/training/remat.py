@@ -66,7 +66,7 @@ def choose_remat(
     remat = config.model.remat
     if jax.default_backend() == "cpu":
         return _choose_on_cpu(config, model)
-    if model.quantize == "fp8":
+    if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))

@@ -87,7 +87,7 @@ class TrainStep:
 
         None where nothing is multiplied in FP8.
         """
-        if self._config.model.matmul != "fp8":
+        if self._setup.model.quantize != "fp8":
             return None
         placed = place_batch(batch, self._mesh)
         errors = layer_errors(self.executor, self.trainable, self.frozen, placed, expand_products)

@@ -49,6 +49,20 @@ def test_a_head_in_fp8_changes_the_loss_a_little(results):
     assert results["fp8 head"][0] != results["fp8"][0]
 
 
+def test_full_fine_tuning_multiplies_in_fp8(tiny_config, random_batch):
+    config = config_from_hf({**tiny_config, "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2})
+    batch, results = random_batch(LENGTHS, 14), []
+    for storage in ("none", "fp8_trained"):
+        model = random_model(replace(config, quantize=storage), dtype=jnp.float32)
+        graphdefs, trainable, frozen = split_model(model, nnx.Param)
+        executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32)
+        loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], 1.0)
+        results.append((loss, ravel_pytree(gradients)[0]))
+    (loss, expected), (in_fp8, got) = results
+    assert 0 < abs(in_fp8 / loss - 1) < 0.02
+    assert expected @ got > 0.98 * np.linalg.norm(expected) * np.linalg.norm(got)
+
+
 def test_every_projection_is_stored_in_fp8(results):
     leaves = jax.tree.leaves(results["fp8"][2]["layers"], is_leaf=lambda leaf: isinstance(leaf, FP8Weight))
     assert sum(isinstance(leaf, FP8Weight) for leaf in leaves) == 2 * 7

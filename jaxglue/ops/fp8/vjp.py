@@ -1,4 +1,4 @@
-"""Differentiation rule of FP8 products with frozen weights."""
+"""Differentiation rules of FP8 products with weights that are frozen or train."""
 
 import jax
 import jax.numpy as jnp
@@ -30,3 +30,35 @@ def _backward(weights, cotangents):
 
 
 project_rows.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def project_trained(
+    x: Float[Array, "*B in"], weights: tuple[Float[Array, "out in"], ...]
+) -> tuple[Float[Array, "*B out"], ...]:
+    """See `project_fp8`."""
+    return project_rows(x, tuple(map(_quantize, weights)))
+
+
+def _quantize(weight: Float[Array, "out in"]) -> FP8Weight:
+    codes, scales = encode(weight)
+    return FP8Weight(codes=codes, scales=scales[:, 0], dtype=weight.dtype)
+
+
+def _trained_forward(x, weights):
+    return project_trained(x, weights), (x, weights)
+
+
+def _trained_backward(residuals, cotangents):
+    x, weights = residuals
+    dx, _ = _backward(tuple(map(_quantize, weights)), cotangents)
+    tokens = tuple(range(x.ndim - 1))
+
+    def gradient(dy, weight):
+        total = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
+        return total.astype(weight.dtype)
+
+    return dx, tuple(map(gradient, cotangents, weights))
+
+
+project_trained.defvjp(_trained_forward, _trained_backward)

@@ -9,7 +9,7 @@ from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
 from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
 Quantized = NF4 | Int8Weight | FP8Weight
-FORMATS = ("none", "nf4", "int8", "fp8", "fp8_stored")
+FORMATS = ("none", "nf4", "int8", "fp8", "fp8_stored", "fp8_trained")
 
 
 def is_quantized(leaf: object) -> bool:
@@ -34,7 +34,8 @@ def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
 
 def format_flag(how: str) -> str:
     """Return the flag that asks for a format."""
-    return {"fp8": "--matmul fp8", "fp8_stored": "FP8 in the model folder"}.get(how, f"--quantize {how}")
+    own = {"fp8": "--matmul fp8", "fp8_trained": "--matmul fp8", "fp8_stored": "FP8 in the model folder"}
+    return own.get(how, f"--quantize {how}")
 
 
 def check_format(how: str, widths: dict[str, int]) -> None:

@@ -55,6 +55,16 @@ def test_outlier_channels_keep_the_direction(layer):
         assert cosine(result, expected) > 0.998
 
 
+@pytest.mark.parametrize("layer", SIZES)
+def test_gradients_of_trained_weights_are_not_in_fp8(layer):
+    x, matrices, dys = make_inputs(*SIZES[layer])
+    _, vjp = jax.vjp(lambda x, weights: project_fp8(x, weights), x, matrices)
+    dx, gradients = vjp(dys)
+    assert cosine(dx, expected_outputs_and_gradient(x, matrices, dys)[-1]) > 0.998
+    for gradient, dy in zip(gradients, dys, strict=True):
+        np.testing.assert_allclose(gradient, jnp.einsum("bto,bti->oi", dy, x), rtol=1e-4, atol=1e-9)
+
+
 def test_outliers_do_not_drown_other_channels():
     x = jax.random.normal(jax.random.key(0), (16, 512)).at[:, :4].multiply(50)
     values, scales = quantize_rows(x)
