@@ -28,6 +28,8 @@ def find_fp8(
     if files.tensors[name].dtype != E4M3:
         return None
     module, file = name.removesuffix("weight"), files.tensors[name].file
+    if not name.endswith("_proj.weight"):
+        raise ValueError(f"{name} in {file} is in FP8; only linear layers of decoder layers may be")
     scales = [f"{module}{scale}" for scale in _SCALES if f"{module}{scale}" in files.tensors]
     if len(scales) != 1:
         raise ValueError(

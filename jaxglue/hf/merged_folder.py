@@ -29,6 +29,7 @@ from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
+from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.mxfp4 import BLOCK
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
@@ -145,13 +146,17 @@ def _copy_vocabulary(adapter: Adapter, output: Path) -> None:
         shutil.copyfile(path, output / path.name)
 
 
+_PARTS = ("SCB", "weight_format", "weight_scale", "weight_scale_inv", "input_scale")
+"""Tensors beside a quantized weight."""
+
+
 def _expand_quantized(
     tensors: Mapping[str, TensorInfo], quantized: Mapping[str, tuple[int, ...]]
 ) -> dict[str, TensorInfo]:
-    """Return a folder's tensors with bitsandbytes' matrices in bfloat16 in place of their parts."""
-    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub"}
+    """Return a folder's tensors with quantized matrices in bfloat16 in place of their parts."""
+    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub" or tensors[name].dtype == E4M3}
     parts = tuple(f"{name}." for name in expanded)
-    modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in ("SCB", "weight_format")}
+    modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in _PARTS}
     kept = {name: info for name, info in tensors.items() if not name.startswith(parts) and name not in modules}
     dtype = np.dtype(jnp.bfloat16)
     return kept | {name: TensorInfo(file=tensors[name].file, shape=quantized[name], dtype=dtype) for name in expanded}

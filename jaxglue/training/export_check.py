@@ -99,7 +99,7 @@ def _on_one_device(parts: Parts) -> Parts:
 def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
     """Return (config, parts) of the model in the files; of random weights, the frozen ones are those in memory."""
     if adapter is None:
-        config = config_from_hf(read_config(result))
+        config = config_from_hf(read_config(result)).quantized(setup.config.model.storage)
         return config, folder_parts(result, config, dtype=setup.config.model.compute_dtype)
     if setup.config.model.random_weights:
         return setup.model, _on_one_device(live_parts(graphdefs, _with_values(trainable, adapter), frozen))

@@ -6,10 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
+from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
+from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.models import config_from_hf
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, quantized_names, split_model
 from jaxglue.ops.quant.fp8 import E4M3, dequantize_fp8, is_multiplied_in_fp8, quantize_fp8
 
@@ -91,6 +96,22 @@ def test_matmul_fp8_multiplies_their_codes(folders, how):
         assert is_multiplied_in_fp8(weight) and weight.scales.shape == (len(expected),)
         error = np.linalg.norm(dequantize_fp8(weight, jnp.float32) - expected) / np.linalg.norm(expected)
         assert error < (0.04 if how == "block" else 1e-7)  # scales of rows round blocks again
+
+
+def test_an_adapter_merges_into_a_folder_in_fp8(folders, tmp_path):
+    folder, stored = folders["channel"]
+    shape, rng, config = stored[MATRIX].shape, np.random.default_rng(0), LoraConfig(rank=2, targets=("down_proj",))
+    tensors = {}
+    for path in (MATRIX.removesuffix(".weight").replace("1", str(layer)) for layer in range(2)):
+        tensors[f"{path}.lora_A"] = rng.normal(size=(2, shape[1])).astype(np.float32)
+        tensors[f"{path}.lora_B"] = rng.normal(size=(shape[0], 2)).astype(np.float32)
+    save_adapter(tmp_path / "adapter", tensors, config, str(folder), identify(folder))
+    export_adapter(tmp_path / "adapter", folder, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    module = MATRIX.removesuffix(".weight")
+    expected = values(stored, MATRIX) + config.scale * tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"]
+    np.testing.assert_allclose(merged[MATRIX].astype(np.float32), expected, rtol=1e-2, atol=1e-2)
+    assert f"{module}.weight_scale" not in merged
 
 
 def broken(folders, tmp_path, how, change) -> str:

@@ -9,7 +9,9 @@ from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
 from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
 Quantized = NF4 | Int8Weight | FP8Weight
-FORMATS = ("none", "nf4", "int8", "fp8", "fp8_stored", "fp8_trained")
+FORMATS = ("none", "nf4", "int8", "fp8")
+"""Formats that a user may name."""
+_WITHIN = ("fp8_stored", "fp8_trained")
 
 
 def is_quantized(leaf: object) -> bool:
@@ -48,7 +50,7 @@ def check_format(how: str, widths: dict[str, int]) -> None:
     Raises:
         ValueError: an unknown format, or a row length that its blocks do not divide.
     """
-    if how not in FORMATS:
+    if how not in (*FORMATS, *_WITHIN):
         raise ValueError(f"quantize must be one of {', '.join(FORMATS)}, got {how!r}")
     for name, width in widths.items():
         if how == "nf4" and width % BLOCK:
