@@ -1,6 +1,5 @@
 """Prediction of a training step's time and memory under remat policies, and the choice of the fastest that fits."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, gib
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.schedule import Work, simulate
+from jaxglue.planner.search import fastest, interpolate
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
@@ -70,9 +70,7 @@ class Planner:
         """Return the settings with these places of the weights, the fastest first."""
         if weights == AUTO:
             return self.plans()
-        places = parse_weights(weights, self._model.layers)
-        known = [plan for plan in self.plans() if plan.weights == places]
-        return known or sorted(self._candidates_of(places), key=by_time)
+        return sorted(self._candidates_of(parse_weights(weights, self._model.layers)), key=by_time)
 
     def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Plan:
         """Predict the cost of a setting: policies, and places of the layers' weights."""
@@ -140,6 +138,9 @@ class Planner:
         Raises:
             DoesNotFit: nothing fits; names the nearest setting and the remedy.
         """
+        nothing_recomputed = self.plan(PRESETS["none"], weights=DEVICE if weights == AUTO else weights)
+        if self.fits(nothing_recomputed, host_memory):
+            return nothing_recomputed
         for planner in self._by_tile():
             if planner is self or planner._least_load(host_memory, weights) <= 1:
                 for plan in planner._plans_of(weights):
@@ -174,7 +175,7 @@ class Planner:
         loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
         if min(loads.values()) > 1:
             loads[_ROW_STEP] = load(_ROW_STEP)
-        while (guess := _interpolate(loads, limit)) not in loads:
+        while (guess := interpolate(loads, limit, _ROW_STEP)) not in loads:
             loads[guess] = load(guess)
         return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
 
@@ -242,12 +243,16 @@ class Planner:
         return found
 
     def _mix(self, lean: RematPolicy, fast: RematPolicy, places: Sequence[str]) -> Plan | None:
-        """Return the fastest mix of the two policies that fits the GPU, over all numbers of fast layers."""
-        layers = self._model.layers
-        mixes = (interleave(lean, fast, layers, count) for count in range(1, layers))
-        plans = (self.plan(mix, weights=places) for mix in mixes)
-        fitting = (plan for plan in plans if plan.device_bytes <= (1 - MARGIN) * self.gpu.memory)
-        return min(fitting, key=lambda plan: plan.seconds, default=None)
+        """Return the fastest mix of the two policies that fits the GPU, over the numbers of fast layers.
+
+        Memory grows with their number; time falls, and rises again where the link is full.
+        """
+        layers, room = self._model.layers, (1 - MARGIN) * self.gpu.memory
+
+        def plan(count: int) -> Plan:
+            return self.plan(interleave(lean, fast, layers, count), weights=places)
+
+        return fastest(plan, range(1, layers), room)
 
     def _seconds(self, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
         """Predict the time of an optimizer step."""
@@ -280,14 +285,3 @@ class Planner:
             kernels = max(cost.backward.seconds + (out + weights) / copy, gather)
             backward.append(Work(kernels) if stays else Work(kernels, arriving=out / link, weights=weights / link))
         return forward, backward
-
-
-def _interpolate(loads: dict[int, float], limit: int) -> int:
-    """Return the next row length to try, or a known one at the end of the search."""
-    fitting = max((seq_len for seq_len, load in loads.items() if load <= 1), default=0)
-    above = min((seq_len for seq_len, load in loads.items() if load > 1), default=limit)
-    if not fitting or above - fitting <= _ROW_STEP:
-        return fitting or min(loads)
-    slope = (loads[above] - loads[fitting]) / (above - fitting) if above in loads else math.inf
-    guess = int(fitting + (1 - loads[fitting]) / slope) // _ROW_STEP * _ROW_STEP
-    return min(max(guess, fitting), above - _ROW_STEP)

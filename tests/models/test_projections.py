@@ -98,7 +98,7 @@ def test_gpu_matmuls_accumulate_onto_each_other(h200):
 class _Neighbor:
     """Context in which each token attends to its predecessor."""
 
-    dropout_key = router_losses = None
+    dropout_key = router_losses = tile = None
 
     def rotate(self, q, k, norms):
         return q, k
