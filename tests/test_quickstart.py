@@ -34,7 +34,8 @@ def made(folder, tmp_path_factory):
 
 
 def test_script_reproduces_the_shipped_files(folder, made):
-    assert (made / "chats.jsonl").read_bytes() == (folder / "chats.jsonl").read_bytes()
+    for name in ("chats.jsonl", "pairs.jsonl"):
+        assert (made / name).read_bytes() == (folder / name).read_bytes()
     shipped, fresh = (load_tokenizer(root / "model") for root in (folder, made))
     assert fresh.get_vocab() == shipped.get_vocab()
     assert fresh.chat_template == shipped.chat_template

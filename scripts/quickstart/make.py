@@ -1,7 +1,7 @@
-"""Write the quickstart's chats and its small model's tokenizer: `python scripts/quickstart/make.py`.
+"""Write the quickstart's chats, pairs and small model's tokenizer: `python scripts/quickstart/make.py`.
 
-The chats are short questions with patterned answers, some with a system message that changes the answer's form. Seeded,
-so the files are reproducible.
+The chats are short questions with patterned answers, some with a system message that changes the answer's form. The
+pairs prefer the short form without being told. Seeded, so the files are reproducible.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CHATS = 1000
+CHATS, PAIRS = 1000, 80
 VOCABULARY = 1024  # at most
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """\
@@ -123,6 +123,15 @@ def make_chat(rng: random.Random) -> list[dict[str, str]]:
     return messages
 
 
+def make_pair(rng: random.Random) -> dict[str, str]:
+    """Return a question with its key word as the preferred answer, and the full one as the other."""
+    ask, sentence, word = rng.choice(KINDS)(rng)
+    question = rng.choice([text for text in ask if text not in HELD_OUT])
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    texts = {"prompt": question, "chosen": word, "rejected": sentence}
+    return {name: [{"role": role, "content": texts[name]}] for name, role in roles.items()}
+
+
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with a ChatML template."""
     bpe = Tokenizer(models.BPE())
@@ -139,11 +148,13 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def main(folder: Path = Path(__file__).parent) -> None:
-    """Write chats.jsonl and model/'s tokenizer into the folder."""
+    """Write chats.jsonl, pairs.jsonl and model/'s tokenizer into the folder."""
     rng = random.Random(0)
     chats = [make_chat(rng) for _ in range(CHATS)]
     lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats]
     (folder / "chats.jsonl").write_text("".join(lines), encoding="utf-8")
+    pairs = [json.dumps(make_pair(rng)) + "\n" for _ in range(PAIRS)]
+    (folder / "pairs.jsonl").write_text("".join(pairs), encoding="utf-8")
     texts = [message["content"] for chat in chats for message in chat]
     train_tokenizer([*texts, "user\nassistant\nsystem\n"]).save_pretrained(folder / "model")
 
