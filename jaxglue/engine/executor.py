@@ -185,7 +185,7 @@ class LayerExecutor:
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
-        z = x if self._needs_reference(batch) else None
+        z = self._reference_input(trainable, frozen, batch, x, key)
         x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z)
         if z is not None:
             batch = self._entry_head.with_reference(trainable, frozen, z, batch)
@@ -202,6 +202,12 @@ class LayerExecutor:
         dx = self._backward(saved, weights_ahead, restore, contexts, dx, sums["layers"], finish)
         finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
+
+    def _reference_input(self, trainable, frozen, batch, x: Array, key: PRNGKeyArray | None) -> Array | None:
+        """Return the input of the reference's layers, without the noise of training; None without a reference."""
+        if not self._needs_reference(batch):
+            return None
+        return x if key is None else self._entry_head.embed(trainable, frozen, batch, None)[0]
 
     def _needs_reference(self, batch: Batch) -> bool:
         return self._reference is not None and (batch.answers is None or batch.answers.reference is None)

@@ -123,7 +123,7 @@ def make_chat(rng: random.Random) -> list[dict[str, str]]:
     return messages
 
 
-def make_pair(rng: random.Random) -> dict[str, str]:
+def make_pair(rng: random.Random) -> dict[str, list[dict[str, str]]]:
     """Return a question with its key word as the preferred answer, and the full one as the other."""
     ask, sentence, word = rng.choice(KINDS)(rng)
     question = rng.choice([text for text in ask if text not in HELD_OUT])
