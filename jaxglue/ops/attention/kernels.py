@@ -15,6 +15,9 @@ units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (
 operands come through TMA, which needs no registers for addresses.
 
 The heads of a tile run consecutively, and the tiles with least to do run last.
+
+With LATE, a loop's last matmul runs one tile late, while the next tile's exponentials are computed (FlashAttention-3,
+Shah et al. 2024, arXiv 2407.08608). The sums and their order stay the same.
 """
 
 import triton
@@ -90,11 +93,18 @@ def _store(target, value, row, token, head, T: tl.constexpr, HEADS: tl.constexpr
 
 
 @triton.jit
+def _last_tile(low, stop, BLOCK_N: tl.constexpr):
+    """Return the first key of the last of the tiles from `low` to `stop`; `low` if there are none."""
+    return low + tl.maximum(tl.cdiv(stop - low, BLOCK_N) - 1, 0) * BLOCK_N
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, sinks, starts, out, lse,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     FORKS: tl.constexpr, SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    Q_DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
@@ -122,12 +132,16 @@ def forward_kernel(
         gap_starts, gap_ends = _gaps(starts, tokens, T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, T), 0), tl.max(gap_ends, 0)
         stop, bend, shift, skipped = _jump(gap_starts, gap_ends, low, stop, BLOCK_N)
+    weights, alpha = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32), tl.full((BLOCK_M,), 1.0, tl.float32)
     for i in range(low, stop, BLOCK_N):
-        j = i
+        j, before = i, tl.maximum(i - BLOCK_N, low)
         if FORKS:
-            j = tl.where(i < bend, i, i + shift)
+            j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
+        if LATE:
+            v_tile = _load(v, row, before, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+            acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         cut = (j < all_low) | (j + BLOCK_N - 1 > first)
         if FORKS:
             cut = cut | ((j < any_end) & (j + BLOCK_N > any_start))
@@ -142,9 +156,16 @@ def forward_kernel(
         weights = tl.exp2(scores * (SCALE * LOG2_E) - new_peak[:, None])
         alpha = tl.exp2(peak - new_peak)
         total = total * alpha + tl.sum(weights, 1)
+        if not LATE:
+            v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+            acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
+        peak = new_peak
+    if LATE:
+        j = _last_tile(low, stop, BLOCK_N)
+        if FORKS:
+            j = tl.where(j < bend, j, j + shift)
         v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
-        peak = new_peak
 
     seen = (lows <= tokens) & (tokens < T)
     total = tl.where(seen, total, 1.0)
@@ -159,7 +180,7 @@ def dq_kernel(
     q, k, v, starts, out, lse, dout, dq, delta,
     T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
@@ -189,14 +210,18 @@ def dq_kernel(
         gap_starts, gap_ends = _gaps(starts, tokens, T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, T), 0), tl.max(gap_ends, 0)
         stop, bend, shift, skipped = _jump(gap_starts, gap_ends, low, stop, BLOCK_N)
+    dscores = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     for i in range(low, stop, BLOCK_N):
-        j = i
+        j, before = i, tl.maximum(i - BLOCK_N, low)
         if FORKS:
-            j = tl.where(i < bend, i, i + shift)
+            j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
+        if LATE:
+            before_tile = _load(k, row, before, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+            acc = tl.dot(dscores.to(k_tile.dtype), before_tile, acc)
         cut = (j < all_low) | (j + BLOCK_N - 1 > first)
         if FORKS:
             cut = cut | ((j < any_end) & (j + BLOCK_N > any_start))
@@ -209,6 +234,13 @@ def dq_kernel(
             scores = tl.where(visible, scores, MASKED)
         weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[:, None])
         dscores = weights * (dweights - row_delta[:, None])
+        if not LATE:
+            acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
+    if LATE:
+        j = _last_tile(low, stop, BLOCK_N)
+        if FORKS:
+            j = tl.where(j < bend, j, j + shift)
+        k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
     _store(dq, acc * SCALE, row, first, head, T, N, H, TOKENS, P, BLOCK_H)
 

@@ -19,6 +19,8 @@ class AttentionTiles:
     """Depth of the software pipeline."""
     registers: int | None = None
     """Limit for a thread, where it makes room for one more program on a multiprocessor; None for no limit."""
+    late: bool = False
+    """Run a loop's last matmul one tile late, under the next tile's exponentials; not for dkdv."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class TritonAttention(Launcher):
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            sizes.constants(window, segments) | {"HAS_SINKS": sinks is not None} | by_descriptor,
+            sizes.constants(window, segments) | {"HAS_SINKS": sinks is not None, "LATE": tiles.late} | by_descriptor,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
@@ -58,7 +58,7 @@ class TritonAttention(Launcher):
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            constants | by_descriptor,
+            constants | {"LATE": tiles.late} | by_descriptor,
         )
 
     def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):

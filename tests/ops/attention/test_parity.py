@@ -103,11 +103,12 @@ def assert_close(got, expected, dout, tolerance):
         assert np.linalg.norm(a - b) <= tolerance * scale
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", SMALL)
-def test_interpreted_kernels_match_the_reference(name, interpreted_backend):
+def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend):
     case = SMALL[name]
     inputs, segments, dout = case.inputs(jnp.float32)
-    tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1, late=late)
     backend = interpreted_backend(
         tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
     )
