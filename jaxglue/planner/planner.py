@@ -1,5 +1,6 @@
 """Prediction of a training step's time and memory under remat policies, and the choice of the fastest that fits."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -141,6 +142,8 @@ class Planner:
         nothing_recomputed = self.plan(PRESETS["none"], weights=DEVICE if weights == AUTO else weights)
         if self.fits(nothing_recomputed, host_memory):
             return nothing_recomputed
+        if weights in (AUTO, DEVICE) and (plan := self._mix_in_memory()):
+            return plan
         for planner in self._by_tile():
             if planner is self or planner._least_load(host_memory, weights) <= 1:
                 for plan in planner._plans_of(weights):
@@ -148,6 +151,13 @@ class Planner:
                         return plan
         leanest = min(self._plans_of(weights), key=lambda plan: plan.device_bytes)
         raise DoesNotFit(self._why_not(leanest, host_memory))
+
+    def _mix_in_memory(self) -> Plan | None:
+        """Return the fastest mix of `dots` and `none` where `dots` fits the GPU: no plan with copies can be faster."""
+        dots, none = (parse_policy(text) for text in ("dots", "none"))
+        if self.workload.tile is not None or not self.fits(self.plan(dots), 0):
+            return None
+        return self._mix(dots, none, parse_weights(DEVICE, self._model.layers)) or self.plan(dots)
 
     def fits(self, plan: Plan, host_memory: float) -> bool:
         """Return whether the plan fits the host and leaves the margin free on the GPU."""
@@ -170,7 +180,7 @@ class Planner:
 
         def load(seq_len: int) -> float:
             planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
-            return min(tiled._least_load(host_memory, weights) for tiled in planner._by_tile())
+            return planner._least_tiled_load(host_memory, weights)
 
         loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
         if min(loads.values()) > 1:
@@ -178,6 +188,15 @@ class Planner:
         while (guess := interpolate(loads, limit, _ROW_STEP)) not in loads:
             loads[guess] = load(guess)
         return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
+
+    def _least_tiled_load(self, host_memory: float, weights: str) -> float:
+        """Return the least load of a tile, or that of the first whose load fits."""
+        least = math.inf
+        for planner in self._by_tile():
+            least = min(least, planner._least_load(host_memory, weights))
+            if least <= 1:
+                break
+        return least
 
     def _least_load(self, host_memory: float, weights: str) -> float:
         """Return the larger share of GPU and host memory that the leanest setting takes."""

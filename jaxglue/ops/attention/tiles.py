@@ -4,6 +4,7 @@ Measured on an H200; the other generations have sizes that fit their shared memo
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class AttentionKernelTiles:
 
 def _tiles(*sizes: tuple[int, ...]) -> AttentionKernelTiles:
     names = "block_m", "block_n", "num_warps", "num_stages", "registers"
-    forward, dq, dkdv = (AttentionTiles(**dict(zip(names, size, strict=False))) for size in sizes)
+    fields: list[dict[str, Any]] = [dict(zip(names, size, strict=False)) for size in sizes]
+    forward, dq, dkdv = (AttentionTiles(**field) for field in fields)
     return AttentionKernelTiles(forward=forward, dq=dq, dkdv=dkdv)
 
 
