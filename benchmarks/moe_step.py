@@ -46,13 +46,16 @@ class Case:
     layers: int | None = None
     expand: bool = False
     matmul: str = "bf16"
+    fp8_head: bool = False
+    fp8_experts: bool = False
 
     @property
     def config(self) -> DecoderConfig:
         raw = {**SHAPES[self.shape], **({"num_hidden_layers": self.layers} if self.layers else {})}
         config = config_from_hf(raw)
         config = config.expanded if self.expand else config
-        return config.quantized("fp8", fp8_head=True) if self.matmul == "fp8" else config
+        products = {"fp8_head": self.fp8_head, "fp8_experts": self.fp8_experts}
+        return config.quantized("fp8", **products) if self.matmul == "fp8" else config
 
 
 EQUAL = (1024,) * 8
@@ -70,13 +73,24 @@ CASES = {
     "gpt-oss-20b, 6 layers, MXFP4, dots kept": Case(shape="gpt-oss-20b", layers=6, remat="dots", lengths=EQUAL),
     "gpt-oss-20b, whole, MXFP4, offloaded": Case(shape="gpt-oss-20b", remat="offload", lengths=MIXED),
     "gpt-oss-20b, whole, MXFP4, recomputed": Case(shape="gpt-oss-20b", remat="full", lengths=MIXED),
-    "gpt-oss-20b, whole, MXFP4 in FP8, recomputed": Case(
-        shape="gpt-oss-20b", remat="full", lengths=MIXED, matmul="fp8"
-    ),
     "gpt-oss-20b, whole, MXFP4, dots kept": Case(shape="gpt-oss-20b", remat="dots", lengths=MIXED),
-    "gpt-oss-20b, whole, MXFP4 in FP8, dots kept": Case(shape="gpt-oss-20b", remat="dots", lengths=MIXED, matmul="fp8"),
     "qwen3-30b-a3b, 12 layers, bf16, recomputed": Case(shape="qwen3-30b-a3b", layers=12, remat="full", lengths=MIXED),
     "tiny": Case(shape="tiny-moe", remat="dots", lengths=(96, 32)),
+}
+
+
+_FP8 = {
+    "attention in FP8": {},
+    "attention and head in FP8": {"fp8_head": True},
+    "experts in FP8": {"fp8_experts": True},
+    "all in FP8": {"fp8_head": True, "fp8_experts": True},
+}
+CASES |= {
+    f"gpt-oss-20b, whole, MXFP4, {name}, {kept}": Case(
+        shape="gpt-oss-20b", remat=remat, lengths=MIXED, matmul="fp8", **products
+    )
+    for name, products in _FP8.items()
+    for kept, remat in (("recomputed", "full"), ("dots kept", "dots"))
 }
 
 
@@ -93,7 +107,7 @@ def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
     executor = Executor(graphdefs, config, policy=parse_policy(case.remat))
     batch = jax.device_put(_batch(case.lengths, config.vocab_size))
     weights = _memory("bytes_in_use")
-    seconds = []
+    seconds, losses = [], []
     for step in range(steps + 3):  # the first compiles, the second still allocates, the last may be profiled
         traced = jax.profiler.trace(str(profile)) if profile and step == steps + 2 else nullcontext()
         with traced:
@@ -102,6 +116,7 @@ def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
             trainable, state, _ = optimizer.update(trainable, state, gradients, step)
             del gradients
             jax.block_until_ready((loss, trainable))
+            losses.append(round(float(loss), 4))
             seconds.append(time.perf_counter() - begun)
     median = float(np.median(seconds[2:-1]))
     visible = mean_visible_keys(np.array(case.lengths))
@@ -113,7 +128,7 @@ def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
         "weights GiB": round(weights, 2),
         "peak GiB": round(_memory("peak_bytes_in_use"), 2),
         "first step s": round(seconds[0], 1),
-        "loss": round(float(loss), 4),
+        "losses": losses,
         "gpu": jax.devices()[0].device_kind,
     }
 

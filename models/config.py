@@ -60,6 +60,8 @@ class DecoderConfig:
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
     fp8_head: bool = False
     """Multiply the frozen output projection in FP8 in training."""
+    fp8_experts: bool = False
+    """Multiply experts in MXFP4 in FP8."""
 
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
@@ -83,24 +85,28 @@ class DecoderConfig:
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         check_format(self.quantize, sizes | heads)
 
-    def quantized(self, how: Storage, *, fp8_head: bool = False) -> "DecoderConfig":
+    def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
         """Return the config with linear layers in this format; `none` keeps the folder's format.
 
         Args:
             how: the format.
             fp8_head: multiply the output projection in FP8 too.
+            fp8_experts: and experts in MXFP4.
 
         Raises:
-            ValueError: the format cannot hold the layers, or the folder is quantized to another.
+            ValueError: no experts in MXFP4, a format that cannot hold the layers, or a folder quantized to another.
         """
+        if fp8_experts and not (self.moe and self.moe.mxfp4):
+            raise ValueError("--fp8-experts needs experts in MXFP4: leave it out")
+        products = {"fp8_head": fp8_head, "fp8_experts": fp8_experts}
         if how == "none" or how == self.quantize:
-            return replace(self, fp8_head=fp8_head)
+            return replace(self, **products)
         if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
             raise ValueError(
                 f"{format_flag(how)}: the model folder is already quantized to {self.quantize}; "
                 "leave out the flag, or name the original folder"
             )
-        return replace(self, quantize=how, fp8_head=fp8_head)
+        return replace(self, quantize=how, **products)
 
     @property
     def first_of_kind(self) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class ExpertLinear(nnx.Module):
         self.lora_scale = 0.0
         self.experts, self.in_features, self.out_features = E, in_features, out_features
         self.transposed = experts.transposed or config.moe.mxfp4
-        self.fp8 = config.quantize == "fp8"
+        self.fp8 = config.fp8_experts
 
     def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
         """Add a float32 adapter to every expert, initialized as in `Linear`: A [E, R, in], B [E, out, R].

@@ -40,7 +40,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     config = replace(config, run=run)
     model = config_from_hf(read_config(model_path(config.model.model, config.model.revision, weights=False)))
     model = model.expanded if config.model.expand_experts else model
-    model = model.quantized(config.model.storage, fp8_head=config.model.fp8_head)
+    model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":

@@ -38,6 +38,7 @@ def load_model(
     dtype=jnp.bfloat16,
     expand_experts: bool = False,
     quantize: Storage = "none",
+    fp8_experts: bool = False,
     place: Placement | None = None,
     dtypes: Mapping[str, Any] | None = None,
 ) -> CausalLM:
@@ -49,6 +50,7 @@ def load_model(
         expand_experts: also expand MXFP4 experts to `dtype`.
         quantize: `nf4`, `int8` or `fp8` quantizes the decoder layers' linear layers while loading; `none` keeps the
             folder's format.
+        fp8_experts: multiply MXFP4 experts in FP8.
         place: sharding of each parameter; read directly into place unless quantized while loading.
         dtypes: other dtypes of some parameters, by name.
 
@@ -63,7 +65,7 @@ def load_model(
         others = {name: specs[name].update(dtype=other) for name, other in (dtypes or {}).items() if name in specs}
         return load_tensors(folder, specs | others, put)
 
-    return _with_parameters(config.quantized(quantize), dtype, place, load)
+    return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
 
 
 def random_model(

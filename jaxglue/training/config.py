@@ -84,6 +84,8 @@ class ModelConfig(Config):
     weights in the activations' dtype; says so."""
     fp8_head: bool = False
     """With --matmul fp8, multiply the frozen output projection in FP8 too."""
+    fp8_experts: bool = False
+    """With --matmul fp8, multiply experts in MXFP4 in FP8 too, which holds their values."""
     neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha")] = 0.0
     """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
     2310.05914); 5 is usual, 0 adds none."""
@@ -114,8 +116,10 @@ class ModelConfig(Config):
         choose_storage(self.quantize, self.matmul)
         if self.fp8_head and self.method == "full":
             raise ValueError("--fp8-head needs a frozen output projection, and --method full trains it: leave it out")
-        if self.fp8_head and self.matmul != "fp8":
-            raise ValueError(f"--fp8-head is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
+        for name, given in self.fp8_products.items():
+            if given and self.matmul != "fp8":
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
 
     @property
     def folder(self) -> Path:
@@ -132,6 +136,11 @@ class ModelConfig(Config):
         """Return the storage of the decoder layers' linear layers."""
         storage = choose_storage(self.quantize, self.matmul)
         return "fp8_trained" if storage == "fp8" and self.method == "full" else storage
+
+    @property
+    def fp8_products(self) -> dict[str, bool]:
+        """Return whether output projection and experts are multiplied in FP8, as `DecoderConfig.quantized` takes it."""
+        return {"fp8_head": self.fp8_head, "fp8_experts": self.fp8_experts}
 
     @property
     def router_losses(self) -> "RouterLosses | None":

@@ -117,7 +117,7 @@ def read_model(config: TrainConfig) -> DecoderConfig:
     check_dropout(config.model.model, raw)
     if config.model.expand_experts:
         model = model.expanded
-    model = model.quantized(config.model.storage, fp8_head=config.model.fp8_head)
+    model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)
     return model
 

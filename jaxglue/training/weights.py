@@ -61,6 +61,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
         model = random_model(setup.base, dtype=dtype, seed=seed, place=place)
     else:
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
+        options["fp8_experts"] = config.model.fp8_experts
         whole = () if workload.lora is None else workload.lora.modules_to_save
         options["dtypes"] = {f"{PATHS[module]}.weight": jnp.float32 for module in whole}
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
