@@ -98,7 +98,7 @@ class DecoderConfig:
         """
         if fp8_experts and not (self.moe and self.moe.mxfp4):
             raise ValueError("--fp8-experts needs experts in MXFP4: leave it out")
-        products = {"fp8_head": fp8_head, "fp8_experts": fp8_experts}
+        products: dict[str, Any] = {"fp8_head": fp8_head, "fp8_experts": fp8_experts}
         if how == "none" or how == self.quantize:
             return replace(self, **products)
         if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
