@@ -5,7 +5,7 @@ the first's (`30 x full & 6 x dots`), or repeated groups (`8 x [1 x full + 3 x d
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -47,12 +47,9 @@ class PerLayer[Item]:
 
     def write(self, items: Sequence[Item]) -> str:
         """Format settings so that `read` reads them."""
-        runs = [(self.format(item), len(list(group))) for item, group in groupby(items)]
-        if len(runs) == 1:
-            return runs[0][0]
-        if len(runs) > 2 and (text := self._spread_text(items) or self._group_text(items)):
-            return text
-        return " + ".join(f"{count} x {item}" for item, count in runs)
+        if len(set(items)) == 1:
+            return self.format(items[0])
+        return self._spread_text(items) or " + ".join(self._parts(items))
 
     def _is_counted(self, text: str) -> bool:
         return len(_split(text, "+")) > 1 or len(_split(text, "&")) > 1 or _COUNTED.fullmatch(text.strip()) is not None
@@ -78,7 +75,7 @@ class PerLayer[Item]:
         return count, self._sequence(rest[1:-1]) if grouped else (self.parse(rest),)
 
     def _spread_text(self, items: Sequence[Item]) -> str | None:
-        if len(kinds := set(items)) != 2:
+        if len(kinds := set(items)) != 2 or len(list(groupby(items))) == 2:
             return None
         (first,), second = kinds - {items[-1]}, items[-1]
         count = list(items).count(second)
@@ -86,13 +83,24 @@ class PerLayer[Item]:
             return None
         return f"{len(items) - count} x {self.format(first)} & {count} x {self.format(second)}"
 
-    def _group_text(self, items: Sequence[Item]) -> str | None:
-        """Return the text of the shortest group that repeats, if any does."""
-        for size in range(2, len(items) // 2 + 1):
-            if len(items) % size == 0 and tuple(items) == tuple(items[:size]) * (len(items) // size):
-                runs = " + ".join(f"{len(list(run))} x {self.format(item)}" for item, run in groupby(items[:size]))
-                return f"{len(items) // size} x [{runs}]"
-        return None
+    def _parts(self, items: Sequence[Item]) -> Iterator[str]:
+        """Yield runs of equal layers, and groups where their repetitions are longer."""
+        while items:
+            length, part = _repetitions(items, 1), f"{_repetitions(items, 1)} x {self.format(items[0])}"
+            for size in range(2, len(items) // 2 + 1):
+                count = _repetitions(items, size)
+                if count > 1 and count * size > length and len(set(items[:size])) > 1:
+                    length, part = count * size, f"{count} x [{' + '.join(self._parts(items[:size]))}]"
+            yield part
+            items = items[length:]
+
+
+def _repetitions(items: Sequence, size: int) -> int:
+    """Return how often the first `size` items come again and again, themselves included."""
+    count = 1
+    while items[count * size : (count + 1) * size] == items[:size]:
+        count += 1
+    return count
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxglue.engine.layer import LayerFunctions
-from jaxglue.engine.policy import RematPolicy
+from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_input
@@ -47,6 +48,17 @@ def layer_programs(
     backward = layer.backward.trace(residuals, *trees, x, context, y, None)
     kept = (tree_bytes(part) // experts for part in (residuals.saved, residuals.offloaded))
     return LayerPrograms(_local_program(forward.jaxpr), _local_program(backward.jaxpr), *kept)
+
+
+def replay_program(
+    graphdef: nnx.GraphDef, workload: Workload, trees: Sequence[Params], *, from_attention: bool
+) -> ClosedJaxpr:
+    """Trace a layer's second run (`LayerFunctions.replay`) on one device, with attention's output given or not."""
+    config = workload.config
+    shape = workload.batch_size, workload.seq_len, config.num_attention_heads, config.head_dim
+    attention_out = jax.ShapeDtypeStruct(shape, workload.dtype) if from_attention else None
+    layer = LayerFunctions(graphdef, PRESETS["full"])
+    return layer.replay.trace(attention_out, *trees, *abstract_input(workload)).jaxpr
 
 
 def _local_program(program: ClosedJaxpr) -> ClosedJaxpr:

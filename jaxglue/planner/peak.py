@@ -30,6 +30,8 @@ class PeakMemory:
     """Layers by which copies from the host are ahead."""
     run_ahead: int
     """Dispatched layers that the host does not wait for."""
+    restored: Sequence[int]
+    """Dropped inputs on the device in each layer's backward pass."""
 
     def total(self) -> int:
         """Return the peak with everything resident, bytes."""
@@ -65,7 +67,8 @@ class PeakMemory:
         gradients = trained if self._accumulates else 0 if updates else head_gradients
         for index in reversed(range(len(self.costs))):
             here = gradients if self._accumulates else gradients + self.resident.trainable_layers[index]
-            held = stored + buffers[index] + leaving + here + model.scattered + 2 * model.input_bytes
+            held = stored + buffers[index] + leaving + here + model.scattered
+            held += (2 + self.restored[index]) * model.input_bytes
             peak = max(peak, held + _LAYER_TEMPORARIES * self.costs[index].backward.temporary)
             gradients = gradients if updates else here
             stored, leaving = stored - self.costs[index].saved, 0

@@ -14,6 +14,7 @@ from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import GIB, Gpu
+from jaxglue.planner.groups import group_policies, restore_work, restored_groups, restored_inputs
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, gib
 from jaxglue.planner.resident import resident_bytes
@@ -89,11 +90,12 @@ class Planner:
             streamed=streamed,
             depth=depth,
             run_ahead=self._run_ahead,
+            restored=restored_inputs(chosen, depth),
         )
         return Plan(
             policies=chosen,
             weights=places,
-            seconds=self._seconds(costs, streamed, depth),
+            seconds=self._seconds(chosen, costs, streamed, depth),
             device_bytes=peak.total(),
             tile=self.workload.tile,
             host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
@@ -246,6 +248,9 @@ class Planner:
         for lean, fast in mixes:
             if (mix := self._mix(parse_policy(lean), parse_policy(fast), places)) is not None:
                 yield mix
+        if self.workload.mesh.devices == 1 and (keep_attention or self.workload.tile):
+            for grouped in group_policies(self._model.layers, keep_attention=keep_attention):
+                yield self.plan(grouped, weights=places)
 
     def _stream_least(self, policies: RematPolicy | Sequence[RematPolicy]) -> Plan | None:
         """Return the plan that streams as few layers' weights as the GPU's memory allows, if some fits."""
@@ -273,9 +278,12 @@ class Planner:
 
         return fastest(plan, range(1, layers), room)
 
-    def _seconds(self, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
+    def _seconds(self, policies, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
         """Predict the time of an optimizer step."""
         forward, backward = self._work(costs, streamed, depth)
+        for group in restored_groups(policies):
+            work = restore_work(group, policies, self._model, streamed, link=_LINK_SHARE * self.gpu.link)
+            backward[group.stop] = backward[group.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + self.update_seconds

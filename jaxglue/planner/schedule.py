@@ -17,6 +17,10 @@ class Work(NamedTuple):
     weights: float = 0.0
     """Copy of streamed weights that must end before the kernels start."""
 
+    def and_before(self, work: "Work") -> "Work":
+        """Return this work with other kernels and copies before it."""
+        return self._replace(kernels=self.kernels + work.kernels, arriving=self.arriving + work.arriving)
+
 
 def simulate(layers: Sequence[Work], *, depth: int, run_ahead: int, weights_depth: int = 0) -> float:
     """Return the seconds from the first layer's start to the last one's end; copies of one direction are serial.

@@ -13,7 +13,7 @@ from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.layer_programs import layer_programs
+from jaxglue.planner.layer_programs import layer_programs, replay_program
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
@@ -50,7 +50,7 @@ class TracedModel:
         layout = Layout(workload.mesh.abstract, workload.dtype)
         self._gathers = [layout.gathered_shapes(tree) for tree in trees]
         self._kinds = [self._graphdefs.layers.index(graphdef) for graphdef in self._graphdefs.layers]
-        self._cost = cache(self._trace_layer)
+        self._cost, self._replay = cache(self._trace_layer), cache(self._trace_replay)
         self.head = self._trace_head()
 
     @property
@@ -62,11 +62,21 @@ class TracedModel:
         """Return the cost of a layer under a policy."""
         return self._cost(self._kinds[index], policy)
 
+    def replay(self, index: int, policy: RematPolicy) -> Cost:
+        """Return the cost of running a layer again, from attention's output where the policy keeps it."""
+        return self._replay(self._kinds[index], policy.keeps_attention)
+
+    @cached_property
+    def attention_bytes(self) -> int:
+        """Return the bytes of attention's output."""
+        config, work = self._workload.config, self._workload
+        return work.tokens * config.num_attention_heads * config.head_dim * jnp.dtype(work.dtype).itemsize
+
     @cached_property
     def keeps_attention(self) -> bool:
         """Whether attention's output and log-sum-exp are copied faster than they are recomputed."""
         config, work = self._workload.config, self._workload
-        copied = work.tokens * config.num_attention_heads * (config.head_dim * jnp.dtype(work.dtype).itemsize + 4)
+        copied = self.attention_bytes + 4 * work.tokens * config.num_attention_heads
         costs = attention_costs(work, self._gpu, config.layer_windows[-1])
         return costs[ATTENTION_FORWARD].seconds > copied / self._gpu.link
 
@@ -104,9 +114,16 @@ class TracedModel:
         return LayerCost(
             forward=self._program_cost(programs.forward, roomy.forward, attention),
             backward=self._program_cost(programs.backward, roomy.backward, attention),
-            saved=roomy.saved + (0 if policy.offloads_input else self.input_bytes),
+            saved=roomy.saved + (0 if policy.offloads_input or policy.drops_input else self.input_bytes),
             offloaded=roomy.offloaded + (self.input_bytes if policy.offloads_input else 0),
         )
+
+    def _trace_replay(self, index: int, keeps_attention: bool) -> Cost:
+        work, trees = self._workload, [tree["layers"][index] for tree in self._used]
+        kernels = attention_costs(work, self._gpu, work.config.layer_windows[index])
+        with tracing_for(self._capability):
+            program = replay_program(self._graphdefs.layers[index], work, trees, from_attention=keeps_attention)
+        return program_cost(program, self._gpu, attention=kernels)
 
     def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, attention: dict[str, KernelCost]) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""

@@ -46,6 +46,8 @@ def test_invalid_policy_is_refused(text, message):
 
 def test_policies_per_layer_are_parsed_and_formatted():
     assert parse_policies("offload", 3) == (parse_policy("offload"),) * 3
+    for groups in ("2 x [2 x offload + 1 x none + 1 x full]", "1 x dots + 2 x [1 x offload + 2 x full] + 1 x none"):
+        assert format_policies(parse_policies(groups, 8)) == groups
     text = "2 x offload:layer_input,gate + 1 x dots; offload:layer_input"
     policies = parse_policies(text, 3)
     assert policies[0] == policies[1] != policies[2] == parse_policy("dots; offload:layer_input")
