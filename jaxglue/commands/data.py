@@ -42,9 +42,8 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     console.rule("all documents")
     bins = length_bins(data.lengths)
     lines = [*_bars(bins), "", str(prepared.report), f"duplicates: {count_duplicates(data):,} documents"]
-    lines += [
-        f"longest: {length:,} tokens, {origin}" for length, origin in longest(data, config.data.sources, config.rows)
-    ]
+    rows = [] if prepared.stream else longest(data, config.data.sources, config.rows)
+    lines += [f"longest: {length:,} tokens, {origin}" for length, origin in rows]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if config.picture:
         _draw(bins, config.picture)

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from jaxglue.data.answer_dataset import AnswerDataset
 from jaxglue.data.answer_task import AnswerTask
 from jaxglue.data.config import DataConfig
-from jaxglue.data.selection import Selection, overlong_error
+from jaxglue.data.selection import Selection, overlong_error, row_origin
 from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
 
@@ -59,7 +59,7 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
         prompts = unit.prompt * (1 if task.shared_prompt else 2)
         overlong = prompts + sum(unit.sizes) > seq_len
         if overlong and config.overlong == "error":
-            raise overlong_error(config, source, unit.document // 2, prompts + sum(unit.sizes))
+            raise overlong_error(config, row_origin(source, unit.document // 2), prompts + sum(unit.sizes))
         unit = unit._replace(sizes=_fitted(unit.sizes, seq_len - prompts))
         if not _counts(store, unit) or (overlong and config.overlong == "drop"):
             continue

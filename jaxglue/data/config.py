@@ -54,10 +54,14 @@ class DataConfig(Config):
     """Seed of the held-out split and of the reported packing."""
     cache_dir: Annotated[str, Alias("dataset_prepared_path")] = "runs/cache"
     """Folder that caches tokenized data."""
+    streaming: bool = False
+    """Tokenize and pack while training runs, for data larger than memory or disk: no cache, and a run of --steps."""
+    stream_tokens: PositiveInt = 2**23
+    """Tokens that are shuffled and packed together with --streaming; a step needs far fewer."""
     workers: (
         Annotated[PositiveInt, Alias("preprocessing_num_workers", "dataset_num_proc", "dataset_processes")] | None
     ) = None
-    """Tokenizing processes; by default one per CPU for large data, otherwise one."""
+    """Tokenizing processes; by default one, or one per CPU for large data without --streaming."""
 
     def validate(self) -> None:
         """Refuse missing data, two kinds of held-out data, and a missing template."""
@@ -70,10 +74,20 @@ class DataConfig(Config):
         if self.eval_data and self.eval_fraction:
             raise ValueError("eval_data and eval_fraction are both given: leave one out")
         _check_mixing(self.sources, self.mix_temperature)
+        if self.streaming:
+            self._check_streaming()
         if any(source.share or source.weight != 1 for source in self.eval_sources):
             raise ValueError("eval_data: held-out data have no weight or share: each document counts once")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ValueError(f"chat_template: no such file: {self.chat_template}")
+
+    def _check_streaming(self) -> None:
+        if self.eval_fraction:
+            raise ValueError("streaming: nothing can be sampled from a stream: use eval_data in place of eval_fraction")
+        if any(source.weight != 1 for source in self.sources) or self.mix_temperature != 1:
+            raise ValueError("streaming: a stream's size is unknown: give its sources shares, not weights")
+        if len(self.sources) > 1 and not all(source.share for source in self.sources):
+            raise ValueError("streaming: several sources need a share each, such as chats.jsonl?share=0.7")
 
     @property
     def sources(self) -> tuple[Source, ...]:

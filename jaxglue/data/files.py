@@ -3,8 +3,10 @@
 import csv
 import io
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -12,6 +14,8 @@ from jaxglue.json_file import numbered_lines, parse_json
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_PARQUET_ROWS, _PARQUET_BUFFER = 64, 2**20
+"""Rows decoded and bytes of a column read at a time."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of data files; all but Parquet files may be compressed, with a further suffix."""
 
@@ -36,20 +40,20 @@ def file_type(path: Path) -> str:
     return Path(path.stem).suffix if is_compressed(path) else path.suffix
 
 
-def file_rows(path: Path) -> Iterator[Row]:
-    """Read the rows of a file.
+def file_rows(path: Path, skip: int = 0) -> Iterator[Row]:
+    """Read the rows of a file after the first `skip`, which are not parsed where the type allows.
 
     Raises:
         ValueError: an unknown type, damaged compression, or malformed content, with file and line.
     """
     kind = file_type(path)
     if kind == ".parquet" and path.suffix == kind:
-        return _parquet_rows(path)
+        return _parquet_rows(path, skip)
     if kind not in SUFFIXES or kind == ".parquet":
         raise ValueError(f"data: {path} has an unknown file type: expected {expected_files()}")
     if kind in _DELIMITERS:
-        return _table_rows(path, _DELIMITERS[kind])
-    return _json_rows(path) if kind == ".json" else _jsonl_rows(path)
+        return islice(_table_rows(path, _DELIMITERS[kind]), skip, None)
+    return _json_rows(path, skip) if kind == ".json" else _jsonl_rows(path, skip)
 
 
 def expected_files() -> str:
@@ -74,24 +78,24 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise ValueError(f"{path}: damaged {compression} file: {error}") from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
     with _opened(path) as file:
-        for number, line in numbered_lines(file, str(path)):
+        for number, line in islice(numbered_lines(file, str(path)), skip, None):
             origin = f"{path}:{number}"
             yield _checked(origin, parse_json(line, origin), len(line))
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path, skip: int) -> Iterator[Row]:
     """Read a `.json` file holding an array of rows or JSON lines."""
     with _opened(path) as file:
         is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_array:
-        yield from _jsonl_rows(path)
+        yield from _jsonl_rows(path, skip)
         return
     with _opened(path) as file:
         text = file.read()
     values = parse_json(text, str(path))
-    for number, value in enumerate(values, 1):
+    for number, value in enumerate(values[skip:], skip + 1):
         yield _checked(f"{path}, row {number}", value, len(text) / len(values))
 
 
@@ -119,22 +123,31 @@ def _full_row(row: dict[Any, Any]) -> dict[str, str]:
     return row
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-        batches = file.iter_batches(batch_size=1024)
+        file = pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER)
+        groups, begun = _groups_from(file.metadata, skip)
+        batches = file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=groups)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
     size = path.stat().st_size / max(1, file.metadata.num_rows)
     values = (value for batch in batches for value in batch.to_pylist())
     try:
-        for number, value in enumerate(values, 1):
+        for number, value in enumerate(islice(values, skip - begun, None), skip + 1):
             yield Row(f"{path}, row {number}", without_nulls(value), size)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged Parquet file: {error}") from error
+
+
+def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
+    """Return the row groups that hold the rows after `skip`, and the rows before these groups."""
+    sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    ends = [*accumulate(sizes)]
+    first = bisect_right(ends, skip)
+    return [*range(first, len(sizes))], ends[first - 1] if first else 0
 
 
 def without_nulls(value: Any) -> Any:

@@ -31,7 +31,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Steps:
+class Steps:
     """Random access to an epoch's steps."""
 
     dataset: TokenDataset
@@ -111,17 +111,13 @@ class BatchIterator(Iterator[Step]):
         process_index: int = 0,
         process_count: int = 1,
     ):
-        _check_sizes(
-            batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps, process_count=process_count
-        )
         _check_sizes(epochs=1 if epochs is None else epochs)
-        if batch_size % process_count:
-            raise ValueError(f"batch_size={batch_size} does not divide among {process_count} processes")
         self._dataset, self._seq_len, self._seed, self._epochs = dataset, seq_len, seed, epochs
         self._sizes: dict[str, Any] = {
             "batch_size": batch_size,
             "gradient_accumulation_steps": gradient_accumulation_steps,
         }
+        check_batch(process_count=process_count, **self._sizes)
         self._processes: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
         first = self._plan(0, segment_bucket(max_segments) if max_segments else None)
         self.max_segments = segment_bucket(max_segments or first.max_segments)
@@ -178,11 +174,7 @@ class BatchIterator(Iterator[Step]):
         Raises:
             ValueError: data, seed or sizes differ from the state's, by name.
         """
-        saved, now = state["run"], self._run()
-        if differing := [
-            f"{key}: {saved.get(key)!r} then, {now[key]!r} now" for key in now if saved.get(key) != now[key]
-        ]:
-            raise ValueError(f"cannot resume, the data order would differ: {'; '.join(differing)}")
+        check_run(state["run"], self._run())
         self._steps.close()
         self._start(state["epoch"], self._plan(state["epoch"], self.max_segments))
         self._steps.set_state(state["steps"])
@@ -204,7 +196,7 @@ class BatchIterator(Iterator[Step]):
         """Begin an epoch and plan the next in the background."""
         shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
-        self._steps = _read_ahead(_Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
+        self._steps = read_ahead(Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:
             self._next_plan = self._planner.submit(self._plan, epoch + 1, self.max_segments)
@@ -222,7 +214,7 @@ class EvalBatches:
         processes = {"process_index": 0, "process_count": 1, **processes}
         shape: dict[str, Any] = {"seq_len": seq_len, "max_segments": slots, "batch_size": batch_size}
         shape |= {"gradient_accumulation_steps": 1, "with_sources": True}
-        self._steps = _Steps(dataset=dataset, plan=plan, **shape, **processes)
+        self._steps = Steps(dataset=dataset, plan=plan, **shape, **processes)
         self.targets = int(dataset.targets.sum())
         """Target tokens over all batches and processes."""
 
@@ -244,7 +236,7 @@ class EvalBatches:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (step.micro_batches[0] for step in _read_ahead(self._steps))
+        return (step.micro_batches[0] for step in read_ahead(self._steps))
 
 
 def token_sources(
@@ -255,12 +247,29 @@ def token_sources(
     return np.stack(rows).astype(np.int32)
 
 
-def _read_ahead(steps: _Steps) -> grain.DatasetIterator:
+def read_ahead(steps: Steps) -> grain.DatasetIterator:
+    """Return a prefetching iterator over the steps, with a JSON-able state."""
     return iter(grain.MapDataset.source(steps).to_iter_dataset(_READ_AHEAD))
 
 
 def _steps(plan: PackPlan, rows_per_step: int) -> int:
     return -(-plan.rows // rows_per_step)
+
+
+def check_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse a state of other data or settings, by name."""
+    differing = [f"{key}: {saved.get(key)!r} then, {now[key]!r} now" for key in now if saved.get(key) != now[key]]
+    if differing:
+        raise ValueError(f"cannot resume, the data order would differ: {'; '.join(differing)}")
+
+
+def check_batch(*, batch_size: int, gradient_accumulation_steps: int, process_count: int) -> None:
+    """Refuse sizes below 1, and a batch size not divisible by the processes."""
+    _check_sizes(
+        batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps, process_count=process_count
+    )
+    if batch_size % process_count:
+        raise ValueError(f"batch_size={batch_size} does not divide among {process_count} processes")
 
 
 def _check_sizes(**sizes: int) -> None:

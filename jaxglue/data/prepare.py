@@ -1,7 +1,9 @@
-"""Preparation of data sets and their report from a `DataConfig`."""
+"""Preparation of data sets and streams, with their report, from a `DataConfig`."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,74 +16,12 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
+from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
 from jaxglue.data.sources import Source, short_names
 from jaxglue.data.store import TokenStore
+from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitReport:
-    """Sizes of an epoch of the training or the held-out documents."""
-
-    documents: int
-    tokens: int
-    target_tokens: int
-    """Tokens with loss."""
-    packed_rows: int
-    """Rows of `seq_len` tokens in the first epoch; other epochs may differ by a few."""
-    efficiency: float
-    """Fraction of the packed rows holding tokens, 0 to 1."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens ({self.target_tokens:,} targets) "
-            f"in {self.packed_rows:,} packed rows, {self.efficiency:.1%} full"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceReport:
-    """A source's part of the training data."""
-
-    name: str
-    format: str
-    documents: int
-    passes: float
-    """Passes over the documents in an epoch."""
-    share: float
-    """Share of the first epoch's tokens, 0 to 1."""
-
-    def __str__(self) -> str:
-        return f"{self.share:.1%} {self.name}: {self.documents:,} {self.format} documents, {self.passes:.3g} × an epoch"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataReport:
-    """Statistics of the data; `rows`, `truncated` and `dropped` include held-out data."""
-
-    format: str
-    cached: bool
-    """Tokens come from the cache."""
-    rows: int
-    """Rows read."""
-    truncated: int
-    """Documents truncated to `seq_len` tokens."""
-    dropped: int
-    """Documents omitted as overlong or without target tokens."""
-    train: SplitReport
-    eval: SplitReport | None
-    sources: tuple[SourceReport, ...]
-    """Reports of the training data's sources."""
-    notes: tuple[str, ...] = ()
-    """Probable mistakes, such as a file given twice."""
-
-    def __str__(self) -> str:
-        read = f"{self.rows:,} rows of format {self.format}" + " (tokens from the cache)" * self.cached
-        lines = [f"{read}, {self.truncated:,} truncated, {self.dropped:,} dropped", f"train: {self.train}"]
-        lines += [f"eval: {self.eval}"] * bool(self.eval)
-        lines += [f"  {source}" for source in self.sources if len(self.sources) > 1 or source.passes != 1]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +33,15 @@ class PreparedData:
     report: DataReport
     eval_sources: tuple[str, ...] = ()
     """Names of the held-out documents' sources."""
+    stream: TokenStream | None = None
+    """Of the training data, of which `train` is the first window."""
+    window: Window | None = None
+    """The stream's first."""
 
     @property
     def fingerprint(self) -> str:
         """Return the training data's fingerprint."""
-        return self.train.fingerprint
+        return self.stream.fingerprint if self.stream else self.train.fingerprint
 
 
 def prepare_data(
@@ -122,6 +66,8 @@ def prepare_data(
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     progress = progress or NoProgress()
+    if config.streaming:
+        return _prepare_stream(config, tokenizer, vocab_size, progress)
     groups = [
         [_select(source, config, tokenizer, vocab_size, progress, task) for source in sources]
         for sources in filter(None, (config.sources, config.eval_sources))
@@ -133,7 +79,7 @@ def prepare_data(
     tokenized = [one for group in groups for one, _ in group]
     with progress.stage("packing"):
         plans = [plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0) for data in datasets]
-    sizes = [_split_report(*pair, config.seq_len) for pair in zip(datasets, plans, strict=True)]
+    sizes = [split_report(*pair, config.seq_len) for pair in zip(datasets, plans, strict=True)]
     report = DataReport(
         format=", ".join(dict.fromkeys(one.format for one in tokenized)),
         cached=all(one.cached for one in tokenized),
@@ -148,6 +94,45 @@ def prepare_data(
     held_out = datasets[1] if len(datasets) > 1 else None
     names = short_names([source.name for source in config.eval_sources or config.sources])
     return PreparedData(train=train, eval=held_out, report=report, eval_sources=names)
+
+
+def _prepare_stream(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, progress: DataProgress
+) -> PreparedData:
+    """Tokenize a stream's first window, and prepare the held-out data."""
+    stream = TokenStream(config, tokenizer, check=partial(_check_vocabulary, vocab_size=vocab_size))
+    with progress.stage("tokenizing the stream's first window"), closing(stream.windows()) as windows:
+        window = next(windows)
+    train, eval_sources = window.selection, config.eval_sources
+    pairs = [_select(source, config, tokenizer, vocab_size, progress, None) for source in eval_sources]
+    held_out = join_selections([selection for _, selection in pairs]).dataset if pairs else None
+    sizes = [
+        split_report(data, plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0), config.seq_len)
+        for data in filter(None, (train.dataset, held_out))
+    ]
+    report = DataReport(
+        format=", ".join(dict.fromkeys(stream.formats)),
+        cached=False,
+        rows=window.rows,
+        truncated=train.truncated,
+        dropped=train.dropped,
+        train=sizes[0],
+        eval=sizes[1] if held_out else None,
+        sources=(),
+        notes=tuple(_stream_notes(config, window)),
+    )
+    names = short_names([source.name for source in eval_sources])
+    return PreparedData(
+        train=train.dataset, eval=held_out, report=report, eval_sources=names, stream=stream, window=window
+    )
+
+
+def _stream_notes(config: DataConfig, window: Window) -> Iterator[str]:
+    yield f"a stream: these numbers are those of its first window of at least {config.stream_tokens:,} tokens"
+    total = sum(place.tokens for place in window.end)
+    for source, place in zip(config.sources, window.end, strict=True):
+        if len(config.sources) > 1:
+            yield f"{place.tokens / total:.1%} of the tokens are from {source}"
 
 
 def _select(
@@ -208,14 +193,3 @@ def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:
             f"the data hold token id {largest}, but the model's vocabulary has {vocab_size} entries: "
             "use the model's own tokenizer, or enlarge its embedding"
         )
-
-
-def _split_report(dataset: TokenDataset, plan: PackPlan, seq_len: int) -> SplitReport:
-    tokens = int(dataset.lengths[plan.documents].sum())
-    return SplitReport(
-        documents=len(plan.documents),
-        tokens=tokens,
-        target_tokens=int(dataset.targets[plan.documents].sum()),
-        packed_rows=plan.rows,
-        efficiency=tokens / (plan.rows * seq_len) if plan.rows else 0.0,
-    )

@@ -1,14 +1,19 @@
 """Readers of rows, with their origins, from files, folders and `datasets`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_type, without_nulls
 from jaxglue.data.messages import listed
 from jaxglue.data.sources import HUB_PREFIX, Source
+
+_CHUNK_BYTES = 2**24
+"""Bytes of rows after which a chunk ends."""
 
 
 def read_rows(source: Source) -> Iterator[Row]:
@@ -18,8 +23,36 @@ def read_rows(source: Source) -> Iterator[Row]:
         ValueError: a missing source, an unknown file type, malformed content (with file and line), a row that is not an
             object, or one without a column to rename.
     """
-    rows = _source_rows(source)
-    return (_renamed(row, source.columns) for row in rows) if source.columns else rows
+    return chain.from_iterable(part() for part in source_parts(source))
+
+
+def source_parts(source: Source) -> "list[Callable[..., Iterator[Row]]]":
+    """Return a reader for each file of a source; its argument is the number of rows to skip.
+
+    Raises:
+        ValueError: a missing source, or no data file in it.
+    """
+    if source.name.startswith(HUB_PREFIX):
+        parts = [partial(_arrow_rows, _load_from_hub(source), source.name)]
+    elif _is_saved_dataset(Path(source.name)):
+        parts = [partial(_arrow_rows, _load_saved(source), source.name)]
+    else:
+        parts = [partial(file_rows, path) for path in data_files(source.name)]
+    return [partial(_renamed_rows, part, source.columns) for part in parts] if source.columns else [*parts]
+
+
+def row_chunks(rows: Iterable[Row], most: int) -> Iterator[tuple[Row, ...]]:
+    """Group rows into chunks of at most `most`, ended earlier by large rows."""
+    chunk: list[Row] = []
+    size = 0.0
+    for row in rows:
+        chunk.append(row)
+        size += row.size
+        if len(chunk) == most or size > _CHUNK_BYTES:
+            yield tuple(chunk)
+            chunk, size = [], 0.0
+    if chunk:
+        yield tuple(chunk)
 
 
 def data_files(name: str) -> list[Path]:
@@ -52,12 +85,8 @@ def hub_fingerprint(source: Source) -> str:
     return _load_from_hub(source)._fingerprint
 
 
-def _source_rows(source: Source) -> Iterator[Row]:
-    if source.name.startswith(HUB_PREFIX):
-        return _arrow_rows(_load_from_hub(source), source.name)
-    if _is_saved_dataset(Path(source.name)):
-        return _arrow_rows(_load_saved(source), source.name)
-    return (row for path in data_files(source.name) for row in file_rows(path))
+def _renamed_rows(part: Callable[..., Iterator[Row]], columns: dict[str, str], skip: int = 0) -> Iterator[Row]:
+    return (_renamed(row, columns) for row in part(skip))
 
 
 def _renamed(row: Row, columns: dict[str, str]) -> Row:
@@ -103,8 +132,8 @@ def _torch_unnamed() -> Iterator[None]:
             sys.modules["torch"] = None  # type: ignore[assignment]
 
 
-def _arrow_rows(dataset: Any, name: str) -> Iterator[Row]:
-    for number, value in enumerate(dataset, 1):
+def _arrow_rows(dataset: Any, name: str, skip: int = 0) -> Iterator[Row]:
+    for number, value in enumerate(dataset.skip(skip) if skip else dataset, skip + 1):
         yield Row(f"{name}, row {number}", without_nulls(value))
 
 

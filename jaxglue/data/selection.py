@@ -32,7 +32,8 @@ def select_documents(store: TokenStore, config: DataConfig, source: Source) -> S
     """
     overlong = np.flatnonzero(store.lengths > config.seq_len)
     if len(overlong) and config.overlong == "error":
-        raise overlong_error(config, source, int(overlong[0]), int(store.lengths[overlong[0]]))
+        row = int(overlong[0])
+        raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
     lengths = np.minimum(store.lengths, config.seq_len)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
@@ -82,9 +83,13 @@ def _part(selection: Selection, chosen: np.ndarray) -> Selection:
     return Selection(dataset=selection.dataset.select(chosen), truncated=0, dropped=0)
 
 
-def overlong_error(config: DataConfig, source: Source, row: int, tokens: int) -> ValueError:
-    """Return the error for a row of more tokens than `seq_len`, with its origin."""
-    origin = next(islice(read_rows(source), row, None)).origin
+def row_origin(source: Source, row: int) -> str:
+    """Return the origin of a source's row."""
+    return next(islice(read_rows(source), row, None)).origin
+
+
+def overlong_error(config: DataConfig, origin: str, tokens: int) -> ValueError:
+    """Return the error for a row of more tokens than `seq_len`."""
     return ValueError(
         f"{origin}: {tokens} tokens, but seq_len={config.seq_len}: raise --seq-len, shorten the row, "
         "or choose --overlong truncate or drop"

@@ -1,14 +1,9 @@
 """Cached, parallel tokenization of all rows."""
 
-import multiprocessing
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import batched, chain, islice
-from multiprocessing.connection import wait
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +16,10 @@ from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import detect_format
 from jaxglue.data.preference import KEYS, detect_preference
 from jaxglue.data.progress import Advance, DataProgress
-from jaxglue.data.readers import data_files, hub_fingerprint, read_rows
+from jaxglue.data.readers import data_files, hub_fingerprint, read_rows, row_chunks
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore, write_store
+from jaxglue.data.workers import encode_here, encode_in_processes
 
 _VERSION = 3
 """Increment when the same rows yield different tokens or masks, to invalidate caches."""
@@ -60,7 +56,7 @@ def tokenize(
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
-    folder = Path(config.cache_dir) / _cache_key(digests, source, tokenizer, preferences)
+    folder = Path(config.cache_dir) / cache_key(digests, source, tokenizer, preferences)
     fresh = []
 
     def write() -> None:
@@ -82,8 +78,8 @@ def _write(
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
-    format = _find_format(head, source, detect_preference if preferences else detect_format)
-    _check_format(format, source, preferences)
+    format = find_format(head, source, detect_preference if preferences else detect_format)
+    check_format(format, source, preferences)
     encoder = Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system)
     workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
@@ -91,13 +87,19 @@ def _write(
         write_store(folder, _metered(encoded, advance), format=format)
 
 
-def _check_format(format: str, source: Source, preferences: bool) -> None:
+def check_format(format: str, source: Source, preferences: bool) -> None:
+    """Refuse a format that does not fit the objective."""
     if (format in KEYS) != preferences:
         remedy = f"use one of {', '.join(KEYS)}, or auto" if preferences else "choose an --objective such as dpo or kto"
         raise ValueError(f"{source}: format {format!r} does not fit the objective: {remedy}")
 
 
-def _find_format(head: list[Row], source: Source, detect: Callable[[Any], str]) -> str:
+def find_format(head: Sequence[Row], source: Source, detect: Callable[[Any], str] = detect_format) -> str:
+    """Return the source's format, detected from its first row if it is auto.
+
+    Raises:
+        ValueError: no rows, or an unknown format.
+    """
     if not head:
         raise ValueError(f"the data set is empty: no rows in {source}")
     if source.format != "auto":
@@ -110,46 +112,8 @@ def _find_format(head: list[Row], source: Source, detect: Callable[[Any], str]) 
 
 def _encode(encoder: Encoder, rows: Iterable[Row], workers: int) -> Iterator[tuple[Encoded, float]]:
     """Yield documents and the bytes of their rows."""
-    chunks = batched(rows, _CHUNK)
-    if workers == 1:
-        yield from ((encoder.encode(chunk), _bytes(chunk)) for chunk in chunks)
-        return
-    context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
-        jobs = ((pool.submit(_encode_chunk, chunk), _bytes(chunk)) for chunk in chunks)
-        pending = deque(islice(jobs, 2 * workers))
-        while pending:
-            job, size = pending.popleft()
-            result = job.result()
-            pending.extend(islice(jobs, 1))
-            yield result, size
-
-
-def _bytes(rows: Iterable[Row]) -> float:
-    return sum(row.size for row in rows)
-
-
-_encoder: Encoder
-"""Encoder of a worker process, set by `_install`."""
-
-
-def _install(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this process with its parent, even when that is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode_chunk(rows: tuple[Row, ...]) -> Encoded:
-    return _encoder.encode(rows)
+    jobs = ((chunk, sum(row.size for row in chunk)) for chunk in row_chunks(rows, _CHUNK))
+    return encode_here(encoder, jobs) if workers == 1 else encode_in_processes(encoder, jobs, workers)
 
 
 def _metered(chunks: Iterable[tuple[Encoded, float]], advance: Advance) -> Iterator[Encoded]:
@@ -160,9 +124,10 @@ def _metered(chunks: Iterable[tuple[Encoded, float]], advance: Advance) -> Itera
         yield chunk
 
 
-def _cache_key(
+def cache_key(
     digests: list[tuple[str, str]], source: Source, tokenizer: PreTrainedTokenizerBase, preferences: bool
 ) -> str:
+    """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
     settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]

@@ -262,10 +262,18 @@ class TrainConfig(Config):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
                     raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
+        if self.data.streaming:
+            self._check_streaming()
         self._check_trainables()
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
+
+    def _check_streaming(self) -> None:
+        if not self.run.steps:
+            raise ValueError("--streaming: a stream has no epochs: give --steps")
+        if self.objective.objective != "sft":
+            raise ValueError(f"--streaming is for --objective sft, not {self.objective.objective}: leave it out")
 
     def _check_trainables(self) -> None:
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""

@@ -38,7 +38,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     model, data = setup.config.model, setup.config.data
     total, trained = parameter_counts(setup.workload)
-    run, epochs = setup.config.run, setup.total_steps / setup.batches.steps_per_epoch
+    run = setup.config.run
     rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
     return {
         "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
@@ -47,7 +47,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "data": setup.data.report,
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
         "optimizer": _optimizer(setup),
-        "steps": f"{setup.total_steps:,} ({setup.batches.steps_per_epoch:,} an epoch, {epochs:.2f} epochs)",
+        "steps": _steps(setup),
         "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}{_HEAD * setup.model.fp8_head}",
         "remat": setup.remat,
         "attention": _attention(setup),
@@ -57,6 +57,13 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "memory": _memory(setup),
         "output": run.output,
     }
+
+
+def _steps(setup: Setup) -> str:
+    if setup.data.stream:
+        return f"{setup.total_steps:,}"
+    epoch = setup.batches.steps_per_epoch
+    return f"{setup.total_steps:,} ({epoch:,} an epoch, {setup.total_steps / epoch:.2f} epochs)"
 
 
 def _objective(setup: Setup) -> str | None:

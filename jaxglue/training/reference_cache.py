@@ -35,6 +35,7 @@ def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: 
     if setup.config.model.matmul == "fp8":
         raise ValueError("--matmul fp8 with a cached reference is not supported: use --reference-cache off")
     notes = []
+    assert isinstance(setup.batches, BatchIterator)  # no stream has answers
     parts: list[BatchIterator | EvalBatches] = [setup.batches]
     parts += [setup.eval_batches] if setup.eval_batches else []
     for batches in parts:

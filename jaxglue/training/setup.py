@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.stream_iterator import StreamIterator
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
@@ -36,7 +37,7 @@ class Setup:
     data: PreparedData
     workload: Workload
     remat: RematChoice
-    batches: BatchIterator
+    batches: BatchIterator | StreamIterator
     eval_batches: EvalBatches | None
     total_steps: int
     adapter: Adapter | None = None
@@ -122,28 +123,23 @@ def read_model(config: TrainConfig) -> DecoderConfig:
     return model
 
 
-def _make_batches(config: TrainConfig, data: PreparedData, mesh: MeshShape) -> tuple[BatchIterator, EvalBatches | None]:
+def _make_batches(
+    config: TrainConfig, data: PreparedData, mesh: MeshShape
+) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
     """Return this process's part of the training batches and of the held-out ones, if there are any."""
     run = config.run
     part, parts = process_batch_shard(make_mesh(mesh) if mesh.devices > 1 else None, run.batch_size)
-    seq_len, batch_size = config.data.seq_len, run.batch_size
-    batches = BatchIterator(
-        data.train,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        process_index=part,
-        process_count=parts,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        seed=config.data.seed,
-        epochs=None if run.steps else run.epochs,
-    )
+    sizes: dict[str, int] = {"batch_size": run.batch_size, "process_index": part, "process_count": parts}
+    batches = _training_batches(config, data, sizes)
     if data.eval is None:
         return batches, None
-    return batches, EvalBatches(
-        data.eval,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        max_segments=batches.max_segments,
-        process_index=part,
-        process_count=parts,
-    )
+    return batches, EvalBatches(data.eval, seq_len=config.data.seq_len, max_segments=batches.max_segments, **sizes)
+
+
+def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, int]) -> BatchIterator | StreamIterator:
+    run, sizes = config.run, {**sizes, "gradient_accumulation_steps": config.run.gradient_accumulation_steps}
+    if data.stream:
+        assert data.window is not None and run.steps is not None
+        return StreamIterator(data.stream, data.window, steps=run.steps, **sizes)
+    epochs = None if run.steps else run.epochs
+    return BatchIterator(data.train, seq_len=config.data.seq_len, seed=config.data.seed, epochs=epochs, **sizes)

@@ -2,15 +2,12 @@
 
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from jaxglue.data.config import DataConfig
@@ -119,31 +116,3 @@ def test_files_given_twice_are_noted(tmp_path, prepare, write_jsonl):
     assert "data.jsonl is read twice" in prepare((path, path)).report.notes[0]
     copy = shutil.copy(path, f"{tmp_path}/copy.jsonl")
     assert "copy.jsonl is held out and trained on" in prepare(path, eval_data=copy).report.notes[0]
-
-
-WORKERS = """
-import sys, time
-from jaxglue.data import tokenize
-from jaxglue.data.files import Row
-class Encoder:
-    def encode(self, rows): time.sleep(60)
-if __name__ == "__main__":
-    list(tokenize._encode(Encoder(), [Row('', {})] * 2000, 2))
-"""
-
-
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "terminate"])
-def test_workers_end_with_their_parent(tmp_path, ending):
-    (tmp_path / "main.py").write_text(WORKERS)
-    parent = subprocess.Popen([sys.executable, tmp_path / "main.py"])
-    children = wait_for(lambda: [c for c in psutil.Process(parent.pid).children() if "spawn_main" in str(c.cmdline())])
-    parent.send_signal(ending)
-    parent.wait()
-    assert wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not (result := condition()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return result

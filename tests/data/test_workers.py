@@ -10,7 +10,7 @@ import pytest
 PREPARING = """
 import os, time
 from jaxglue.data.files import Row
-from jaxglue.data.tokenize import _encode
+from jaxglue.data.workers import encode_in_processes
 
 class Slow:
     def encode(self, rows):
@@ -18,7 +18,7 @@ class Slow:
         time.sleep(600)
 
 if __name__ == "__main__":
-    list(_encode(Slow(), [Row("", {})] * 2000, 2))
+    list(encode_in_processes(Slow(), [((Row("", {}),), 0)] * 9, 2))
 """
 
 

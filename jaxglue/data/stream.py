@@ -1,0 +1,192 @@
+"""Streams of data larger than memory and disk: windows of documents, tokenized while training runs."""
+
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.batch import TokenDataset
+from jaxglue.data.cache import content_key
+from jaxglue.data.config import DataConfig
+from jaxglue.data.encode import Encoded, Encoder
+from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
+from jaxglue.data.selection import Selection, join_selections, overlong_error, select_documents
+from jaxglue.data.sources import HUB_PREFIX, Source
+from jaxglue.data.store import TokenStore
+from jaxglue.data.tokenize import cache_key, check_format, find_format
+from jaxglue.data.workers import encode_in_processes
+
+_CHUNK = 64
+"""Rows tokenized together; windows end between chunks."""
+_ENDS = 2**20
+"""Bytes at either end of a file that identify it."""
+
+
+class Position(NamedTuple):
+    """Place in a source from which rows are read on."""
+
+    passes: int = 0
+    file: int = 0
+    rows: int = 0
+    """Rows of the file before the place."""
+    tokens: int = 0
+    """Tokens before the place, over all passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Documents that are shuffled and packed together."""
+
+    index: int
+    start: tuple[Position, ...]
+    """Of each source."""
+    end: tuple[Position, ...]
+    selection: Selection
+    rows: int
+
+    @property
+    def dataset(self) -> TokenDataset:
+        """Return the documents."""
+        return self.selection.dataset
+
+
+class TokenStream:
+    """Endless windows of documents of all sources, a function of files, settings and window number.
+
+    Every source is read in order, again and again; the first window's tokens in the sources' shares, and so on.
+
+    Args:
+        config: data sources and processing.
+        tokenizer: of the model.
+        check: raises for a store of unusable tokens.
+        encode: tokenizes chunks of rows; by default in `config.workers` processes, or one.
+
+    Raises:
+        ValueError: a source that is missing, empty or of an unknown format.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        check: Callable[[TokenStore], None] = lambda store: None,
+        encode: Callable[..., Iterator[tuple[Encoded, Any]]] | None = None,
+    ):
+        self.config, self._check = config, check
+        encode = encode or partial(encode_in_processes, workers=config.workers or 1)
+        self._readers = [_Reader(source, config, tokenizer, encode) for source in config.sources]
+        self.formats = tuple(reader.format for reader in self._readers)
+        """Row format of each source."""
+        keys = [cache_key(_file_ends(source), source, tokenizer, False) for source in config.sources]
+        shares = [source.share for source in config.sources]
+        self.fingerprint = content_key(keys, shares, config.seq_len, config.overlong, config.stream_tokens)
+        """Hash of the files' sizes and ends, the tokenizer and the settings."""
+
+    def windows(self, index: int = 0, start: Sequence[Position] = ()) -> Generator[Window]:
+        """Yield windows from number `index` on, which begins at the positions `start`.
+
+        Raises:
+            ValueError: an unusable row, with its origin.
+        """
+        positions = tuple(start) or (Position(),) * len(self._readers)
+        chunks = [reader.chunks(place) for reader, place in zip(self._readers, positions, strict=True)]
+        while True:
+            parts = []
+            for reader, place, some in zip(self._readers, positions, chunks, strict=True):
+                wanted = round((reader.source.share or 1) * self.config.stream_tokens * (index + 1))
+                parts.append(list(_until(wanted, place, some)))
+            ends = tuple(part[-1].end if part else place for part, place in zip(parts, positions, strict=True))
+            yield self._window(index, positions, ends, parts)
+            index, positions = index + 1, ends
+
+    def _window(self, index: int, start: Any, end: Any, parts: "list[list[_Chunk]]") -> Window:
+        stores = [_join([chunk.encoded for chunk in part]) for part in parts if part]
+        for store in stores:
+            self._check(store)
+        sources = [reader.source for reader, part in zip(self._readers, parts, strict=True) if part]
+        pairs = zip(stores, sources, strict=True)
+        selection = join_selections([select_documents(store, self.config, source) for store, source in pairs])
+        rows = sum(len(store.lengths) for store in stores)
+        return Window(index=index, start=start, end=end, selection=selection, rows=rows)
+
+
+class _Chunk(NamedTuple):
+    end: Position
+    encoded: Encoded
+
+
+class _Reader:
+    """Reader and tokenizer of a source, pass after pass."""
+
+    def __init__(self, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, encode: Callable):
+        self.source, self._config, self._encode = source, config, encode
+        rows = chain.from_iterable(part() for part in source_parts(source))
+        self.format = find_format([*islice(rows, 1)], source)
+        check_format(self.format, source, False)
+        self._encoder = Encoder(tokenizer, format=self.format, loss_on=source.loss_on, system=source.system)
+
+    def chunks(self, place: Position) -> Iterator[_Chunk]:
+        """Yield tokenized chunks of rows from a place on."""
+        tokens, seq_len = place.tokens, self._config.seq_len
+        for encoded, end in self._encode(self._encoder, self._jobs(place)):
+            if self._config.overlong == "error" and (encoded.lengths > seq_len).any():
+                raise self._overlong(encoded, end)
+            tokens += int(np.minimum(encoded.lengths, seq_len).sum())
+            yield _Chunk(end._replace(tokens=tokens), encoded)
+
+    def _jobs(self, place: Position) -> Iterator[tuple[tuple, Position]]:
+        """Yield chunks of rows and the places behind them."""
+        passes, first, skip, _ = place
+        while True:
+            for file, part in enumerate(source_parts(self.source)[first:], first):
+                rows = skip
+                for chunk in row_chunks(part(skip), _CHUNK):
+                    rows += len(chunk)
+                    yield chunk, Position(passes, file, rows)
+                skip = 0
+            passes, first = passes + 1, 0
+
+    def _overlong(self, encoded: Encoded, end: Position) -> ValueError:
+        row = int(np.flatnonzero(encoded.lengths > self._config.seq_len)[0])
+        rows = source_parts(self.source)[end.file](end.rows - len(encoded.lengths) + row)
+        return overlong_error(self._config, next(rows).origin, int(encoded.lengths[row]))
+
+
+def _until(tokens: int, place: Position, chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
+    """Yield chunks up to a number of tokens from the source's beginning."""
+    while place.tokens < tokens:
+        chunk = next(chunks)
+        place = chunk.end
+        yield chunk
+
+
+def _join(chunks: Sequence[Encoded]) -> TokenStore:
+    lengths = np.concatenate([chunk.lengths for chunk in chunks])
+    tokens = np.concatenate([chunk.tokens for chunk in chunks])
+    return TokenStore(
+        tokens=tokens,
+        mask=np.concatenate([chunk.mask for chunk in chunks]),
+        offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        info={"digest": "", "max_token": int(tokens.max(initial=-1))},
+    )
+
+
+def _file_ends(source: Source) -> list[tuple[str, str]]:
+    """Return a digest of each file's size and ends: whole files would take minutes to read."""
+    if source.name.startswith(HUB_PREFIX):
+        return [(source.name, hub_fingerprint(source))]
+    return [(str(path), _digest_ends(path)) for path in data_files(source.name)]
+
+
+def _digest_ends(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_ENDS)
+        file.seek(max(0, size - _ENDS))
+        return hashlib.sha256(b"%d:%b%b" % (size, head, file.read())).hexdigest()

@@ -1,0 +1,56 @@
+"""Tokenizing of chunks of rows, here or in worker processes, in order."""
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing.connection import wait
+
+from jaxglue.data.encode import Encoded, Encoder
+from jaxglue.data.files import Row
+
+
+def encode_here[Tag](encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
+    """Yield the documents of each chunk of rows with the chunk's tag."""
+    return ((encoder.encode(chunk), tag) for chunk, tag in jobs)
+
+
+def encode_in_processes[Tag](
+    encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
+) -> Iterator[tuple[Encoded, Tag]]:
+    """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes."""
+    context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
+        submitted = ((pool.submit(_encode_chunk, chunk), tag) for chunk, tag in jobs)
+        pending = deque(islice(submitted, 2 * workers))
+        while pending:
+            job, tag = pending.popleft()
+            result = job.result()
+            pending.extend(islice(submitted, 1))
+            yield result, tag
+
+
+_encoder: Encoder
+"""Encoder of a worker process, set by `_install`."""
+
+
+def _install(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent, even when that is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode_chunk(rows: Sequence[Row]) -> Encoded:
+    return _encoder.encode(rows)
