@@ -3,9 +3,13 @@
 import functools
 import importlib.util
 import json
+import os
 import threading
 from contextlib import contextmanager
 from unittest import mock
+
+if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
+    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp

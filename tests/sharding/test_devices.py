@@ -14,9 +14,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.skipif(jax.device_count() == 8, reason="this is that process")
 @pytest.mark.parametrize("file", ["sharding/test_loading.py", "sharding/test_parity.py", "training/test_mesh.py"])
 def test_on_eight_simulated_devices(file):
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    )
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     # A device that waits for another holds a thread; XLA starts NPROC of them, by default one per core.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     command = [sys.executable, "-m", "pytest", "-x", "-m", "not gpu", "-p", "no:cacheprovider", TESTS / file]

@@ -31,7 +31,7 @@ def run_two(tmp_path):
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
         script = str(Path(__file__).with_name("one_process.py"))
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         for index in range(2):
             step = die_before if index == 1 else NEVER
             told = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(index)]
