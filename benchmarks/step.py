@@ -43,6 +43,7 @@ from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import HOST_LIMIT, pinned_memory
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
 
@@ -154,10 +155,17 @@ def args_workload(args) -> Workload:
 
 def choose(args, planner: Planner) -> dict:
     """Return the setting that `--remat auto` chooses under the memory limit, with its predicted time and memory."""
-    plan = planner.choose(host_memory=args.pinned_gib * GIB, weights=AUTO if args.memory_limit else DEVICE)
+    plan = planner.choose(host_memory=pinned_gib(args) * GIB, weights=AUTO if args.memory_limit else DEVICE)
     args.remat, args.weights = plan.remat, plan.places
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
     return {"remat": args.remat, "weights": args.weights, **foreseen}
+
+
+def pinned_gib(args) -> float:
+    """Return the host memory that may be pinned, GiB."""
+    if args.pinned_gib is not None:
+        return args.pinned_gib
+    return pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT)) / GIB
 
 
 def executor_step(args, work, graphdefs, trainable, frozen, batch):
@@ -306,7 +314,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")
     parser.add_argument("--remat", default="full", help="as of scripts/train.py; auto chooses where weights are, too")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans with")
-    parser.add_argument("--pinned-gib", type=float, default=100, help="host memory that auto plans with")
+    parser.add_argument("--pinned-gib", type=float, help="host memory that auto plans with; by default what JAX pins")
     parser.add_argument("--weights", default=DEVICE, help="as of scripts/train.py")
     parser.add_argument(
         "--depth",
