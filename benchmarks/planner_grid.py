@@ -36,7 +36,7 @@ PINNED_GIB = 40
 _CPU_PROCESSES = 6
 _SECONDS = 2.0
 """Duration of the timed steps."""
-_PATIENCE = 100
+_PATIENCE = 60
 """Most seconds for a setting."""
 
 
@@ -93,6 +93,7 @@ def prediction(planner: Planner, plan) -> dict:
         "run": plan.remat,
         "weights": plan.places,
         "attention": planner.workload.attention,
+        **({} if plan.tile is None else {"tile": plan.tile}),
         "predicted_ms": round((plan.seconds - planner.update_seconds) * 1e3, 2),
         "predicted_gib": round(plan.device_bytes / GIB, 3),
         "predicted_compile_s": round(plan.compile_seconds + plan.seconds, 1),
@@ -113,6 +114,8 @@ def arguments(setting: dict):
         "attention": setting.get("attention", "auto"),
         "steps": int(np.clip(_SECONDS / expected, 3, 60)),
     }
+    if "tile" in setting:
+        flags["tile"] = setting["tile"]
     texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return step.arguments().parse_args([*texts, "--kernels", "--documents", *map(str, setting["documents"])])
 

@@ -150,7 +150,7 @@ def document_range(args) -> tuple[int, int]:
 def args_workload(args) -> Workload:
     """Return the workload of the flags."""
     work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize, document_range(args))
-    return replace(work, host_embeddings=args.embeddings == "host")
+    return replace(work, host_embeddings=args.embeddings == "host", tile=args.tile)
 
 
 def choose(args, planner: Planner) -> dict:

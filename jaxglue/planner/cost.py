@@ -31,6 +31,8 @@ class Cost:
     """Peak bytes beside arguments and results."""
     results: int
     """Bytes of results."""
+    matmul: int = 0
+    """Most bytes of a matmul's operands and, twice, its result: copies with which its algorithms are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCos
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
-    return Cost(seconds=trace.seconds, temporary=trace.peak(without=made | in_place), results=total)
+    temporary = trace.peak(without=made | in_place)
+    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=_largest_matmul(jaxpr.jaxpr))
 
 
 class _Trace:
@@ -249,6 +252,11 @@ def _size(aval: Any) -> int:
 def matmul_flops(jaxpr: Jaxpr) -> float:
     """Return the FLOPs of all matmuls of a program."""
     return sum(repeat * _dot_flops(eqn) for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
+
+
+def _largest_matmul(jaxpr: Jaxpr) -> int:
+    dots = (eqn for eqn, _ in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
+    return max((sum(_size(var.aval) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
 
 
 def received_bytes(jaxpr: Jaxpr) -> float:

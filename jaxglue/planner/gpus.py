@@ -3,10 +3,10 @@
 import re
 from dataclasses import dataclass, replace
 
-_MATMUL_SHARE = 0.71
+_MATMUL_SHARE = 0.69
 SUSTAINED = 0.89
 """Share of a single large matmul's rate that a layer's matmuls sustain."""
-_COPY_SHARE = 0.9
+_COPY_SHARE = 0.87
 _PEER_SHARE = 0.7
 _POOL_SHARE = 0.9
 """Share of the memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
@@ -126,7 +126,7 @@ _TABLE = (
     _gpu("RTX 3060", (8, 6), 25.5, 12, 360, _PCIE_4),
 )
 """NVIDIA's data sheets and architecture white papers, memory as nvidia-smi shows it, times the shares measured on an
-H200: 700 of 989 TFLOP/s in a step's matmuls (790 in a single large one), 4.3 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5.
+H200: 680 of 989 TFLOP/s in a step's matmuls (790 in a single large one), 4.2 of 4.8 TB/s, 55 of 63 GB/s over PCIe 5.
 Narrower names first."""
 _VARIANTS = {"LAPTOP", "D", "MAX", "MIG", "SUPER", "TI"}
 """Words in the names of variants, slower or faster than the chips without them."""

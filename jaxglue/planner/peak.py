@@ -60,7 +60,7 @@ class PeakMemory:
         model, trained = self.model, self.resident.trainable
         stored, leaving = sum(cost.saved for cost in self.costs), self._leaving()
         buffers = self._buffers()
-        head = model.head.results + _HEAD_TEMPORARIES * model.head.temporary
+        head = max(model.head.results + _HEAD_TEMPORARIES * model.head.temporary, model.head.matmul)
         peak = buffers[-1] + leaving + stored + (trained if self._accumulates else 0) + head
         head_gradients = model.head.results - model.input_bytes
         updates = self.workload.update_in_backward
@@ -69,7 +69,8 @@ class PeakMemory:
             here = gradients if self._accumulates else gradients + self.resident.trainable_layers[index]
             held = stored + buffers[index] + leaving + here + model.scattered
             held += (2 + self.restored[index]) * model.input_bytes
-            peak = max(peak, held + _LAYER_TEMPORARIES * self.costs[index].backward.temporary)
+            cost = self.costs[index].backward
+            peak = max(peak, held + max(_LAYER_TEMPORARIES * cost.temporary, cost.matmul))
             gradients = gradients if updates else here
             stored, leaving = stored - self.costs[index].saved, 0
         if not self._accumulates:  # the embedding's gradients come last

@@ -13,8 +13,9 @@ from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_d
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.candidates import candidates, tile_sizes
-from jaxglue.planner.gpus import GIB, Gpu
+from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import group_policies, restore_work, restored_groups, restored_inputs
+from jaxglue.planner.overheads import compile_seconds, with_dispatch
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, gib
 from jaxglue.planner.resident import resident_bytes
@@ -27,10 +28,6 @@ MARGIN = 0.03
 """Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
 _LINK_SHARE = 0.9
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
-_COMPILE_ENDS, _COMPILE_LAYER = 3.0, 4.5
-"""Seconds to compile embedding and head, and a layer's forward and backward pass, with autotuning and our kernels."""
-_PINNING = 1.0 * GIB
-"""Bytes of host memory pinned in a second."""
 _LEAN = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 _ROW_STEP = 128
@@ -99,7 +96,9 @@ class Planner:
             device_bytes=peak.total(),
             tile=self.workload.tile,
             host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
-            compile_seconds=self._compile_seconds(chosen, sum(cost.offloaded for cost in costs[: -1 - depth])),
+            compile_seconds=compile_seconds(
+                self.workload.config, chosen, sum(c.offloaded for c in costs[: -1 - depth])
+            ),
         )
 
     def resolve(self, remat: str, *, weights: str, host_memory: float) -> Plan:
@@ -286,18 +285,13 @@ class Planner:
             backward[group.stop] = backward[group.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
-        return self.workload.gradient_accumulation_steps * (layers + self._model.head.seconds) + self.update_seconds
+        micro_batch = with_dispatch(layers + self._model.head.seconds, costs)
+        return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     @property
     def update_seconds(self) -> float:
         """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient."""
         return (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
-
-    def _compile_seconds(self, policies: Sequence[RematPolicy], pinned: int) -> float:
-        """Predict the time of the first step beside its kernels', from the programs of layers and the pinned bytes."""
-        kinds = self.workload.config.first_of_kind
-        programs = len(set(zip(kinds, policies, strict=True)))
-        return _COMPILE_ENDS + _COMPILE_LAYER * programs + pinned / _PINNING
 
     def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
         """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""
