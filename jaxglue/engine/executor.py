@@ -77,7 +77,6 @@ class LayerExecutor:
         self._layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
-        self._reference_types = list(reference_types.values())
         self._stream_weights = stream_weights
         self._prefetch_depth = (
             transfer.default_prefetch_depth(stream_weights) if prefetch_depth is None else prefetch_depth
@@ -89,6 +88,7 @@ class LayerExecutor:
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
         self._sum_loss = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.sharding(PartitionSpec()))
         self._gather = jax.jit(self._gather_weights)
+        self._join = jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
 
     def loss_and_gradients(
         self,
@@ -172,7 +172,7 @@ class LayerExecutor:
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
         programs: list[Any] = list(self._entry_head.programs)
-        for layer in [*self._layer_types.values(), *self._reference_types]:
+        for layer in [*self._layer_types.values(), *set(self._reference or ())]:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay]
         return sum(program._cache_size() for program in programs)
 
@@ -230,6 +230,8 @@ class LayerExecutor:
             y, residuals, gathered = layer.forward(*weights, x, contexts[i], to_gather)
             if z is not None and self._reference is not None:
                 z, _ = self._reference[i].apply({}, weights[1], z, contexts[i])
+                if self._layout.mesh:  # all devices must run programs with collectives in one order
+                    y, z = self._join((y, z))
             stays = transfer.keep_on_device(i, len(self._layers), self._prefetch_depth)
             kept.append(weights if stays else (trainable["layers"][i], frozen["layers"][i]))
             saved.append(SavedLayer(x, residuals) if stays else offload(layer.policy, x, residuals))
