@@ -78,3 +78,8 @@ def test_layer_errors_are_those_of_the_products(tiny_config, random_batch):
     errors = layer_errors(executor, *inputs, expand_products)
     assert len(errors) == 2 and all(0.01 < error < 0.2 for error in errors)
     assert layer_errors(executor, *inputs, lambda tree: tree) == [0.0, 0.0]
+
+
+def test_experts_in_fp8_need_mxfp4(tiny_config):
+    with pytest.raises(ValueError, match="--fp8-experts needs experts in MXFP4"):
+        config_from_hf({**tiny_config, "model_type": "qwen3"}).quantized("fp8", fp8_experts=True)
