@@ -146,7 +146,17 @@ class _Trace:
             return [self._accumulate(*inputs)]
         if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
             return self._reduce(inputs, outputs)
+        if name == "convert_element_type" and _is_fp8(eqn.outvars[0].aval):
+            return [self._round_to_fp8(inputs[0], outputs[0])]
         return self._fuse(inputs, outputs)
+
+    def _round_to_fp8(self, value: _Value, output: _Value) -> _Value:
+        """Return a matmul's float32 result as its own FP8 one, as cuBLAS writes it; fuse any other value."""
+        (root, *others) = value.roots or (value,)
+        if others or not root.from_matmul or root.bytes != 4 * output.bytes:
+            return self._fuse([value], [output])[0]
+        root.bytes = output.bytes
+        return root
 
     def _dot_rate(self, eqn) -> float:
         """Return the FLOP/s of a matmul by its operands' dtypes, or of a kernel by those of its first one."""

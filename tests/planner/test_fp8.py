@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
+from jaxglue.ops.fp8.products import dot_to_e4m3
 from jaxglue.planner.cost import program_cost
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.traced import TracedModel
@@ -22,6 +23,17 @@ def test_fp8_matmuls_are_costed_at_their_own_rate():
         return program_cost(program, gpu, attention={}).seconds
 
     assert 1.8 < seconds(jnp.bfloat16) / seconds(jnp.float8_e4m3fn) < 2.0
+
+
+def test_a_matmul_that_writes_fp8_needs_no_memory_for_more():
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in ((4096, 1024), (8192, 1024)))
+
+    def program(x, weight):
+        gate, factor = dot_to_e4m3(x, weight)
+        return (gate.astype(jnp.float32) * factor).sum()
+
+    cost = program_cost(jax.make_jaxpr(program)(x, weight), find_gpu("H200"), attention={})
+    assert cost.temporary == 4096 * 8192
 
 
 def test_a_head_in_fp8_is_planned_faster(tiny_config):
