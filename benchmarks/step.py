@@ -156,9 +156,10 @@ def args_workload(args) -> Workload:
 def choose(args, planner: Planner) -> dict:
     """Return the setting that `--remat auto` chooses under the memory limit, with its predicted time and memory."""
     plan = planner.choose(host_memory=pinned_gib(args) * GIB, weights=AUTO if args.memory_limit else DEVICE)
-    args.remat, args.weights = plan.remat, plan.places
+    args.remat, args.weights, args.tile = plan.remat, plan.places, plan.tile
+    args.attention = planner.workload.attention
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
-    return {"remat": args.remat, "weights": args.weights, **foreseen}
+    return {"remat": args.remat, "weights": args.weights, "tile": args.tile, **foreseen}
 
 
 def pinned_gib(args) -> float:

@@ -72,6 +72,10 @@ class EmbedHead:
     ):
         self._neftune_alpha = neftune_alpha
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
+        if tile is not None and router_losses is not None and router_losses.balance:
+            raise ValueError(
+                "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
+            )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self._head_parts = ("norm", "embed_tokens" if graphdefs.lm_head is None else "lm_head")
         self._embed_program = jit_step(self._embed)
