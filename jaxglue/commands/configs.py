@@ -8,6 +8,7 @@ from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import Quantize
 from jaxglue.training.config import ModelConfig, TrainConfig
 
@@ -120,6 +121,7 @@ class PreviewConfig(Config):
     model: str
     """A model folder with a tokenizer."""
     data: DataConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     rows: PositiveInt = 3
     """Documents to show, and longest rows to name."""
     max_tokens: PositiveInt = 400

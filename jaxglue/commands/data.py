@@ -34,7 +34,8 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     tokenizer = load_tokenizer(config.model)
-    prepared = prepare_data(config.data, tokenizer, progress=DataProgress())
+    task = config.objective.task(shared_prompt=True)
+    prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task)
     data = prepared.train
     for document in range(min(config.rows, len(data))):
         console.rule(f"document {document + 1}: {data.lengths[document]:,} tokens, {data.targets[document]:,} targets")

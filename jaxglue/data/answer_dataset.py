@@ -67,6 +67,23 @@ class AnswerDataset(TokenDataset):
         """Return the lengths of prompts with an answer: attention's work, whether or not prompts are shared."""
         return (self.prompts[:, None] + self.sizes).ravel()
 
+    @property
+    def whole_lengths(self) -> Int[np.ndarray, "units"]:
+        """Return the tokens of each row's answers with their prompts, before truncation."""
+        return self.store.lengths[2 * self.rows] + self.store.lengths[2 * self.rows + 1]
+
+    @property
+    def rows(self) -> Int[np.ndarray, "units"]:
+        """Return the rows of the data that the units come from."""
+        return self.documents // 2
+
+    def indices(self, document: int) -> Int[np.ndarray, "tokens"]:
+        """Return the store indices of a prompt, its first and its second answer."""
+        size, other = self.sizes[document]
+        start, second = self.store.offsets[self.documents[document]], self.seconds[document]
+        first = np.arange(start, start + self.prompts[document] + 1 + size)
+        return np.concatenate([first, np.arange(second, second + other)])
+
     def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
         """Return the fields of the concatenation with data sets of further sources."""
         parts = [self, *others]

@@ -54,6 +54,21 @@ class TokenDataset:
         """Return the lengths of what attention sees as documents."""
         return self.lengths
 
+    @property
+    def whole_lengths(self) -> Int[np.ndarray, "documents"]:
+        """Return the tokens of the documents before truncation."""
+        return self.store.lengths[self.documents]
+
+    @property
+    def rows(self) -> Int[np.ndarray, "documents"]:
+        """Return the rows of the data that the documents come from."""
+        return self.documents
+
+    def indices(self, document: int) -> Int[np.ndarray, "tokens"]:
+        """Return the store indices of a document's tokens."""
+        start = self.store.offsets[self.documents[document]]
+        return np.arange(start, start + self.lengths[document])
+
     PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources")
     """Fields with a value for each document."""
 

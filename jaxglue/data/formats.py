@@ -35,6 +35,8 @@ def detect_format(row: Mapping[str, Any]) -> str:
             return name
     known = "; ".join(f"{name}: {' and '.join(keys)}" for name, keys in KEYS.items())
     hint = "rename keys with --columns, such as prompt=question,completion=answer"
+    if "chosen" in row and "rejected" in row:
+        hint = "rows of two answers need an --objective that compares them, such as dpo"
     raise ValueError(
         f"unknown row format: the keys are {listed(row)}; known formats and their keys are {known}; {hint}"
     )

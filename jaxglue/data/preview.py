@@ -39,9 +39,9 @@ def count_duplicates(data: TokenDataset) -> int:
 
 def longest(data: TokenDataset, sources: Sequence[Source], count: int) -> list[tuple[int, str]]:
     """Return (tokens before truncation, origin) of the longest documents, the longest first."""
-    lengths = data.store.lengths[data.documents]
+    lengths = data.whole_lengths
     order = np.argsort(-lengths, kind="stable")[:count]
-    rows = data.documents[order].tolist()
+    rows = data.rows[order].tolist()
     origins = _origins(set(rows), sources)
     return [(int(lengths[d]), origins[row]) for d, row in zip(order, rows, strict=True)]
 
@@ -62,8 +62,7 @@ def trained_parts(data: TokenDataset, document: int, tokenizer: PreTrainedTokeni
 
 
 def _tokens(data: TokenDataset, document: int) -> tuple[np.ndarray, np.ndarray]:
-    start = data.store.offsets[data.documents[document]]
-    indices = np.arange(start, start + data.lengths[document])
+    indices = data.indices(document)
     return data.store.tokens[indices], data.store.mask[indices]
 
 

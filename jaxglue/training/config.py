@@ -256,8 +256,9 @@ class TrainConfig(Config):
                 f"--on-spike {self.run.on_spike} decides before the update, and --update-in-backward updates before "
                 "the gradient norm is known: leave one out"
             )
-        if self.objective.objective != "sft" and self.model.fp8_head:
-            raise ValueError(f"--fp8-head is for --objective sft, not {self.objective.objective}: leave it out")
+        for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
+            if is_given and self.objective.objective != "sft":
+                raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:

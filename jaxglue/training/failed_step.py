@@ -1,15 +1,19 @@
 """The rows of a failed step in a file that replays it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxglue.data.answers import Answers
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.hf.files import atomic_file
 from jaxglue.ops.segments import PackedSegments
 
+_ANSWERS = ("owners", "used", "desirable", "token_weight", "reference")
+_GAPS = ("gap_starts", "gap_ends")
 _ROWS = ("tokens", "targets", "loss_weights")
 _SEGMENTS = ("segment_ids", "positions", "starts", "ends", "long")
 
@@ -19,6 +23,8 @@ def save_step(path: Path, step: Step) -> None:
     batches = step.micro_batches
     arrays: dict[str, Any] = {name: np.stack([getattr(batch, name) for batch in batches]) for name in _ROWS}
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENTS}
+    arrays |= _stacked(_GAPS, [batch.segments for batch in batches])
+    arrays |= _stacked(_ANSWERS, [batch.answers for batch in batches])
     arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, counts=np.array([step.tokens, step.targets]), **arrays)
@@ -35,8 +41,16 @@ def load_step(path: Path) -> Step:
 
 def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
     fields = {name: arrays[name][index] for name in _SEGMENTS}
-    segments = PackedSegments(**fields | {"long": bool(fields["long"])}, cu_seqlens=arrays[_bounds(index)])
-    return Batch(**{name: arrays[name][index] for name in _ROWS}, segments=segments)
+    gaps, answers = ({name: arrays[name][index] for name in names if name in arrays} for names in (_GAPS, _ANSWERS))
+    segments = PackedSegments(**fields | {"long": bool(fields["long"])} | gaps, cu_seqlens=arrays[_bounds(index)])
+    rows = {name: arrays[name][index] for name in _ROWS}
+    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None)
+
+
+def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Stack the fields that all parts have."""
+    known = [name for name in names if all(getattr(part, name, None) is not None for part in parts)]
+    return {name: np.stack([getattr(part, name) for part in parts]) for name in known}
 
 
 def _bounds(index: int) -> str:

@@ -1,0 +1,110 @@
+"""Preference data: shapes of rows, common beginnings, truncation, and errors that name the line."""
+
+import numpy as np
+import pytest
+
+from jaxglue.data.answer_task import AnswerTask
+from jaxglue.data.config import DataConfig
+from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.prepare import prepare_data
+
+USER = {"role": "user", "content": "What is 1 plus 2?"}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+PAIR = {"prompt": [USER], "chosen": [said("It is 3.")], "rejected": [said("Good question, the answer is 4.")]}
+PAIRS = AnswerTask()
+SHAPES = {
+    "messages": PAIR,
+    "whole conversations": {"chosen": [USER, said("It is 3.")], "rejected": [USER, said("Good")]},
+    "UltraFeedback": {"prompt": USER["content"], "chosen": [USER, said("It is 3.")], "rejected": [USER, said("Good")]},
+    "Anthropic": {
+        "chosen": "\n\nHuman: What is 1?\n\nAssistant: It is 1.",
+        "rejected": "\n\nHuman: What is 1?\n\nAssistant: Good question",
+    },
+    "strings": {"prompt": "What is 1 plus 2? ", "chosen": "It is 3.", "rejected": "Good"},
+}
+
+
+@pytest.fixture
+def prepare(tmp_path, make_tokenizer, write_jsonl):
+    def run(rows, task=PAIRS, seq_len=128, **options):
+        config = DataConfig(data=(write_jsonl(rows),), seq_len=seq_len, cache_dir=str(tmp_path / "cache"), **options)
+        tokenizer = make_tokenizer()
+        return prepare_data(config, tokenizer, task=task), tokenizer
+
+    return run
+
+
+def answers_of(data, tokenizer, seq_len=128):
+    """Return (prompt, chosen, rejected) targets of the first unit, decoded."""
+    (batch,) = EvalBatches(data, seq_len=seq_len, batch_size=1)
+    owners = batch.answers.owners[0]
+    counted = [tokenizer.decode(batch.targets[0][owners == part].tolist()) for part in (0, 1)]
+    return batch, *counted
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_answers_are_counted_after_a_common_prompt(prepare, name):
+    prepared, tokenizer = prepare([SHAPES[name]])
+    batch, chosen, rejected = answers_of(prepared.train, tokenizer)
+    assert chosen.startswith("It is") and rejected.startswith("Good")
+    assert len(prepared.train) == 1 and prepared.train.prompts[0] > 0
+    assert batch.answers.used.tolist() == [[1.0]]
+    positions = np.asarray(batch.segments.positions[0])
+    first, second = (positions[batch.answers.owners[0] == part][0] for part in (0, 1))
+    assert abs(int(first) - int(second)) <= 1
+
+
+def test_an_overlong_pair_loses_the_end_of_the_longer_answer(prepare):
+    long = {**PAIR, "rejected": [said("Good question, the answer is 4. " * 9)]}
+    whole, _ = prepare([long])
+    room = int(whole.train.prompts[0] + whole.train.sizes[0, 0] + 10)
+    cut, _ = prepare([long], seq_len=room)
+    assert cut.train.sizes.tolist() == [[whole.train.sizes[0, 0], 10]] and cut.report.truncated == 1
+
+
+def test_labelled_answers_stand_beside_the_previous_rows(prepare):
+    rows = [
+        {"prompt": [USER], "completion": [said(text)], "label": label} for text, label in (("1", True), ("4", False))
+    ]
+    prepared, tokenizer = prepare(rows, AnswerTask(labelled=True))
+    batch, *_ = answers_of(prepared.train, tokenizer)
+    assert batch.answers.desirable.tolist() == [[1.0, 0.0]]
+    assert prepared.train.sizes[0].tolist() == prepared.train.sizes[1, ::-1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**PAIR, "rejected": PAIR["chosen"]}, "are equal"),
+        ({**PAIR, "rejected": [said(" ")]}, "the answer is empty"),
+        ({**PAIR, "rejected": [USER]}, "expected an assistant's answer after the prompt, got a 'user' message"),
+        ({"chosen": [USER, said("1")], "rejected": [said("2")]}, "do not begin with the same message"),
+        ({"chosen": "a", "rejected": "b"}, "give their 'prompt' too"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "'prompt' is empty"),
+        ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "must both be strings or both lists"),
+    ],
+)
+def test_bad_pairs_are_named(prepare, row, message):
+    with pytest.raises(ValueError, match=f"data.jsonl:2: .*{message}"):
+        prepare([PAIR, row])
+
+
+def test_a_label_is_boolean(prepare):
+    rows = [{"prompt": "a", "completion": "b", "label": "good"}]
+    with pytest.raises(ValueError, match=r"data.jsonl:1: 'label' must be true or false, got 'good'"):
+        prepare(rows, AnswerTask(labelled=True))
+
+
+def test_supervised_rows_are_refused(prepare):
+    with pytest.raises(ValueError, match=r"data.jsonl:1: preference data need the keys 'chosen' and 'rejected'"):
+        prepare([{"text": "a"}])
+
+
+def test_labels_need_kto(prepare):
+    with pytest.raises(ValueError, match=r"rows with a label are for --objective kto"):
+        prepare([{"prompt": "a", "completion": "b", "label": True}])
