@@ -77,7 +77,8 @@ def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
     memory = f"{plan.device_bytes / GIB:.1f} of {planner.gpu.memory / GIB:.1f} GiB"
     host = f", {plan.host_bytes / GIB:.0f} GiB of host memory" if plan.host_bytes else ""
     limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""
-    return f"Fits: {memory}, ~{_rate(planner, plan):,.0f} tokens/s{host}; longest row {longest or 0:,}{limit}"
+    row = f"longest row {longest or 0:,}{limit}; compiling takes {plan.compile_seconds:.0f} s"
+    return f"Fits: {memory}, ~{_rate(planner, plan):,.0f} tokens/s{host}; {row}"
 
 
 def _alternatives(plans: Iterable[Plan]) -> Iterator[Plan]:

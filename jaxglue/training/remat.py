@@ -108,4 +108,4 @@ def _predicted(plan: Plan) -> str:
     weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
     tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
     needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
-    return f"{weights}{tile}predicted {needs}"
+    return f"{weights}{tile}predicted {needs}; the first step, uncached, takes {plan.compile_seconds:.0f} s longer"
