@@ -15,13 +15,28 @@ def _decode(codes):
 
 
 @triton.jit
-def mxfp4_kernel(blocks, scales, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Dequantize BLOCK of COUNT blocks of 32 values, in words of eight codes; grid (⌈COUNT / BLOCK⌉)."""
+def _scale(byte, exponent):
+    """Decode e8m0 in float32; NaN where the stored byte says so."""
+    bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
+    return tl.where(byte == 255, NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mxfp4_kernel(
+    blocks, scales, largest, out, COUNT: tl.constexpr, WORDS: tl.constexpr, LIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Dequantize BLOCK of COUNT blocks of 32 values, in words of eight codes; grid (⌈COUNT / BLOCK⌉).
+
+    With WORDS in a matrix, write values · 2^(LIFT − largest exponent of the matrix).
+    """
     word = tl.program_id(0).to(tl.int64) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
     inside = word < COUNT * 4
-    exponent = tl.load(scales + word // 4, mask=inside, other=127).to(tl.int32)
-    bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
-    scale = tl.where(exponent == 255, NAN, bits).to(tl.float32, bitcast=True)
+    byte = tl.load(scales + word // 4, mask=inside, other=127).to(tl.int32)
+    exponent = byte
+    if WORDS > 0:
+        lifted = byte - tl.load(largest + word // WORDS, mask=inside, other=127) + LIFT + 127
+        exponent = tl.maximum(lifted, 0)
+    scale = _scale(byte, exponent)
     packed = tl.load(blocks.to(tl.pointer_type(tl.uint32)) + word, mask=inside, other=0)[:, None]
     nibble = tl.arange(0, 8)[None, :]
     values = _decode(((packed >> (4 * nibble)) & 15).to(tl.int32)) * scale[:, None]
@@ -29,12 +44,11 @@ def mxfp4_kernel(blocks, scales, out, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def mxfp4_codes_kernel(
+def mxfp4_transposed_kernel(
     blocks, scales, largest, out,
-    N: tl.constexpr, K: tl.constexpr, LIFT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, LIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write values [E, N, K] · 2^(LIFT − largest exponent of the matrix) as e4m3, [E, K, N] if transposed.
+    """Write values [E, N, K] · 2^(LIFT − largest exponent of the matrix) to out [E, K, N].
 
     A program decodes BLOCK_N rows of BLOCK_W words of eight codes; grid (⌈N / BLOCK_N⌉, ⌈K / 8 / BLOCK_W⌉, E).
     """
@@ -42,20 +56,15 @@ def mxfp4_codes_kernel(
     words, matrix = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(2).to(tl.int64)
     inside = (rows < N)[:, None] & (words < K // 8)[None, :]
     word = (matrix * N + rows[:, None]) * (K // 8) + words[None, :]
-    exponent = tl.load(scales + word // 4, mask=inside, other=0).to(tl.int32)
-    bits = tl.maximum(exponent - tl.load(largest + matrix) + LIFT + 127, 0) << 23
-    scale = tl.where(exponent == 255, NAN, bits).to(tl.float32, bitcast=True)
+    byte = tl.load(scales + word // 4, mask=inside, other=0).to(tl.int32)
+    scale = _scale(byte, tl.maximum(byte - tl.load(largest + matrix) + LIFT + 127, 0))
     packed = tl.load(blocks.to(tl.pointer_type(tl.uint32)) + word, mask=inside, other=0)
     nibble = tl.arange(0, 8)[None, None, :]
     values = _decode(((packed[:, :, None] >> (4 * nibble)) & 15).to(tl.int32)) * scale[:, :, None]
     codes = tl.reshape(values.to(out.dtype.element_ty), (BLOCK_N, BLOCK_W * 8))
     columns = tl.program_id(1) * BLOCK_W * 8 + tl.arange(0, BLOCK_W * 8)
-    if TRANSPOSED:
-        mask = (columns < K)[:, None] & (rows < N)[None, :]
-        tl.store(out + (matrix * K + columns[:, None]) * N + rows[None, :], tl.trans(codes), mask=mask)
-    else:
-        mask = (rows < N)[:, None] & (columns < K)[None, :]
-        tl.store(out + (matrix * N + rows[:, None]) * K + columns[None, :], codes, mask=mask)
+    mask = (columns < K)[:, None] & (rows < N)[None, :]
+    tl.store(out + (matrix * K + columns[:, None]) * N + rows[None, :], tl.trans(codes), mask=mask)
 
 
 @triton.jit

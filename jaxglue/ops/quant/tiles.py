@@ -4,5 +4,5 @@ MXFP4_BLOCKS = 128
 """Blocks of 32 values: a thread reads 16 bytes and writes 64."""
 NF4_BLOCKS = 64
 """Blocks of 64 values: a thread reads 16 bytes and writes 64."""
-MXFP4_CODES_TILE = (64, 16)
-"""Rows, and words of eight codes, in a program that writes FP8."""
+MXFP4_TRANSPOSED_TILE = (64, 16)
+"""Rows, and words of eight codes, in a program that writes FP8 transposed."""

@@ -14,10 +14,10 @@ from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import E4M3, FP8Weight
 from jaxglue.ops.quant.int8 import Int8Weight
-from jaxglue.ops.quant.kernels import mxfp4_codes_kernel, mxfp4_kernel, nf4_kernel
+from jaxglue.ops.quant.kernels import mxfp4_kernel, mxfp4_transposed_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import LIFT, MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
-from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_CODES_TILE, NF4_BLOCKS
+from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_TRANSPOSED_TILE, NF4_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +34,23 @@ class TritonDequantize(Launcher):
         assert not isinstance(weight, Int8Weight | FP8Weight)
         return self._mxfp4(weight, dtype) if isinstance(weight, MXFP4) else self._nf4(weight, dtype)
 
-    def _mxfp4(self, weight: MXFP4, dtype):
+    def _mxfp4(self, weight: MXFP4, dtype, largest=None):
         weight.check()
         out_type, count = jax.ShapeDtypeStruct(weight.shape, dtype), weight.scales.size
-        constants, grid = {"COUNT": count, "BLOCK": MXFP4_BLOCKS}, (triton.cdiv(count, MXFP4_BLOCKS),)
-        return self._launch(mxfp4_kernel, (weight.blocks, weight.scales), (out_type,), grid, constants)[0]
+        words = 0 if largest is None else weight.shape[1] * weight.shape[2] // 8
+        constants = {"COUNT": count, "WORDS": words, "LIFT": LIFT, "BLOCK": MXFP4_BLOCKS}
+        arrays = weight.blocks, weight.scales, weight.scales if largest is None else largest
+        return self._launch(mxfp4_kernel, arrays, (out_type,), (triton.cdiv(count, MXFP4_BLOCKS),), constants)[0]
 
     def mxfp4_codes(self, weight: MXFP4, largest, *, transposed: bool) -> Float[Array, "E a b"]:
         """See `DequantizeBackend`."""
-        (E, N, K), (block_n, block_w) = weight.shape, MXFP4_CODES_TILE
-        out_type = jax.ShapeDtypeStruct((E, K, N) if transposed else (E, N, K), E4M3)
-        constants = {"N": N, "K": K, "LIFT": LIFT, "TRANSPOSED": transposed, "BLOCK_N": block_n, "BLOCK_W": block_w}
-        arrays, grid = (
-            (weight.blocks, weight.scales, largest),
-            (triton.cdiv(N, block_n), triton.cdiv(K // 8, block_w), E),
-        )
-        return self._launch(mxfp4_codes_kernel, arrays, (out_type,), grid, constants)[0]
+        if not transposed:
+            return self._mxfp4(weight, E4M3, largest)
+        (E, N, K), (block_n, block_w) = weight.shape, MXFP4_TRANSPOSED_TILE
+        constants = {"N": N, "K": K, "LIFT": LIFT, "BLOCK_N": block_n, "BLOCK_W": block_w}
+        arrays, out_type = (weight.blocks, weight.scales, largest), jax.ShapeDtypeStruct((E, K, N), E4M3)
+        grid = triton.cdiv(N, block_n), triton.cdiv(K // 8, block_w), E
+        return self._launch(mxfp4_transposed_kernel, arrays, (out_type,), grid, constants)[0]
 
     def _nf4(self, weight: NF4, dtype):
         parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
