@@ -15,6 +15,7 @@ from flax import nnx
 from jaxglue.data.answer_selection import select_answers
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import EvalBatches
+from jaxglue.data.packing import plan_packing
 from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
 from jaxglue.engine.model_executor import Executor
@@ -133,6 +134,27 @@ def test_loss_metrics_and_gradients_equal_trl(name, shared):
         gradient = np.asarray(flat[key], np.float64).ravel()
         close(np.linalg.norm(gradient), norm)
         assert abs(gradient @ np.cos(np.arange(gradient.size) / 10) - projection) <= 1e-5 * max(norm, 0.1)
+
+
+@pytest.mark.parametrize("name", ["rpo", "orpo"])
+def test_micro_batches_equal_one_batch(name):
+    config = config_of(name)
+    _, trainable, reference, frozen = parts()
+    executor = make_executor(config)
+    (whole,) = make_batches(config, shared=True)
+    dataset = make_batches(config, shared=True).dataset
+    if config.needs_reference:
+        values = in_order(make_batches(config, shared=True), executor.answer_log_probs(reference, frozen, whole))
+        dataset = replace(dataset, reference=values)
+    step = np.arange(len(dataset))
+    plan = plan_packing(dataset.lengths, seq_len=64)
+    assert plan.rows == 2
+    sizes = {"seq_len": 64, "max_segments": 8}
+    one = dataset.build_batch(plan, np.arange(2), step, **sizes)
+    micro = [dataset.build_batch(plan, np.array([row]), step, **sizes) for row in range(2)]
+    results = [executor.loss_and_gradients(trainable, frozen, batches, 8) for batches in ([one], micro)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 1e-6 * max(np.abs(np.asarray(b)).max(), 1)
 
 
 def test_thirty_steps_follow_trl():

@@ -33,13 +33,13 @@ def copies(rows, x):
     return jnp.take_along_axis(x, jnp.asarray(index)[:, :, None, None], axis=1)
 
 
-def forks_by_copies(rows, q, k, v, dout):
+def forks_by_copies(rows, q, k, v, dout, window=None):
     """Return output and gradients by attention over the copies; a beginning's dout acts on its first copy alone."""
     lengths = [[n for s, a, b in row for n in (s + a, s + b) if n] for row in rows]
     segments = pack_segments(lengths, seq_len=2 * T)
 
     def run(q, k, v):
-        out = reference_attention(*(copies(rows, x) for x in (q, k, v)), segments, window=None, sinks=None)
+        out = reference_attention(*(copies(rows, x) for x in (q, k, v)), segments, window=window, sinks=None)
         place = copies(rows, jnp.arange(T)[None, :, None, None] * jnp.ones((len(rows), 1, 1, 1)))[..., 0, 0]
         total = np.asarray(segments.segment_ids) > 0
         # the last copy of a token is written last; a beginning's copies are equal
@@ -62,13 +62,13 @@ def assert_close(got, expected, tolerance=2e-6):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(np.abs(np.asarray(b)).max(), 1)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_reference_equals_two_documents(name):
+@pytest.mark.parametrize(("name", "window"), [*((name, None) for name in ROWS), ("long and short parts", 6)])
+def test_reference_equals_two_documents(name, window):
     rows = ROWS[name]
     q, k, v, dout = inputs(rows)
     segments = pack_forks(rows, seq_len=T)
-    out, vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=None, sinks=None), q, k, v)
-    assert_close((out, *vjp(dout)), forks_by_copies(rows, q, k, v, dout))
+    out, vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=window, sinks=None), q, k, v)
+    assert_close((out, *vjp(dout)), forks_by_copies(rows, q, k, v, dout, window))
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32))])
