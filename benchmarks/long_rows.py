@@ -77,7 +77,8 @@ def main() -> None:
         results[name] = {"case": name, **run_case(**CASES[name])}
         print(line(results[name]), flush=True)
         if args.json:
-            write_results(args.json, list(results.values()))
+            gpu = next((result["gpu"] for result in results.values() if "gpu" in result), "unknown")
+            write_results(args.json, list(results.values()), gpu=gpu)
     print(table([line(result) for result in results.values()]))
 
 

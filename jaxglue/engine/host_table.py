@@ -28,7 +28,7 @@ TABLE_ROWS = Operation(
 
 
 def embeddings_to_host(frozen: Params) -> Params:
-    """Move the embedding table to host memory.
+    """Move the embedding table and the output projection to host memory; the head's programs get copies of the latter.
 
     With the Triton kernel the GPU reads rows from pinned memory during the step. Otherwise the table is a numpy array,
     and rows are selected and copied when the step is dispatched.
@@ -40,7 +40,7 @@ def embeddings_to_host(frozen: Params) -> Params:
         raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
     kernel = TABLE_ROWS.load(frozen["embed_tokens"]["weight"].dtype)
     table = transfer.to_host(frozen["embed_tokens"]) if kernel else jax.tree.map(np.asarray, frozen["embed_tokens"])
-    return {**frozen, "embed_tokens": table}
+    return {**frozen, "embed_tokens": table, "lm_head": transfer.to_host(frozen["lm_head"])}
 
 
 def needed_rows(table: Params, tokens: Any) -> tuple[Params, Any]:

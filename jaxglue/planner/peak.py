@@ -61,6 +61,7 @@ class PeakMemory:
         stored, leaving = sum(cost.saved for cost in self.costs), self._leaving()
         buffers = self._buffers()
         head = max(model.head.results + _HEAD_TEMPORARIES * model.head.temporary, model.head.matmul)
+        head += self.resident.host_head
         peak = buffers[-1] + leaving + stored + (trained if self._accumulates else 0) + head
         head_gradients = model.head.results - model.input_bytes
         updates = self.workload.update_in_backward

@@ -95,7 +95,7 @@ class Planner:
             seconds=self._seconds(chosen, costs, streamed, depth),
             device_bytes=peak.total(),
             tile=self.workload.tile,
-            host_bytes=sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
+            host_bytes=self._resident.host_ends + sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
             compile_seconds=compile_seconds(
                 self.workload.config, chosen, sum(c.offloaded for c in costs[: -1 - depth])
             ),

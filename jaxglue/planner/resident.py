@@ -22,7 +22,11 @@ class ResidentBytes:
     frozen_layers: tuple[int, ...]
     """Frozen parameters of each layer."""
     frozen_ends: int
-    """Other frozen parameters; an embedding table in host memory is left out."""
+    """Other frozen parameters, without those in host memory."""
+    host_table: int
+    """An embedding table in host memory."""
+    host_head: int
+    """An output projection in host memory, which is copied to the GPU for the head."""
     moments: int
     """AdamW's two moments."""
     gradients: int
@@ -32,6 +36,11 @@ class ResidentBytes:
     def trainable(self) -> int:
         """Return the bytes of all parameters that train."""
         return sum(self.trainable_layers) + sum(self.trainable_ends)
+
+    @property
+    def host_ends(self) -> int:
+        """Return the bytes of embedding table and output projection in host memory."""
+        return self.host_table + self.host_head
 
     def streamed_layers(self, weights: Sequence[str]) -> list[int]:
         """Return the bytes of each layer's frozen parameters in host memory, by their places."""
@@ -54,12 +63,15 @@ def resident_bytes(workload: Workload) -> ResidentBytes:
     ends = tuple(tree_bytes(part) for name, part in trainable.items() if name != "layers")
     trained = sum(layers) + sum(ends)
     one_at_a_time = workload.update_in_backward and workload.gradient_accumulation_steps == 1
-    on_host = {"layers", "embed_tokens"} if workload.host_embeddings else {"layers"}
+    on_host = {"embed_tokens", "lm_head"} if workload.host_embeddings else set()
+    host = {name: tree_bytes(frozen[name]) for name in on_host}
     return ResidentBytes(
         trainable_layers=layers,
         trainable_ends=ends,
         frozen_layers=tuple(tree_bytes(layer) for layer in frozen["layers"]),
-        frozen_ends=sum(tree_bytes(part) for name, part in frozen.items() if name not in on_host),
+        frozen_ends=sum(tree_bytes(part) for name, part in frozen.items() if name not in on_host | {"layers"}),
+        host_table=host.get("embed_tokens", 0),
+        host_head=host.get("lm_head", 0),
         moments=round(workload.moment_bytes / 4 * trained),
         gradients=max(*layers, *ends) if one_at_a_time else trained,
     )

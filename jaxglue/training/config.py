@@ -65,7 +65,8 @@ class ModelConfig(Config):
     """Where the layers' frozen weights are: device, or host, from whose memory they are streamed layer by layer, or
     both, such as "20 x device & 12 x host"; auto streams as many layers as the memory limit demands."""
     embeddings: Literal["device", "host"] = "device"
-    """Where the frozen embedding table is: on the GPU, or in host memory, from which each step reads its rows."""
+    """Where frozen embedding table and output projection are: on the GPU, or in host memory, from which each step reads
+    its tokens' rows and copies the projection."""
     expand_experts: bool = False
     """Expand MXFP4 experts on loading: four times their memory, faster steps."""
     quantize: Annotated[

@@ -56,7 +56,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
     config, workload, seed = setup.config, setup.workload, setup.config.data.seed
     dtype = workload.weight_dtype
-    place = partial(place_layers, setup.remat.weights, layout=layout)
+    place = partial(place_layers, setup.remat.weights, layout=layout, head_on_host=workload.host_embeddings)
     if config.model.random_weights:
         model = random_model(setup.base, dtype=dtype, seed=seed, place=place)
     else:
@@ -79,11 +79,14 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     return graphdefs, commit(layout.put(trainable)), commit(frozen)
 
 
-def place_layers(weights: Sequence[str], name: str, value: Any, layout: Layout = SINGLE_DEVICE) -> Any:
-    """Return the sharding of the parameter of this name: pinned host memory where its layer is streamed."""
+def place_layers(
+    weights: Sequence[str], name: str, value: Any, layout: Layout = SINGLE_DEVICE, *, head_on_host: bool = False
+) -> Any:
+    """Return the sharding of the named parameter: pinned host memory where its layer, or the head, is streamed."""
     shardings = layout.place(name, value)
     match = _LAYER.match(name)
-    if match is None or weights[int(match[1])] == DEVICE:
+    streamed = weights[int(match[1])] != DEVICE if match else head_on_host and name.startswith("lm_head.")
+    if not streamed:
         return shardings
     pinned = pinned_host(jax.local_devices()[0])
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
