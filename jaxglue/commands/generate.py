@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 from typing import IO, Any
 
-from jaxglue.generation.chat import answer_rows, generate
+from jaxglue.generation.chat import answer_rows, prompt_of
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.hf.files import atomic_file
 
@@ -26,9 +26,9 @@ def main(config: GenerateConfig) -> None:
 
 def _print_answers(config: GenerateConfig) -> None:
     several = config.prompt_file is not None or len(config.prompt) > 1
-    for prompt, answer in generate(config):
+    for row, answer in answer_rows(config, _say):
         if several:
-            print(f"> {prompt}")
+            print(f"> {prompt_of(row)}")
         for piece in answer:
             print(piece, end="", flush=True)
         print()
@@ -36,5 +36,9 @@ def _print_answers(config: GenerateConfig) -> None:
 
 def _write_lines(config: GenerateConfig, file: IO[str]) -> None:
     """Write each row with its `answer`."""
-    for row, answer in answer_rows(config):
+    for row, answer in answer_rows(config, _say):
         print(json.dumps({**row, "answer": "".join(answer)}, ensure_ascii=False), file=file, flush=True)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Chat with a model: templates, end-of-turn tokens and streamed decoding around the generator."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.batch import Request
 from jaxglue.generation.config import STDIN, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.scoring import Scorer
@@ -69,28 +70,75 @@ class Assistant:
         self.scorer = partial(Scorer, graphdefs, model.config, self._adapter, self._frozen, dtype=dtype)
         """Makes a scorer of continuations."""
 
-    def answer(self, tokens: list[int], sampling: SamplingConfig) -> Iterator[str]:
-        """Yield the answer to an encoded prompt in pieces; raises ValueError like `Generator.stream`."""
-        new = self._generator.stream(self._adapter, self._frozen, tokens, sampling, self._stops)
+    def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
+        """Yield the answer to an encoded prompt in pieces; `index` and errors as in `Generator.stream`."""
+        new = self._generator.stream(self._adapter, self._frozen, tokens, sampling, self._stops, index=index)
         return stream_text(self.tokenizer, new)
+
+    def answers(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingConfig,
+        *,
+        batch_size: int | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> Iterator[str]:
+        """Yield the answers to encoded prompts in their order, decoded together, each as soon as those before it are.
+
+        Args:
+            prompts: the tokens of each.
+            sampling: of all; a prompt's random numbers depend on its index and the seed only.
+            batch_size: the most prompts at a time; by default as many as memory holds.
+            say: receives a line about batch and cache before the first answer.
+
+        Raises:
+            ValueError: as `Generator.stream`, before the first answer, or too little memory for the cache.
+        """
+        requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
+        plan = self._generator.plan(requests, batch_size)
+        if say:
+            say(f"{len(requests)} prompts, {plan}")
+        found = self._generator.answers(self._adapter, self._frozen, requests, self._stops, plan=plan)
+        return in_order(self.tokenizer, found)
+
+
+def in_order(tokenizer: PreTrainedTokenizerBase, answers: Iterable[tuple[int, list[int]]]) -> Iterator[str]:
+    """Yield the text of numbered answers in the order of their numbers."""
+    waiting, following = dict[int, str](), 0
+    for number, tokens in answers:
+        waiting[number] = "".join(stream_text(tokenizer, tokens))
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
 
 
 def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield each prompt with its answer, streamed in pieces.
+    """Yield each prompt with its answer in pieces, which stream if there is one prompt or `batch_size` is 1.
 
     Raises:
         ValueError: bad folders, tensors, tokenizer or prompts.
     """
     for row, answer in answer_rows(config):
-        yield row.get("prompt") or row["messages"][-1].get("content", ""), answer
+        yield prompt_of(row), answer
 
 
-def answer_rows(config: GenerateConfig) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
-    """Yield each row of `read_prompts` with its answer, streamed in pieces; raises like `generate`."""
+def prompt_of(row: dict[str, Any]) -> str:
+    """Return the prompt or the last message of a row."""
+    return row.get("prompt") or row["messages"][-1].get("content", "")
+
+
+def answer_rows(
+    config: GenerateConfig, say: Callable[[str], None] | None = None
+) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
+    """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
     rows, assistant = read_prompts(config), Assistant(config)
     prompts = [_encode_row(assistant.tokenizer, row, config) for row in rows]
-    for row, tokens in zip(rows, prompts, strict=True):
-        yield row, assistant.answer(tokens, config.sampling)
+    if len(rows) == 1 or config.batch_size == 1:
+        answers = (assistant.answer(tokens, config.sampling, index) for index, tokens in enumerate(prompts))
+    else:
+        texts = assistant.answers(prompts, config.sampling, batch_size=config.batch_size, say=say)
+        answers = (iter([text]) for text in texts)
+    yield from zip(rows, answers, strict=True)
 
 
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: GenerateConfig) -> list[int]:

@@ -98,6 +98,8 @@ class GenerateConfig(AssistantConfig):
     `messages`."""
     output: Path | None = None
     """JSONL file for prompts and answers, - for standard output; by default answers are printed as they come."""
+    batch_size: PositiveInt | None = None
+    """The most prompts to answer at a time; by default as many as free memory holds. With 1, answers stream."""
     raw: bool = False
     """Continue the prompts verbatim, without the chat template."""
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
+from jaxglue.generation.batch import Request
+from jaxglue.generation.chat import encode_prompt, in_order, stop_tokens
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generate import Generator
 from jaxglue.hf.files import atomic_file
@@ -37,10 +38,9 @@ class Samples:
 
     def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
         """Answer every prompt greedily."""
-        lines = []
-        for prompt, tokens in self._prompts.items():
-            stream = self._generator.stream(trainable, frozen, tokens, self._sampling, self._stops)
-            answer = "".join(stream_text(self._tokenizer, stream))
+        lines, requests = [], [Request(tokens, self._sampling) for tokens in self._prompts.values()]
+        answers = self._generator.answers(trainable, frozen, requests, self._stops, whole=False)
+        for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
             self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
             lines.append({"step": step, "prompt": prompt, "answer": answer})
         if self._path and lines:

@@ -1,0 +1,194 @@
+"""Continuous batching: requests take slots as these become free, and all slots decode together."""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.generation.cache import PREFILL_TOKENS, CachePlan, Pages, PageTable
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.contexts import Slots, places_of
+from jaxglue.generation.programs import Programs, Trees
+from jaxglue.generation.sampling import request_key
+from jaxglue.ops.segments import pack_segments
+
+_SMALLEST_BUCKET = 128
+_STOPS = 8
+"""Stop tokens are padded to multiples of this, so that few programs are compiled."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to answer."""
+
+    prompt: Sequence[int]
+    """Its tokens."""
+    sampling: SamplingConfig
+    index: int = 0
+    """Distinguishes the random numbers of prompts with one seed."""
+
+
+class Sequenced(NamedTuple):
+    """A request in the order of arrival."""
+
+    number: int
+    request: Request
+    end: int
+    """Limit of prompt and answer together."""
+
+
+class Piece(NamedTuple):
+    """New tokens of an answer."""
+
+    number: int
+    """Of the request."""
+    tokens: list[int]
+    ended: bool
+
+
+class Batch:
+    """Requests being answered.
+
+    Args:
+        programs, trees: the model.
+        requests: in order.
+        plan, caches: of the key/value cache.
+        stop: tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        trees: Trees,
+        requests: Sequence[Sequenced],
+        plan: CachePlan,
+        caches: list[Pages],
+        stop: Collection[int],
+    ):
+        self._programs, self._trees, self._plan, self._caches = programs, trees, plan, caches
+        self._pending, self._pages = deque(requests), PageTable(plan)
+        self._stop, self._held = frozenset(stop), dict[int, Sequenced]()
+        self._slots: Any = _idle(plan)
+        self._stops: Any = _padded(stop)
+
+    def pieces(self, *, steps: int, whole: bool) -> Iterator[Piece]:
+        """Yield new tokens of the requests, after every `steps` tokens of all slots.
+
+        Args:
+            steps: tokens of a slot between two looks at those that ended.
+            whole: run these steps as one program, which takes longer to compile than one for each layer type.
+        """
+        while self._pending or self._held:
+            for row in _rows(self._admit()):
+                yield from self._prefill(row)
+            if self._held:
+                yield from self._decode(steps, whole)
+
+    def _admit(self) -> list[tuple[int, int]]:
+        """Give free slots to waiting requests while there are pages; return (slot, tokens of the prompt) of these."""
+        admitted = []
+        for slot in range(self._plan.slots):
+            if not self._pending or slot in self._held:
+                continue
+            if (pages := self._pages.lend(slot, self._pending[0].end)) is None:
+                break
+            self._held[slot] = self._pending.popleft()
+            self._fill(slot, pages)
+            admitted.append((slot, len(self._held[slot].request.prompt)))
+        return admitted
+
+    def _fill(self, slot: int, pages: Sequence[int]) -> None:
+        _, request, end = self._held[slot]
+        slots, sampling = self._slots, request.sampling
+        slots.tables[slot] = 0
+        slots.tables[slot, : len(pages)] = pages
+        slots.positions[slot], slots.ends[slot] = len(request.prompt) - 1, end
+        slots.keys[slot] = request_key(sampling.seed, request.index)
+        slots.temperatures[slot], slots.top_ps[slot] = sampling.temperature, sampling.top_p
+
+    def _prefill(self, row: Sequence[int]) -> Iterator[Piece]:
+        """Run the prompts of some slots in one packed row, and yield their first tokens."""
+        prompts = [self._held[slot].request.prompt for slot in row]
+        lengths = [len(prompt) for prompt in prompts]
+        used, T = sum(lengths), _bucket(sum(lengths))
+        tokens: Any = np.zeros((1, T), np.int32)
+        tokens[0, :used] = np.concatenate(prompts)
+        segments = pack_segments([lengths], seq_len=T, max_segments=self._plan.slots)
+        owners: Any = np.repeat(row, lengths)
+        places = places_of(self._slots.tables, owners, segments.positions[0, :used])
+        places = jax.tree.map(lambda x: np.pad(x, (0, T - used)), places)  # padding belongs to page 0
+        x = self._programs.prefill(self._trees, tokens, segments, places, self._caches)
+        index: Any = np.zeros(self._plan.slots, np.int32)
+        new: Any = np.zeros(self._plan.slots, bool)
+        index[row], new[row] = np.cumsum(lengths) - 1, True
+        first = self._programs.first(self._trees, x, index, replace(self._slots, live=new), self._stops)
+        yield from self._receive(row, np.asarray(first)[:, None])
+
+    def _receive(self, row: Sequence[int], new: Int[np.ndarray, "S steps"]) -> Iterator[Piece]:
+        """Yield the new tokens of these slots, and free those that ended."""
+        for slot in row:
+            tokens = [token for token in new[slot].tolist() if token >= 0]
+            yield self._piece(slot, tokens)
+
+    def _piece(self, slot: int, tokens: list[int]) -> Piece:
+        number, _, end = self._held[slot]
+        slots = self._slots
+        slots.positions[slot] += len(tokens)
+        ended = tokens[-1] in self._stop or slots.positions[slot] + 1 >= end
+        slots.tokens[slot], slots.live[slot] = tokens[-1], not ended
+        if ended:
+            self._pages.take_back(slot)
+            del self._held[slot]
+            slots.tables[slot] = slots.positions[slot] = 0
+        return Piece(number, [token for token in tokens if token not in self._stop], ended)
+
+    def _decode(self, steps: int, whole: bool) -> Iterator[Piece]:
+        """Decode up to `steps` tokens of every slot."""
+        new: Any
+        if whole:
+            _, self._caches, new = self._programs.run(self._trees, self._slots, self._caches, self._stops, steps=steps)
+        else:
+            new = self._layer_by_layer(steps)
+        yield from self._receive(list(self._held), np.asarray(new))
+
+    def _layer_by_layer(self, steps: int) -> Int[np.ndarray, "S steps"]:
+        slots, columns = self._slots, []
+        for _ in range(steps):
+            slots, self._caches, tokens = self._programs.step(self._trees, slots, self._caches, self._stops)
+            columns.append(tokens)
+        return np.stack(jax.device_get(columns), axis=1)
+
+
+def _rows(admitted: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Yield slots whose prompts, of these lengths, share a row of `PREFILL_TOKENS`."""
+    row, used = list[int](), 0
+    for slot, length in admitted:
+        if row and used + length > PREFILL_TOKENS:
+            yield row
+            row, used = [], 0
+        row.append(slot)
+        used += length
+    if row:
+        yield row
+
+
+def _idle(plan: CachePlan) -> Slots:
+    """Return slots without sequences, in numpy."""
+    kinds: dict[str, Any] = {"tokens": np.int32, "positions": np.int32, "ends": np.int32, "live": bool}
+    kinds |= {"temperatures": np.float32, "top_ps": np.float32}
+    fields: dict[str, Any] = {name: np.zeros(plan.slots, kind) for name, kind in kinds.items()}
+    tables, keys = (plan.slots, plan.table), (plan.slots, *request_key(0, 0).shape)
+    return Slots(tables=np.zeros(tables, np.int32), keys=np.zeros(keys, np.uint32), **fields)  # type: ignore[arg-type]
+
+
+def _padded(stop: Collection[int]) -> Int[np.ndarray, " n"]:
+    return np.array([*sorted(stop), *[-1] * (-len(stop) % _STOPS)], np.int32)
+
+
+def _bucket(length: int) -> int:
+    """Return the padded length for `length` tokens, a power of two."""
+    return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())

@@ -1,0 +1,137 @@
+"""The key/value cache in pages: its plan, and who holds which page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import psutil
+from jaxtyping import Array, Float
+
+from jaxglue.models.config import DecoderConfig
+
+PAGE = 64
+"""Tokens in a page."""
+MOST_SLOTS = 256
+"""Sequences that decode at once where memory has room for more."""
+PREFILL_TOKENS = 4096
+"""Prompt tokens that share a forward pass; longer prompts have one of their own."""
+_RESERVE = 2**30
+_SHARE = 0.9
+"""Share of the free memory for the cache."""
+
+Pages = tuple[Float[Array, "pages K page H"], Float[Array, "pages K page H"]]
+"""A layer's rotated keys, and values; page 0 belongs to no sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """Size of the cache, and how many sequences share it."""
+
+    slots: int
+    """S, sequences that decode at once."""
+    pages: int
+    """Without page 0."""
+    table: int
+    """P, the most pages of a sequence."""
+    bytes: int
+    """Memory of all layers' pages."""
+
+    def __str__(self) -> str:
+        return f"{self.slots} at a time, key/value cache {self.bytes / 2**30:.2f} GiB"
+
+
+def plan_cache(
+    lengths: Sequence[int], config: DecoderConfig, dtype, *, batch_size: int | None = None, free: float | None = None
+) -> CachePlan:
+    """Plan the cache for sequences of these lengths, prompts and answers together.
+
+    Args:
+        lengths: in tokens, at least one.
+        config: the model's shape.
+        dtype: of the cache.
+        batch_size: the most sequences at once; by default as many as memory holds, up to `MOST_SLOTS`.
+        free: bytes for cache and activations; by default the device's.
+
+    Raises:
+        ValueError: too little memory for the longest sequence.
+    """
+    needs = [pages_of(length) for length in lengths]
+    page_bytes = PAGE * token_bytes(config, dtype)
+    free = free_bytes() if free is None else free
+    room = int((_SHARE * free - activation_bytes(config, dtype, max(lengths))) / page_bytes) - 1
+    if room < max(needs):
+        needed, left = max(needs) * page_bytes / 2**30, free / 2**30
+        raise ValueError(
+            f"a sequence of {max(lengths):,} tokens needs {needed:.1f} GiB of cache, but {left:.1f} GiB of memory "
+            "are free: lower --max-tokens, shorten the prompt, or hold the weights with --quantize nf4"
+        )
+    wanted = min(len(needs), batch_size or MOST_SLOTS)
+    slots = max(1, min(wanted, room * len(needs) // sum(needs)))
+    pages = min(room, _bucket(sum(sorted(needs)[-slots:])))
+    return CachePlan(
+        slots=1 << (slots - 1).bit_length() if batch_size is None else slots,
+        pages=pages,
+        table=_bucket(max(needs)),
+        bytes=(pages + 1) * page_bytes,
+    )
+
+
+def _bucket(pages: int) -> int:
+    """Return `pages` rounded up to an eighth of a power of two, so that few programs are compiled."""
+    step = max(2, 1 << (pages - 1).bit_length() - 3) if pages > 8 else 1 << (pages - 1).bit_length()
+    return max(2, -(-pages // step) * step)
+
+
+def pages_of(length: int) -> int:
+    """Return the pages that hold a sequence of this length."""
+    return -(-length // PAGE)
+
+
+def token_bytes(config: DecoderConfig, dtype) -> int:
+    """Return a token's bytes in the cache of all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+def activation_bytes(config: DecoderConfig, dtype, longest: int) -> float:
+    """Return an upper estimate of a prefill's activations, logits and expanded weights of a layer."""
+    D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
+    moe = config.moe
+    hidden = config.intermediate_size if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
+    matrices = 3 * D * (config.intermediate_size if moe is None else moe.num_experts * moe.intermediate_size)
+    token = 6 * D + 2 * heads * config.head_dim + 3 * hidden
+    elements = max(longest, PREFILL_TOKENS) * token + 2 * matrices
+    return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
+
+
+def free_bytes() -> float:
+    """Return the free memory of the first device, on CPUs half of the host's."""
+    if stats := jax.local_devices()[0].memory_stats():
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return psutil.virtual_memory().available / 2
+
+
+class PageTable:
+    """Pages held by each slot, lent from one stock."""
+
+    def __init__(self, plan: CachePlan):
+        self._free = list(range(plan.pages, 0, -1))
+        self._held: dict[int, list[int]] = {}
+
+    def lend(self, slot: int, length: int) -> list[int] | None:
+        """Return pages for a sequence of this length; None while there are too few."""
+        if (count := pages_of(length)) > len(self._free):
+            return None
+        self._held[slot] = [self._free.pop() for _ in range(count)]
+        return self._held[slot]
+
+    def take_back(self, slot: int) -> None:
+        """Free a slot's pages."""
+        self._free += self._held.pop(slot)
+
+
+def make_caches(plan: CachePlan, config: DecoderConfig, dtype, device=None) -> list[Pages]:
+    """Return the empty caches of all layers, on a device or sharding."""
+    shape = plan.pages + 1, config.num_key_value_heads, PAGE, config.head_dim
+    zeros = lambda: jnp.zeros(shape, dtype, device=device)  # noqa: E731
+    return [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]

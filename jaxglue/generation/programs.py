@@ -1,0 +1,142 @@
+"""Compiled programs of generation: layers over a paged cache, the choice of the next tokens, steps of all layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxglue.generation.cache import Pages
+from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext, Slots, places_of
+from jaxglue.generation.sampling import sample_tokens
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import PackedContext
+from jaxglue.models.layers import project
+from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.models.vocabulary import output_matrix
+from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.segments import PackedSegments
+
+Trees = tuple[Params, ...]
+"""Trainable and frozen parameters of the model or a part of it."""
+
+
+class CachedLayer:
+    """The compiled prefill and decode step of one layer type; both update the cache in place."""
+
+    def __init__(self, graphdef: nnx.GraphDef):
+        self._graphdef = graphdef
+        self.prefill = jax.jit(self._prefill, donate_argnames="cache")
+        self.decode = jax.jit(self._decode, donate_argnames="cache")
+
+    def _prefill(self, weights: Trees, x, cache: Pages, packed: PackedContext, places: Places):
+        context = PrefillContext(packed, cache, places)
+        return merge_module(self._graphdef, *weights)(x, context), context.cache
+
+    def _decode(self, weights: Trees, x, cache: Pages, cursor: Cursor):
+        context = DecodeContext(cache, cursor)
+        return merge_module(self._graphdef, *weights)(x, context), context.cache
+
+
+class Programs:
+    """The programs of a model; arguments as in `Generator`."""
+
+    def __init__(self, graphdefs: ModelGraphDefs, config: DecoderConfig, dtype, attention: str):
+        self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
+        layer_types = {graphdef: CachedLayer(graphdef) for graphdef in graphdefs.layers}
+        self._layers = [layer_types[graphdef] for graphdef in graphdefs.layers]
+        self._output_name = "embed_tokens" if graphdefs.lm_head is None else "lm_head"
+        self._embed_prompts = jax.jit(self._embed_packed)
+        self._embed_slots = jax.jit(self._embed_last)
+        self._advance = jax.jit(self._sample_next)
+        self._take = jax.jit(lambda x, index: x[:, index])
+        self._run = jax.jit(self._while_live, static_argnames="steps", donate_argnames="caches")
+
+    def prefill(
+        self, trees: Trees, tokens: Int[Array, "1 T"], segments: PackedSegments, places: Places, caches: list[Pages]
+    ) -> Float[Array, "1 T D"]:
+        """Return the last hidden states of packed prompts, whose keys and values are written to the caches."""
+        x, packed = self._embed_prompts(_part(trees, "embed_tokens"), tokens, segments)
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            x, caches[i] = layer.prefill(weights, x, caches[i], packed, places)
+        return x
+
+    def first(
+        self, trees: Trees, x: Float[Array, "1 T D"], index: Int[Array, " S"], slots: Slots, stops: Int[Array, " n"]
+    ) -> Int[Array, " S"]:
+        """Return the first new token of each live slot, whose prompt's last token is at `index`; -1 for the others."""
+        return self._advance(*self._output(trees), self._take(x, index), slots, stops)[1]
+
+    def step(
+        self, trees: Trees, slots: Slots, caches: Sequence[Pages], stops: Int[Array, " n"]
+    ) -> tuple[Slots, list[Pages], Int[Array, " S"]]:
+        """Decode one token of every slot, layer by layer; return (slots, caches, new tokens, -1 in idle slots)."""
+        x, cursor = self._embed_slots(_part(trees, "embed_tokens"), slots)
+        caches = list(caches)
+        for i, (layer, weights) in enumerate(self._layer_weights(trees)):
+            x, caches[i] = layer.decode(weights, x, caches[i], cursor)
+        slots, tokens = self._advance(*self._output(trees), x, slots, stops)
+        return slots, caches, tokens
+
+    def run(
+        self, trees: Trees, slots: Slots, caches: Sequence[Pages], stops: Int[Array, " n"], *, steps: int
+    ) -> tuple[Slots, list[Pages], Int[Array, "S steps"]]:
+        """Decode up to `steps` tokens of every slot in one program; see `step`."""
+        return self._run(trees, slots, list(caches), stops, steps=steps)
+
+    def compilations(self) -> int:
+        """Return the number of compiled programs."""
+        functions: list[Any] = [self._embed_prompts, self._embed_slots, self._advance, self._take, self._run]
+        for layer in set(self._layers):
+            functions += [layer.prefill, layer.decode]
+        return sum(function._cache_size() for function in functions)
+
+    def _while_live(self, trees: Trees, slots: Slots, caches: list[Pages], stops, *, steps: int):
+        def goes_on(carry):
+            return (carry[0] < steps) & carry[1].live.any()
+
+        def body(carry):
+            i, slots, caches, out = carry
+            # or XLA would expand all quantized weights once, before the loop
+            weights, i = jax.lax.optimization_barrier((trees, i))
+            slots, caches, tokens = self.step(weights, slots, caches, stops)
+            return i + 1, slots, caches, out.at[:, i].set(tokens)
+
+        out = jnp.full((slots.tokens.shape[0], steps), -1)
+        return jax.lax.while_loop(goes_on, body, (jnp.int32(0), slots, caches, out))[1:]
+
+    def _layer_weights(self, trees: Trees):
+        return zip(self._layers, zip(*_part(trees, "layers"), strict=True), strict=True)
+
+    def _output(self, trees: Trees) -> tuple[Trees, Trees]:
+        return _part(trees, "norm"), _part(trees, self._output_name)
+
+    def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
+        x, cos, sin = self._embed(weights, tokens, segments.positions)
+        return x, PackedContext(segments=segments, cos=cos, sin=sin, backend=self._attention)
+
+    def _embed_last(self, weights: Trees, slots: Slots) -> tuple[Float[Array, "1 S D"], Cursor]:
+        x, cos, sin = self._embed(weights, slots.tokens[None], slots.positions[None])
+        places = places_of(slots.tables, jnp.arange(len(slots.positions)), slots.positions)
+        return x, Cursor(places=places, tables=slots.tables, positions=slots.positions, cos=cos, sin=sin)
+
+    def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
+        x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
+        return x, *rope_tables(positions, self._config.rope, self._config.head_dim)
+
+    def _sample_next(self, norm_weights: Trees, output_weights: Trees, x: Float[Array, "1 S D"], slots: Slots, stops):
+        """Return (slots after their next tokens, these tokens)."""
+        norm = merge_module(self._graphdefs.norm, *norm_weights)
+        output = merge_module(self._graphdefs.output, *output_weights)
+        logits, positions = project(norm(x[0]), output_matrix(output), jnp.float32), slots.positions + 1
+        tokens = sample_tokens(logits, slots.keys, positions, slots.temperatures, slots.top_ps).astype(jnp.int32)
+        live = slots.live & ~jnp.isin(tokens, stops) & (positions + 1 < slots.ends)
+        after = replace(slots, tokens=tokens, positions=jnp.where(live, positions, slots.positions), live=live)
+        return after, jnp.where(slots.live, tokens, -1)
+
+
+def _part(trees: Trees, name: str) -> Any:
+    return tuple(tree[name] for tree in trees)
