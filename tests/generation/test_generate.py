@@ -165,7 +165,7 @@ def test_requests_wait_for_pages(llama):
     plan = generator.plan(requests, 2)
     answers = dict(generator.answers(*trees, requests, plan=plan))
     assert answers == dict(generator.answers(*trees, requests, plan=replace(plan, pages=2)))
-    with pytest.raises(ValueError, match="needs .* GiB of cache, but 0.0 GiB of memory are free: lower --max-tokens"):
+    with pytest.raises(ValueError, match=r"needs .* GiB of cache, but 0\.0 GiB of memory are free"):
         plan_cache([100], generator.config, jnp.float32, free=1e6)
 
 

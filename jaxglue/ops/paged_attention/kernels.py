@@ -18,6 +18,7 @@ def paged_kernel(
     P: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, SCALE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
+    """Attend a slot's query heads of one key/value head over a share of its pages."""
     slot, head, split = tl.program_id(0) // K, tl.program_id(0) % K, tl.program_id(1)
     lane, column, token = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_H), tl.arange(0, PAGE)
     heads = (lane < G)[:, None] & (column < H)[None, :]
