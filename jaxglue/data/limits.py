@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -20,14 +21,13 @@ def time_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGVTALRM, _expire)
+    _install()
     # Again and again: an exception raised inside a garbage collector's callback is swallowed.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager
@@ -41,6 +41,12 @@ def memory_limit() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@cache
+def _install() -> None:
+    """Install the timer's handler, once for all rows: it takes longer than the timer."""
+    signal.signal(signal.SIGVTALRM, _expire)
 
 
 def _expire(number: int, frame: FrameType | None) -> None:
