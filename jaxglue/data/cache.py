@@ -14,12 +14,6 @@ def content_key(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def open_or_write(folder: Path, write: Callable[[], None]) -> tuple[TokenStore, str]:
     """Open the store in `folder`, written first if it is absent or damaged.
 

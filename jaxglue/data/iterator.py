@@ -53,8 +53,10 @@ class Steps:
         rows = np.arange(rows_per_step) + step * rows_per_step
         micro_batches = rows.reshape(self.gradient_accumulation_steps, self.process_count, -1)
         documents = self.plan.documents[slice(*self.plan.bounds[np.minimum(rows[[0, -1]] + [0, 1], self.plan.rows)])]
+        batches = tuple(self._own_rows(rows, documents) for rows in micro_batches)
+        self.dataset.store.release()
         return Step(
-            micro_batches=tuple(self._own_rows(rows, documents) for rows in micro_batches),
+            micro_batches=batches,
             tokens=int(self.dataset.lengths[documents].sum()),
             targets=int(self.dataset.targets[documents].sum()),
         )

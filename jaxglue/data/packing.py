@@ -1,9 +1,14 @@
 """Packing of documents into rows by online best fit."""
 
+from array import array
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Int
+
+_BLOCK = 2**16
+"""Lengths that are Python's integers at a time, of 36 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +79,10 @@ def best_fit(
     shortest = int(lengths.min(initial=seq_len))
     rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by remaining room
     open_rooms = 0  # bit i: `rooms[i]` is non-empty, so the lowest bit ≥ length is the best fit
-    rows: list[int] = []
-    sizes: list[int] = []
-    for length in lengths.tolist():
+    rows, sizes = array("q"), array("q")
+    for length in chain.from_iterable(
+        block.tolist() for block in np.split(lengths, range(_BLOCK, len(lengths), _BLOCK))
+    ):
         if fitting := open_rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1
             row = rooms[room].pop()

@@ -31,10 +31,9 @@ def length_bins(lengths: Int[np.ndarray, "documents"], count: int = 12) -> list[
 
 def count_duplicates(data: TokenDataset) -> int:
     """Count documents whose tokens are those of an earlier one."""
-    seen = set()
-    for document in range(len(data)):
-        seen.add(hashlib.blake2b(_tokens(data, document)[0].tobytes(), digest_size=16).digest())
-    return len(data) - len(seen)
+    digests = (hashlib.blake2b(_tokens(data, document)[0].tobytes(), digest_size=8) for document in range(len(data)))
+    numbers = np.fromiter((int.from_bytes(digest.digest()) for digest in digests), np.uint64, len(data))
+    return len(data) - len(np.unique(numbers))
 
 
 def longest(data: TokenDataset, sources: Sequence[Source], count: int) -> list[tuple[int, str]]:

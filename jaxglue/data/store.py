@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,9 @@ _FILES = {
     "mask": ("mask.uint8", np.uint8),
     "offsets": ("offsets.int64", np.int64),
 }
+
+_BLOCK = 2**24
+"""Bytes read at a time, so that memory does not grow with the data."""
 
 
 class DamagedStoreError(ValueError):
@@ -49,13 +54,36 @@ class TokenStore:
     def targets_within(self, ends: Int64[np.ndarray, "documents"]) -> Int64[np.ndarray, "documents"]:
         """Count target tokens per document truncated at `ends`; first tokens are never targets."""
         counts = np.zeros(len(ends), np.int64)
-        some = np.flatnonzero(ends - self.offsets[:-1] > 1)
-        bounds = np.stack([self.offsets[some] + 1, ends[some]], 1).ravel()
-        if len(bounds) and bounds[-1] == len(self.mask):
-            bounds = bounds[:-1]
-        if len(bounds):
-            counts[some] = np.add.reduceat(self.mask, bounds, dtype=np.int64)[::2]
+        cuts = np.searchsorted(self.offsets, np.arange(0, len(self.mask), _BLOCK), side="right") - 1
+        for first, last in pairwise([*np.unique(cuts), len(ends)]):
+            begin, end = self.offsets[[first, last]]
+            starts = self.offsets[first:last] - begin + 1
+            counts[first:last] = _sums(np.asarray(self.mask[begin:end]), starts, ends[first:last] - begin)
+            self.release()
         return counts
+
+    def release(self) -> None:
+        """Take mapped pages out of this process's memory; the system's cache keeps them while it has room."""
+        for array in (self.tokens, self.mask):
+            _release(array)
+
+
+def _sums(mask: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the sum of the mask between each start and end, 0 where they are not in order."""
+    sums = np.zeros(len(starts), np.int64)
+    some = np.flatnonzero(ends > starts)
+    bounds = np.stack([starts[some], ends[some]], 1).ravel()
+    if len(bounds):
+        inside = bounds[:-1] if bounds[-1] == len(mask) else bounds
+        sums[some] = np.add.reduceat(mask, inside, dtype=np.int64)[::2]
+    return sums
+
+
+def _release(array: Any) -> None:
+    if isinstance(array, _Joined):
+        array.release()
+    elif isinstance(base := array.base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
@@ -82,6 +110,10 @@ class _Joined:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def release(self) -> None:
+        for array in self._arrays:
+            _release(array)
+
     def __getitem__(self, indices: Int[np.ndarray, "N"]) -> np.ndarray:
         owners = np.searchsorted(self._starts, indices, side="right") - 1
         values = np.empty(len(indices), self._arrays[0].dtype)
@@ -99,12 +131,14 @@ def open_store(folder: Path) -> TokenStore:
         OSError: a file that may not be read.
     """
     info = _read_info(folder)
-    for name, (file, _) in _FILES.items():
-        if _digest(folder / file) != info["files"][name]:
+    ranges = {}
+    for name, (file, dtype) in _FILES.items():
+        digest, *ranges[name] = _scan(folder / file, dtype)
+        if digest != info["files"][name]:
             raise DamagedStoreError(f"{folder / file} has changed since it was written")
     arrays = {name: np.memmap(folder / file, dtype, mode="r") for name, (file, dtype) in _FILES.items()}
     store = TokenStore(**{**arrays, "offsets": np.array(arrays["offsets"])}, info=info)
-    _check_bounds(store, folder)
+    _check_bounds(store, ranges, folder)
     return store
 
 
@@ -151,21 +185,33 @@ def _info_digest(info: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _scan(path: Path, dtype: type) -> tuple[str, int, int]:
+    """Return the SHA-256 of a file with the least and the greatest of 0 and its values, read block by block."""
+    digest, low, high = hashlib.sha256(), 0, 0
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                values: np.ndarray = np.frombuffer(block, dtype, len(block) // np.dtype(dtype).itemsize)
+                low, high = min(low, int(values.min(initial=0))), max(high, int(values.max(initial=0)))
     except FileNotFoundError as error:
         raise DamagedStoreError(f"{path} is missing") from error
+    return digest.hexdigest(), low, high
 
 
-def _check_bounds(store: TokenStore, folder: Path) -> None:
+def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path) -> None:
     """Check the values: a digest shows what changed, not what was wrong when written."""
     offsets, count = store.offsets, len(store.tokens)
     ordered = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count and bool((np.diff(offsets) >= 0).all())
-    if not ordered or len(store.mask) != count or store.mask.max(initial=0) > 1:
+    if not ordered or len(store.mask) != count or ranges["mask"][1] > 1:
         raise DamagedStoreError(f"{folder} holds offsets or masks out of bounds")
-    if store.tokens.min(initial=0) < 0 or store.tokens.max(initial=-1) != store.info["max_token"]:
+    if ranges["tokens"] != [0, store.info["max_token"]]:
         raise DamagedStoreError(f"{folder} holds token ids out of bounds")
 
 
@@ -182,7 +228,7 @@ def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any
     np.cumsum(np.concatenate(lengths), dtype=np.int64).tofile(folder / "offsets.int64")
     for file, _ in _FILES.values():
         _sync(folder / file)
-    files = {name: _digest(folder / file) for name, (file, _) in _FILES.items()}
+    files = {name: file_digest(folder / file) for name, (file, _) in _FILES.items()}
     return {"files": files, "digest": _info_digest(files), "max_token": largest}
 
 

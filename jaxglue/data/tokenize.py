@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.cache import content_key, file_digest, open_or_write
+from jaxglue.data.cache import content_key, open_or_write
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row, is_compressed
@@ -18,7 +18,7 @@ from jaxglue.data.preference import KEYS, detect_preference
 from jaxglue.data.progress import Advance, DataProgress
 from jaxglue.data.readers import data_files, hub_fingerprint, read_rows, row_chunks
 from jaxglue.data.sources import HUB_PREFIX, Source
-from jaxglue.data.store import TokenStore, write_store
+from jaxglue.data.store import TokenStore, file_digest, write_store
 from jaxglue.data.workers import encode_here, encode_in_processes
 
 _VERSION = 3
