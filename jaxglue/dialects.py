@@ -51,7 +51,7 @@ _REASONS = {
     ),
     "evaluation takes the training's batch size": ("per_device_eval_batch_size", "eval_batch_size"),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
-    "this is what training does": ("do_train", "do_eval", "stage", "strict"),
+    "this is what training does": ("do_train", "do_eval", "strict"),
     "jaxglue export --push publishes a result": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"),
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16",),
@@ -83,7 +83,7 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
     values: Nested = {}
     unknown, wrong = [], []
     left_out: dict[str, list[str]] = {}
-    for key, value in {**_method(recipe), **_with_our_data(recipe)}.items():
+    for key, value in {**_method(recipe), **_with_objective(_with_our_data(recipe), where)}.items():
         try:
             if key in _CONVERTERS:
                 _merge(values, _CONVERTERS[key](value))
@@ -135,6 +135,31 @@ def _method(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     full = "base_model" in recipe or "model_name_or_path" in recipe
     named = {"adapter", "finetuning_type", "use_peft", "stage", "method", "full_finetuning"} & recipe.keys()
     return {"method": "full"} if full and not named else {}
+
+
+_STAGES: dict[Any, dict[str, str]] = {
+    **{stage: {} for stage in (None, "sft", "pt")},
+    **{stage: {"objective": stage} for stage in ("dpo", "kto")},
+}
+"""Settings by LLaMA-Factory's stages."""
+_PREFERENCE_LOSSES: dict[Any, dict[str, str]] = {
+    **{loss: {} for loss in (None, "sigmoid")},
+    **{loss: {"objective": loss} for loss in ("ipo", "orpo", "simpo")},
+    "hinge": {"loss_type": "hinge"},
+}
+"""Further settings by the losses of its stage dpo."""
+
+
+def _with_objective(recipe: Mapping[str, Any], where: str) -> Nested:
+    """Return the recipe with our objective in place of LLaMA-Factory's `stage` and `pref_loss`."""
+    values = dict(recipe)
+    for key, known in (("stage", _STAGES), ("pref_loss", _PREFERENCE_LOSSES)):
+        value = values.pop(key, None)
+        if not isinstance(value, str | None) or value not in known:
+            expected = " | ".join(str(name) for name in known if name)
+            raise ValueError(f"{where}{key}: expected {expected}, got {value!r:.100}")
+        values |= known[value]
+    return values
 
 
 def _with_our_data(recipe: Mapping[str, Any]) -> Nested:

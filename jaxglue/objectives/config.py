@@ -24,7 +24,7 @@ _FOR: dict[str, tuple[str, ...]] = {
 class ObjectiveConfig(Config):
     """What training minimizes."""
 
-    objective: Annotated[Objective, Alias("rl", "pref_loss")] = "sft"
+    objective: Annotated[Objective, Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734)."""
     loss_type: LossType = "sigmoid"
