@@ -6,6 +6,7 @@ import sys
 from jaxglue.distributed import find_process_info, join_processes
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
+from jaxglue.training.remat import raise_pinned_limit
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
 
@@ -14,6 +15,8 @@ def main(config: TrainConfig) -> None:
     """Train, with the run's other processes if there are any; exit with 130 or 143 if interrupted."""
     timer, interrupt = StartupTimer.since_process_start(), Interrupt()
     with join_processes(find_process_info(config.distributed, os.environ)) as processes:
+        if processes.count == 1:
+            raise_pinned_limit(os.environ)
         train(config, timer=timer, processes=processes, interrupt=interrupt)
     if interrupt.number:
         sys.exit(interrupt.status)

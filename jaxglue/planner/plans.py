@@ -7,7 +7,9 @@ from jaxglue.engine.residency import format_weights, is_streamed
 from jaxglue.planner.gpus import GIB
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Environment variable with the most GiB of host memory that JAX pins; 64 if it is not set."""
+"""Environment variable with the most GiB of host memory that JAX pins."""
+DEFAULT_PINNED_GIB = 64
+"""The same where it is not set."""
 
 
 class DoesNotFit(ValueError):  # noqa: N818
@@ -62,7 +64,7 @@ def pinned_memory(available: float, limit_gib: str | None = None) -> float:
         available: bytes of host memory that no process uses; a tenth is left free.
         limit_gib: value of `HOST_LIMIT`, None where it is not set.
     """
-    return min(0.9 * available, float(limit_gib or 64) * GIB)
+    return min(0.9 * available, float(limit_gib or DEFAULT_PINNED_GIB) * GIB)
 
 
 def gib(count: float) -> str:

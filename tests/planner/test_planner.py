@@ -1,6 +1,7 @@
 """Predictions of the planner, its choices, and its errors."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,9 +14,10 @@ from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.planner import MARGIN, Planner
-from jaxglue.planner.plans import DoesNotFit, pinned_memory
+from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
+from jaxglue.training.remat import raise_pinned_limit
 
 HOST = 64 * GIB
 
@@ -123,6 +125,15 @@ def test_pinned_memory_is_limited_by_host_and_jax():
     assert pinned_memory(100 * GIB) == 64 * GIB
     assert pinned_memory(100 * GIB, "80") == 80 * GIB
     assert pinned_memory(10 * GIB, "80") == 9 * GIB
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "limit"), [(200, {}, "180"), (60, {}, None), (200, {HOST_LIMIT: "70"}, "70")]
+)
+def test_pinned_limit_is_raised_where_memory_is_free(monkeypatch, free, given, limit):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free * GIB))
+    raise_pinned_limit(given)
+    assert given.get(HOST_LIMIT) == limit
 
 
 def test_update_in_backward_holds_one_layers_gradients(workload):
