@@ -119,12 +119,3 @@ def _grow(weight, new: tuple[int, ...], size: int) -> Array:
     mean = weight[: min(new[0], weight.shape[0])].mean(0, dtype=jnp.float32).astype(weight.dtype)
     grown = jnp.pad(weight, ((0, size - weight.shape[0]), (0, 0)))
     return grown.at[np.array(new)].set(mean)
-
-
-def freeze_vocabulary(model: Any, dtype) -> None:
-    """Put trained values of embedding and output projection into frozen matrices in `dtype`, in place."""
-    for _, module in vocabulary_modules(model):
-        if isinstance(module.weight, nnx.LoRAParam) or replaced_rows(module) is not None:
-            module.weight = nnx.Param(output_matrix(module).astype(dtype))
-            if hasattr(module, ROWS):
-                delattr(module, ROWS)

@@ -118,7 +118,7 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
 
 
 def _load(name: str) -> Any:
-    """Return what `module:name` names."""
+    """Return the object at `module:name`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

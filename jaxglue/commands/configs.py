@@ -60,7 +60,7 @@ class EstimateConfig(TrainConfig):
     data: PlannedRows = field(default_factory=PlannedRows)
 
     def validate(self) -> None:
-        """Accept what only matters in a run."""
+        """Accept settings that only matter in a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def _write(config: ExportConfig, output: Path) -> None:
 
 
 def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
-    """Write the merged folder; return what it was merged into, and the comparison with base and adapter apart."""
+    """Write the merged folder; describe its base, and the comparison with base and adapter apart."""
     storage = None if config.trained_on == "auto" else config.trained_on
     check = export_adapter(adapter, config.base_folder(), output, config.max_shard_bytes, storage=storage)
     if check.storage == "none":

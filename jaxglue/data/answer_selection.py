@@ -52,7 +52,7 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
         ValueError: an overlong unit under `overlong='error'`, or no unit left.
     """
     bounds, seq_len = _Bounds.of(store), config.seq_len
-    candidates = list(_labelled(store, bounds) if task.labelled else _pairs(store, bounds))
+    candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds))
     rows = len(store.lengths) // 2
     units, truncated = [], 0
     for unit in candidates:
@@ -69,7 +69,7 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
         raise ValueError(
             f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
         )
-    expected = len(candidates) if task.labelled else rows
+    expected = len(candidates) if task.labeled else rows
     return Selection(dataset=_dataset(store, units, task), truncated=truncated, dropped=expected - len(units))
 
 
@@ -85,7 +85,7 @@ def _pairs(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
             yield _unit(store, first, shared, sizes, int(store.offsets[second]) + shared, True)
 
 
-def _labelled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
+def _labeled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
     """Yield every answer beside the previous row's, under its own prompt."""
     documents = np.flatnonzero(bounds.firsts > 0)
     for other, document in zip(np.roll(documents, 1), documents, strict=True):

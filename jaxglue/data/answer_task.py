@@ -6,7 +6,7 @@ from typing import NamedTuple
 class AnswerTask(NamedTuple):
     """Treatment of preference data by an objective."""
 
-    labelled: bool = False
+    labeled: bool = False
     """Answers are judged one by one, each beside another prompt's answer (KTO)."""
     shared_prompt: bool = True
     """Rows hold a pair's prompt once."""

@@ -20,7 +20,7 @@ class Answers:
     used: Float32[Array, "B U"]
     """1 for a unit, 0 for an unused slot."""
     desirable: Float32[Array, "B U"]
-    """1 where the first answer is a good one; 0 for a bad one of labelled data."""
+    """1 where the first answer is a good one; 0 for a bad one of labeled data."""
     token_weight: Float32[Array, "B U"]
     """Units over tokens of first answers, of the whole step: turns sums of their log-probabilities into means."""
     reference: Float32[Array, "B U 2"] | None = None

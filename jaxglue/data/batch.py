@@ -51,7 +51,7 @@ class TokenDataset:
 
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
-        """Return the lengths of what attention sees as documents."""
+        """Return the lengths of the documents that attention sees."""
         return self.lengths
 
     @property
@@ -110,7 +110,19 @@ class TokenDataset:
             step: documents of the whole step, for normalization.
             seq_len, max_segments, kind: of `pack_segments`.
         """
-        return build_batch(self, plan, rows, seq_len=seq_len, max_segments=max_segments, kind=kind)
+        members = [plan.row(r) for r in rows]
+        lengths = [self.lengths[row] for row in members]
+        segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, kind=kind)
+        tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
+        filled = segments.segment_ids > 0
+        source = _source_positions(self, np.concatenate(members), np.asarray(segments.positions)[filled])
+        tokens[filled], mask[filled] = self.store.tokens[source], self.store.mask[source]
+        targets, weights = np.zeros_like(tokens), np.zeros_like(tokens, np.float32)
+        same = (segments.segment_ids[:, 1:] == segments.segment_ids[:, :-1]) & filled[:, 1:]
+        targets[:, :-1] = tokens[:, 1:] * same
+        weights[:, :-1] = mask[:, 1:] & same
+        arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
+        return Batch(**arrays, segments=segments)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -122,38 +134,6 @@ class TokenDataset:
             digest.update(self.sources.astype(np.int64).data)
             digest.update(repr(self.passes).encode())
         return digest.hexdigest()
-
-
-def build_batch(
-    dataset: TokenDataset,
-    plan: PackPlan,
-    rows: Int[np.ndarray, "B"],
-    *,
-    seq_len: int,
-    max_segments: int,
-    kind: BatchKind | None = None,
-) -> Batch:
-    """Build the batch of these rows of the plan; rows past its end are all padding with weight 0.
-
-    Args:
-        dataset: the documents.
-        plan: of all rows.
-        rows: of the batch.
-        seq_len, max_segments, kind: of `pack_segments`.
-    """
-    members = [plan.row(r) for r in rows]
-    lengths = [dataset.lengths[row] for row in members]
-    segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, kind=kind)
-    tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
-    filled = segments.segment_ids > 0
-    source = _source_positions(dataset, np.concatenate(members), np.asarray(segments.positions)[filled])
-    tokens[filled], mask[filled] = dataset.store.tokens[source], dataset.store.mask[source]
-    targets, weights = np.zeros_like(tokens), np.zeros_like(tokens, np.float32)
-    same = (segments.segment_ids[:, 1:] == segments.segment_ids[:, :-1]) & filled[:, 1:]
-    targets[:, :-1] = tokens[:, 1:] * same
-    weights[:, :-1] = mask[:, 1:] & same
-    arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
-    return Batch(**arrays, segments=segments)
 
 
 def _source_positions(

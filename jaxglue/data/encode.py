@@ -79,7 +79,7 @@ class Encoder:
         return [encoding.ids for group in groups for encoding in group]
 
     def _named_documents(self, row: Row) -> list[Pieces]:
-        """Return the documents of a row: one, or two answers, of which a labelled row leaves one empty."""
+        """Return the documents of a row: one, or two answers, of which a labeled row leaves one empty."""
         try:
             with limits.time_limit(limits.SECONDS):
                 documents = self._documents(row.value)

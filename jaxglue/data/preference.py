@@ -11,7 +11,7 @@ Text = Chat | list[str]
 Answers = tuple[Text | None, Text | None]
 """(preferred, other); None where a row with a label has one answer."""
 
-KEYS: dict[str, tuple[str, ...]] = {"preference": ("chosen", "rejected"), "labelled": ("label",)}
+KEYS: dict[str, tuple[str, ...]] = {"preference": ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -42,7 +42,7 @@ def read_answers(row: Mapping[str, Any], format: str) -> Answers:
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    return _pair(row) if format == "preference" else _labelled(row)
+    return _pair(row) if format == "preference" else _labeled(row)
 
 
 def _pair(row: Mapping[str, Any]) -> Answers:
@@ -58,7 +58,7 @@ def _pair(row: Mapping[str, Any]) -> Answers:
     return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
 
 
-def _labelled(row: Mapping[str, Any]) -> Answers:
+def _labeled(row: Mapping[str, Any]) -> Answers:
     label = row["label"]
     if not isinstance(label, bool):
         raise ValueError(f"'label' must be true or false, got {label!r:.40}")

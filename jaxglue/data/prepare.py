@@ -146,7 +146,7 @@ def _select(
     tokenized = tokenize(source, config, tokenizer, progress, preferences=task is not None)
     _check_vocabulary(tokenized.store, vocab_size)
     if task is not None:
-        if tokenized.format == "labelled" and not task.labelled:
+        if tokenized.format == "labeled" and not task.labeled:
             raise ValueError(f"{source}: rows with a label are for --objective kto; others compare two answers")
         return tokenized, select_answers(tokenized.store, config, source, task)
     return tokenized, select_documents(tokenized.store, config, source)

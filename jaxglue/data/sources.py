@@ -19,7 +19,7 @@ Format = Literal[
     "question_answer",
     "text",
     "preference",
-    "labelled",
+    "labeled",
 ]
 LossOn = Literal["assistant", "all"]
 

@@ -156,8 +156,8 @@ def write_store(folder: Path, chunks: "Iterable[Encoded]", **info: Any) -> None:
     try:
         content = {**_write_documents(temporary, chunks), **info}
         (temporary / "info.json").write_text(json.dumps({**content, "check": _info_digest(content)}))
-        _sync(temporary / "info.json")
-        _sync(temporary)
+        sync(temporary / "info.json")
+        sync(temporary)
         _publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -227,7 +227,7 @@ def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any
         raise ValueError("the data set is empty: no row has any text")
     np.cumsum(np.concatenate(lengths), dtype=np.int64).tofile(folder / "offsets.int64")
     for file, _ in _FILES.values():
-        _sync(folder / file)
+        sync(folder / file)
     files = {name: file_digest(folder / file) for name, (file, _) in _FILES.items()}
     return {"files": files, "digest": _info_digest(files), "max_token": largest}
 
@@ -235,19 +235,19 @@ def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any
 def _publish(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError:
         if not (folder / "info.json").is_file():  # else another process published the same content
             raise
 
 
-def _sync(path: Path) -> None:
-    """Force a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def _temporary(folder: Path) -> Path:

@@ -248,7 +248,7 @@ class _Markers(NamedTuple):
 
 
 def conversation_shape(messages: Messages, tools: Tools) -> tuple:
-    """Return what a template's treatment of messages depends on: their kinds, and which follow which."""
+    """Return the kinds of messages and the pairs that follow each other, on which a template's treatment depends."""
     kinds = [(m["role"], tuple(m), m["content"] == "", "</think>" in m["content"], _calls(m) > 1) for m in messages]
     return tools is None, kinds[0], kinds[-1], frozenset(pairwise(kinds))
 

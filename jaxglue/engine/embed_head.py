@@ -47,7 +47,7 @@ class EntryHead(Protocol):
         """Return scale · Σ loss of the last layer's output."""
 
     def with_reference(self, trainable: Params, frozen: Params, x, batch: Any) -> Any:
-        """Return the batch with what a loss needs of a reference's last output; called with reference layers only."""
+        """Return the batch with values of a reference's last output for the loss; called with reference layers only."""
 
     def head_backward(self, trainable: Params, frozen: Params, x, batch: Any, scale, sums: Params) -> tuple:
         """Return (loss, dx, the head's entries of `sums` plus gradients)."""
@@ -198,7 +198,7 @@ class EmbedHead:
         layout, name = self._layout, "embed_tokens"
         stored, grad_specs = layout.param_specs(trainable, name), layout.grad_specs(trainable, name)
 
-        # Of a frozen table neither values nor rows matter to the gradient of those that train.
+        # The gradient to trained rows does not depend on the frozen table: any row stands for it.
         frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self._config.hidden_size))}
 
         def program(trainable, batch, dx, accumulated):

@@ -71,5 +71,5 @@ class ObjectiveConfig(Config):
         """Return the treatment of preference data; None for supervised training."""
         if self.objective == "sft":
             return None
-        labelled, prompt_loss = self.objective == "kto", self.objective == "orpo"
-        return AnswerTask(labelled=labelled, shared_prompt=shared_prompt, prompt_loss=prompt_loss)
+        labeled, prompt_loss = self.objective == "kto", self.objective == "orpo"
+        return AnswerTask(labeled=labeled, shared_prompt=shared_prompt, prompt_loss=prompt_loss)

@@ -107,7 +107,7 @@ class PreferenceLoss:
         return [values[name] for name in self._names]
 
     def _kto(self, sums, answers: Answers) -> tuple[Array, list[Array]]:
-        """Return losses and metrics of labelled answers; the second answer of a unit serves the divergence alone.
+        """Return losses and metrics of labeled answers; the second answer of a unit serves the divergence alone.
 
         The divergence is the micro-batch's, over all devices.
         """

@@ -54,7 +54,7 @@ class Operation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return what a user may name as the backend."""
+        """Return the names that a user may give as the backend."""
         return "auto", "reference", *self.backends
 
     def choose(self, capability: Capability | None, *call: Any, backend: str = "auto") -> BackendChoice:
@@ -153,6 +153,13 @@ def check_triton(capability: Capability | None, dtype=None) -> None:
         raise NotImplementedError("jax-triton is not installed: pip install 'jaxglue[cuda13]'")
     if dtype is not None:
         check_half(dtype)
+
+
+def check_triton_rank(capability: Capability | None, dtype, rank: int, *, largest: int) -> None:
+    """Raise NotImplementedError where `check_triton` does, or for adapters of more than `largest` ranks."""
+    check_triton(capability, dtype)
+    if rank > largest:
+        raise NotImplementedError(f"rank must be at most {largest}, got {rank}")
 
 
 def check_capability(capability: Capability | None, least: Capability) -> None:

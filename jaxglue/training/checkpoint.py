@@ -35,7 +35,7 @@ class Restored(NamedTuple):
     step: int
     """Optimizer steps done."""
     fingerprint: dict[str, Any]
-    """That of the run which saved it."""
+    """Of the run that saved it."""
 
 
 class _Manager(ocp.CheckpointManager):

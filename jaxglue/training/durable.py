@@ -6,6 +6,8 @@ from typing import Any
 
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
+from jaxglue.data.store import sync
+
 
 class DurablePath(AtomicRenameTemporaryPath):
     """Orbax's temporary folder, synced to disk file by file before the rename that publishes it."""
@@ -29,12 +31,3 @@ def sync_tree(folder: Path) -> None:
         for file in files:
             sync(Path(parent, file))
         sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

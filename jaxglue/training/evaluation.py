@@ -122,7 +122,7 @@ def held_out_metrics(loss: float, sums: Float[np.ndarray, "3 sources"], names: S
 
 
 def evaluation_lines(values: Mapping[str, float]) -> Iterator[str]:
-    """Yield what the console shows of an evaluation: all on one line, then the sources."""
+    """Yield the console's lines of an evaluation: all sources together, then each."""
     shown = [f"eval loss {values['eval_loss']:.4f}"]
     if "eval_token_accuracy" in values:
         perplexity, accuracy = values["eval_perplexity"], values["eval_token_accuracy"]

@@ -35,7 +35,7 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def silence_abandoned_writes() -> None:
-    """Silence, to the end of the process, what abandoned writes report on collection, at the latest at exit."""
+    """Silence reports of abandoned writes, which are collected as late as the process's exit."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     sys.unraisablehook = partial(_print_unless_abandoned, sys.unraisablehook)
 

@@ -115,7 +115,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _check_links(path: Path) -> None:
-    """Refuse symbolic links where a run writes: what they point to is not the run's."""
+    """Refuse symbolic links where a run writes: their targets are not the run's."""
     names = (*_WRITTEN, *(f".{name}.tmp" for name in _WRITTEN))
     for entry in filter(os.path.lexists, (path / name for name in names)):
         within = (Path(parent, name) for parent, *names in os.walk(entry) for name in (*names[0], *names[1]))

@@ -27,7 +27,7 @@ LogProbs = Float32[np.ndarray, "units 2"]
 
 
 def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: Processes) -> str | None:
-    """Give the run's batches the log-probabilities of a cached reference; return a line that says so.
+    """Give the run's batches the log-probabilities of a cached reference; return a line about it.
 
     All processes call this with the weights that training begins with. None where no cached reference is needed.
     """

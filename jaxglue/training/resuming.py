@@ -1,4 +1,4 @@
-"""Continuing a run: what differs from its start, and the learning rate of a longer schedule."""
+"""Continuation of a run: its changed settings, and the learning rate of a longer schedule."""
 
 from collections.abc import Iterator
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxglue.data.batch import TokenDataset, build_batch
+from jaxglue.data.batch import TokenDataset
 from jaxglue.data.encode import Encoded
 from jaxglue.data.packing import plan_packing
 from jaxglue.data.store import open_store, write_store
@@ -52,7 +52,7 @@ def plain_row(dataset, members, seq_len):
 
 def test_rows_equal_a_plain_construction(dataset):
     plan = plan_packing(dataset.lengths, seq_len=16, rng=np.random.default_rng(0))
-    batch = build_batch(dataset, plan, np.arange(plan.rows), seq_len=16, max_segments=8)
+    batch = dataset.build_batch(plan, np.arange(plan.rows), plan.documents, seq_len=16, max_segments=8)
     for r in range(plan.rows):
         members = plan.documents[plan.bounds[r] : plan.bounds[r + 1]]
         tokens, targets, weights = plain_row(dataset, members, 16)
@@ -65,7 +65,7 @@ def test_rows_equal_a_plain_construction(dataset):
 
 def test_the_weights_add_up_to_the_target_tokens(dataset):
     plan = plan_packing(dataset.lengths, seq_len=16)
-    batch = build_batch(dataset, plan, np.arange(plan.rows), seq_len=16, max_segments=8)
+    batch = dataset.build_batch(plan, np.arange(plan.rows), plan.documents, seq_len=16, max_segments=8)
     assert batch.loss_weights.sum() == dataset.targets.sum()
 
 
@@ -77,7 +77,7 @@ def test_targets_within_equals_a_loop(store):
 
 def test_rows_past_the_end_are_empty(dataset):
     plan = plan_packing(dataset.lengths, seq_len=16)
-    batch = build_batch(dataset, plan, np.array([plan.rows, plan.rows + 3]), seq_len=16, max_segments=8)
+    batch = dataset.build_batch(plan, np.array([plan.rows, plan.rows + 3]), plan.documents, seq_len=16, max_segments=8)
     assert batch.tokens.shape == (2, 16)
     assert not batch.segments.segment_ids.any()
     assert batch.loss_weights.sum() == 0
@@ -85,7 +85,7 @@ def test_rows_past_the_end_are_empty(dataset):
 
 def test_a_batch_is_a_pytree(dataset):
     plan = plan_packing(dataset.lengths, seq_len=16)
-    batch = build_batch(dataset, plan, np.arange(2), seq_len=16, max_segments=8)
+    batch = dataset.build_batch(plan, np.arange(2), plan.documents, seq_len=16, max_segments=8)
     shapes = jax.tree.map(np.shape, batch)
     assert (shapes.tokens, shapes.segments.cu_seqlens) == ((2, 16), (2, 9))
 

@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxglue.data.batch import build_batch
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.mixing import epoch_documents, plan_dataset_epoch
@@ -30,7 +29,7 @@ def prepare(tmp_path, make_tokenizer, write_jsonl):
 def test_sources_have_settings_of_their_own(prepare, make_tokenizer):
     data = prepare("loss_on=all&system=Count%26say").train
     plan = plan_dataset_epoch(data, seq_len=64, seed=0, epoch=0)
-    batch = build_batch(data, plan, np.arange(plan.rows), seq_len=64, max_segments=16)
+    batch = data.build_batch(plan, np.arange(plan.rows), plan.documents, seq_len=64, max_segments=16)
     assert batch.loss_weights.sum() == (batch.segments.segment_ids > 0).sum() - len(data)
     text = make_tokenizer().decode(batch.tokens.ravel())
     assert text.count("<|im_start|>system\nCount&say<|im_end|>") == 40

@@ -67,11 +67,11 @@ def test_an_overlong_pair_loses_the_end_of_the_longer_answer(prepare):
     assert cut.train.sizes.tolist() == [[whole.train.sizes[0, 0], 10]] and cut.report.truncated == 1
 
 
-def test_labelled_answers_stand_beside_the_previous_rows(prepare):
+def test_labeled_answers_stand_beside_the_previous_rows(prepare):
     rows = [
         {"prompt": [USER], "completion": [said(text)], "label": label} for text, label in (("1", True), ("4", False))
     ]
-    prepared, tokenizer = prepare(rows, AnswerTask(labelled=True))
+    prepared, tokenizer = prepare(rows, AnswerTask(labeled=True))
     batch, *_ = answers_of(prepared.train, tokenizer)
     assert batch.answers.desirable.tolist() == [[1.0, 0.0]]
     assert prepared.train.sizes[0].tolist() == prepared.train.sizes[1, ::-1].tolist()
@@ -97,7 +97,7 @@ def test_bad_pairs_are_named(prepare, row, message):
 def test_a_label_is_boolean(prepare):
     rows = [{"prompt": "a", "completion": "b", "label": "good"}]
     with pytest.raises(ValueError, match=r"data.jsonl:1: 'label' must be true or false, got 'good'"):
-        prepare(rows, AnswerTask(labelled=True))
+        prepare(rows, AnswerTask(labeled=True))
 
 
 def test_supervised_rows_are_refused(prepare):

@@ -52,12 +52,12 @@ def config_of(name: str) -> ObjectiveConfig:
     return ObjectiveConfig(objective=names.get(kind, kind), **settings)
 
 
-def documents(labelled: bool) -> list[tuple[list[int], list[int]]]:
-    """Return (prompt, answer) of every document; labelled rows have one empty answer."""
+def documents(labeled: bool) -> list[tuple[list[int], list[int]]]:
+    """Return (prompt, answer) of every document; labeled rows have one empty answer."""
     rows = []
     for index, pair in enumerate(GOLDEN["pairs"]):
         answers = [pair["chosen_ids"], pair["rejected_ids"]]
-        kept = [not labelled or (index % 3 > 0) == (which == 0) for which in range(2)]
+        kept = [not labeled or (index % 3 > 0) == (which == 0) for which in range(2)]
         rows += [(pair["prompt_ids"] if keep else [], a if keep else []) for a, keep in zip(answers, kept, strict=True)]
     return rows
 

@@ -70,15 +70,11 @@ def linear_cross_entropy(
     Raises:
         ValueError: a named backend that cannot serve, or a weight in FP8 that trains.
     """
-    kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
-    chunk = chunk or chunk_size(weight.shape[0])
-    if fp8:
-        if rows is not None:
-            raise ValueError("a head in FP8 has no rows of its own: leave out fp8, or rows")
-        spec = ChunkSpec(cross_entropy=kernels.scaled if kernels else reference_scaled_cross_entropy, chunk=chunk)
-        return fp8_cross_entropy(spec, x, weight, targets, loss_weights)
-    spec = ChunkSpec(cross_entropy=kernels or reference_cross_entropy, chunk=chunk)
-    return chunked_cross_entropy(spec, x, weight, targets, loss_weights, rows)
+    if not fp8:
+        return chunked_cross_entropy(_spec(x, weight, chunk, backend), x, weight, targets, loss_weights, rows)
+    if rows is not None:
+        raise ValueError("a head in FP8 has no rows of its own: leave out fp8, or rows")
+    return fp8_cross_entropy(_spec(x, weight, chunk, backend, fp8=True), x, weight, targets, loss_weights)
 
 
 def linear_log_probs(
@@ -116,8 +112,12 @@ def log_sum_squares(
     return chunked_log_sum_squares(_spec(x, weight, chunk, "reference"), x, lax.stop_gradient(weight), counted)
 
 
-def _spec(x: Array, weight: Array, chunk: int | None, backend: str) -> ChunkSpec:
-    cross_entropy = CROSS_ENTROPY.load(x.dtype, backend=backend) or reference_cross_entropy
+def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False) -> ChunkSpec:
+    kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
+    if fp8:
+        cross_entropy = kernels.scaled if kernels else reference_scaled_cross_entropy
+    else:
+        cross_entropy = kernels or reference_cross_entropy
     return ChunkSpec(cross_entropy=cross_entropy, chunk=chunk or chunk_size(weight.shape[0]))
 
 

@@ -70,7 +70,7 @@ def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.conste
 def scaled_cross_entropy_kernel(
     products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Do as `cross_entropy_kernel` for logits that lack their scales, of rows [M] and columns [V].
+    """Compute as `cross_entropy_kernel`, of logits without their scales of rows [M] and columns [V].
 
     Write the gradient times the columns' scales as e4m3 dcodes [M, V], by its largest value in a row, dscales [M].
     """

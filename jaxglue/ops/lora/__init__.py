@@ -1,22 +1,17 @@
 """The two halves of LoRA adapters: to their ranks, and from the ranks of those that share an input to their outputs."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank, triton_capability
 from jaxglue.ops.lora.reference import ReferenceLora
 from jaxglue.ops.lora.vjp import LoraBackend, expand, expand_gradients, lora_shrink
 
 __all__ = ["LORA", "ReferenceLora", "lora_expand", "lora_expand_gradients", "lora_shrink"]
 
-_LARGEST_RANK = 64
-
-
-def _check(capability: Capability | None, dtype, rank: int) -> None:
-    check_triton(capability, dtype)
-    if rank > _LARGEST_RANK:
-        raise NotImplementedError(f"rank must be at most {_LARGEST_RANK}, got {rank}")
+_check = partial(check_triton_rank, largest=64)
 
 
 def _load(capability: Capability, dtype, rank: int) -> LoraBackend:

@@ -1,20 +1,16 @@
 """SwiGLU between LoRA adapters, whose products are formed inside its kernels and not in passes of their own."""
 
+from functools import partial
+
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank, triton_capability
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import LoraSwigluBackend, Matrices, fused_lora_swiglu
 
 __all__ = ["LORA_SWIGLU", "Matrices", "lora_swiglu"]
 
-_LARGEST_RANK = 32
-
-
-def _check(capability: Capability | None, dtype, rank: int) -> None:
-    check_triton(capability, dtype)
-    if rank > _LARGEST_RANK:
-        raise NotImplementedError(f"rank must be at most {_LARGEST_RANK}, got {rank}")
+_check = partial(check_triton_rank, largest=32)
 
 
 def _load(capability: Capability, dtype, rank: int) -> LoraSwigluBackend:
