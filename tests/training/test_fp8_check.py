@@ -26,9 +26,10 @@ def test_nothing_changes_below_the_threshold():
     ("options", "message"),
     [
         ({"quantize": "nf4"}, "--matmul fp8 stores weights in FP8, not nf4: leave out --quantize"),
-        ({"method": "full"}, "--matmul fp8 needs frozen weights, and --method full trains all"),
+        ({"method": "full", "fp8_head": True}, "--fp8-head needs a frozen output projection"),
+        ({"matmul": "bf16", "fp8_experts": True}, "--fp8-experts is a part of --matmul fp8, got --matmul bf16"),
     ],
 )
-def test_fp8_with_other_storages_or_trained_weights_is_refused(options, message):
+def test_flags_that_contradict_fp8_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig(model="model", matmul="fp8", **options)
+        ModelConfig(**{"model": "model", "matmul": "fp8"} | options)
