@@ -71,12 +71,13 @@ def test_reference_equals_two_documents(name, window):
     assert_close((out, *vjp(dout)), forks_by_copies(rows, q, k, v, dout, window))
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("name", "sizes"), [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32))])
-def test_kernels_equal_the_reference(interpreted_backend, name, sizes):
+def test_kernels_equal_the_reference(interpreted_backend, name, sizes, late):
     rows = ROWS[name]
     q, k, v, dout = inputs(rows)
     segments = jax.tree.map(jnp.asarray, pack_forks(rows, seq_len=T))
-    tiles = AttentionTiles(block_m=sizes[0], block_n=sizes[1], num_warps=4, num_stages=2)
+    tiles = AttentionTiles(block_m=sizes[0], block_n=sizes[1], num_warps=4, num_stages=2, late=late)
     backend = interpreted_backend(
         tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
     )

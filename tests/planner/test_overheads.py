@@ -1,0 +1,28 @@
+"""Host time of a step, and of the first one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxglue.engine.policy import parse_policies
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.overheads import compile_seconds, with_dispatch
+
+
+def _layers(count: int, offloaded: int = 0):
+    return [SimpleNamespace(offloaded=offloaded)] * count
+
+
+def test_short_steps_take_the_hosts_time():
+    assert with_dispatch(10.0, _layers(32)) == pytest.approx(10, rel=0.01)
+    assert with_dispatch(0.001, _layers(32)) == pytest.approx(64 * 0.45e-3, rel=0.01)
+    assert with_dispatch(0.001, _layers(32, offloaded=1)) > with_dispatch(0.001, _layers(32))
+
+
+def test_compiling_takes_longer_for_more_kinds_of_layers():
+    def seconds(remat, moe=None, pinned=0):
+        config = SimpleNamespace(first_of_kind=(0, 0, 0, 0), moe=moe)
+        return compile_seconds(config, parse_policies(remat, 4), pinned)
+
+    assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
+    assert seconds("full", pinned=10 * GIB) == pytest.approx(seconds("full") + 10)
