@@ -6,16 +6,20 @@ from pathlib import Path
 from jaxglue.hf.files import atomic_file
 from jaxglue.training.metrics import read_metrics
 
+_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+
 
 def save_loss_curve(metrics: Path, output: Path) -> None:
-    """Draw `loss` and `eval_loss` of a `metrics.jsonl` over the steps, as a PNG."""
+    """Draw `loss` and `eval_loss` of a `metrics.jsonl` over the steps, and rewards where there are any, as a PNG."""
     # Imported late: matplotlib would delay every start by a second.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = read_metrics(metrics)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    lines = list(read_metrics(metrics))
+    rewards = {name: _series(lines, name) for name in _REWARDS if _series(lines, name)[0]}
+    rows = 2 if rewards else 1
+    figure = Figure(figsize=(8, 4.5 * rows), layout="constrained")
+    axes = figure.add_subplot(rows, 1, 1, xlabel="step", ylabel="loss" if rewards else "loss (nats per token)")
     steps, losses = _series(lines, "loss")
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="train")
     axes.plot(steps, smooth(losses), color="tab:blue", label="train, smoothed")
@@ -24,6 +28,12 @@ def save_loss_curve(metrics: Path, output: Path) -> None:
         axes.plot(eval_steps, eval_losses, "o-", color="tab:orange", label="eval")
     axes.grid(alpha=0.3)
     axes.legend()
+    if rewards:
+        below = figure.add_subplot(rows, 1, 2, xlabel="step", ylabel="reward, accuracy")
+        for name, (steps, values) in rewards.items():
+            below.plot(steps, smooth(values), label=name)
+        below.grid(alpha=0.3)
+        below.legend()
     with atomic_file(output) as temporary:
         FigureCanvasAgg(figure).print_figure(temporary, dpi=120, format="png")
 
