@@ -88,6 +88,10 @@ class Batch:
             if self._held:
                 yield from self._decode(steps, whole)
 
+    def end(self, number: int) -> None:
+        """End a request's answer early."""
+        self._free(next(slot for slot, held in self._held.items() if held.number == number))
+
     def _admit(self) -> list[tuple[int, int]]:
         """Give free slots to waiting requests while there are pages; return (slot, tokens of the prompt) of these."""
         admitted = []
@@ -141,10 +145,13 @@ class Batch:
         ended = tokens[-1] in self._stop or slots.positions[slot] + 1 >= end
         slots.tokens[slot], slots.live[slot] = tokens[-1], not ended
         if ended:
-            self._pages.take_back(slot)
-            del self._held[slot]
-            slots.tables[slot] = slots.positions[slot] = 0
+            self._free(slot)
         return Piece(number, [token for token in tokens if token not in self._stop], ended)
+
+    def _free(self, slot: int) -> None:
+        self._pages.take_back(slot)
+        del self._held[slot]
+        self._slots.live[slot], self._slots.tables[slot], self._slots.positions[slot] = False, 0, 0
 
     def _decode(self, steps: int, whole: bool) -> Iterator[Piece]:
         """Decode up to `steps` tokens of every slot."""

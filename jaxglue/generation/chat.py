@@ -77,36 +77,45 @@ class Assistant:
 
     def answers(
         self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingConfig,
+        requests: Sequence[Request],
         *,
+        until: Sequence[Sequence[str]] | None = None,
         batch_size: int | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Iterator[str]:
-        """Yield the answers to encoded prompts in their order, decoded together, each as soon as those before it are.
+        """Yield the answers to requests in their order, decoded together, each as soon as those before it are.
 
         Args:
-            prompts: the tokens of each.
-            sampling: of all; a prompt's random numbers depend on its index and the seed only.
-            batch_size: the most prompts at a time; by default as many as memory holds.
+            requests: encoded prompts with their sampling.
+            until: for each request the texts before the first of which its answer ends.
+            batch_size: the most requests at a time; by default as many as memory holds.
             say: receives a line about batch and cache before the first answer.
 
         Raises:
             ValueError: as `Generator.stream`, before the first answer, or too little memory for the cache.
         """
-        requests = [Request(prompt, sampling, index) for index, prompt in enumerate(prompts)]
+        if not requests:
+            return
         plan = self._generator.plan(requests, batch_size)
         if say:
             say(f"{len(requests)} prompts, {plan}")
-        found = self._generator.answers(self._adapter, self._frozen, requests, self._stops, plan=plan)
-        return in_order(self.tokenizer, found)
+        ends = until or [()] * len(requests)
+
+        def ended(number: int, tokens: list[int]) -> bool:
+            text = decode(self.tokenizer, tokens) if ends[number] else ""
+            return any(end in text for end in ends[number])
+
+        weights = self._adapter, self._frozen
+        found = self._generator.answers(*weights, requests, self._stops, plan=plan, until=ended)
+        for text, own in zip(in_order(self.tokenizer, found), ends, strict=True):
+            yield text[: min((text.find(end) for end in own if end in text), default=None)]
 
 
 def in_order(tokenizer: PreTrainedTokenizerBase, answers: Iterable[tuple[int, list[int]]]) -> Iterator[str]:
     """Yield the text of numbered answers in the order of their numbers."""
     waiting, following = dict[int, str](), 0
     for number, tokens in answers:
-        waiting[number] = "".join(stream_text(tokenizer, tokens))
+        waiting[number] = decode(tokenizer, tokens)
         while following in waiting:
             yield waiting.pop(following)
             following += 1
@@ -136,7 +145,8 @@ def answer_rows(
     if len(rows) == 1 or config.batch_size == 1:
         answers = (assistant.answer(tokens, config.sampling, index) for index, tokens in enumerate(prompts))
     else:
-        texts = assistant.answers(prompts, config.sampling, batch_size=config.batch_size, say=say)
+        requests = [Request(tokens, config.sampling, index) for index, tokens in enumerate(prompts)]
+        texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
         answers = (iter([text]) for text in texts)
     yield from zip(rows, answers, strict=True)
 
@@ -226,6 +236,11 @@ def _generation_stops(folder: Path) -> frozenset[int]:
     if wrong := [token for token in tokens if type(token) is not int]:
         raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r}")
     return frozenset(tokens)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
+    """Return the text of `stream_text` at once."""
+    return "".join(stream_text(tokenizer, tokens))
 
 
 def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> Iterator[str]:

@@ -4,7 +4,7 @@ Rows of prompts are padded to bucketed lengths, and a page table decouples progr
 one prefill and one decode step per layer type, whatever the depth, and for batches one of several steps.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,7 @@ class Generator:
         stop: Collection[int] = (),
         *,
         plan: CachePlan | None = None,
+        until: Callable[[int, list[int]], bool] | None = None,
         whole: bool = True,
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield (number, new tokens) of every request as it ends; each is what `stream` yields for it.
@@ -81,6 +82,7 @@ class Generator:
             requests: numbered in order.
             stop: tokens that end an answer.
             plan: of the cache; by default `plan`'s.
+            until: `until(number, tokens)` ends an answer, which may hold tokens after the decisive one.
             whole: compile all layers and several steps into one program, which pays for many tokens; weights on
                 several devices always run layer by layer.
 
@@ -93,6 +95,9 @@ class Generator:
         batch = self._batch(trees, requests, plan or self.plan(requests), stop)
         for number, new, ended in batch.pieces(steps=STEPS, whole=whole and _sharding(trees) is None):
             tokens[number] += new
+            if not ended and until and until(number, tokens[number]):
+                batch.end(number)
+                ended = True
             if ended:
                 yield number, tokens[number]
 
@@ -115,8 +120,8 @@ class Generator:
         limit, vocabulary, count = self.config.max_position_embeddings, self.config.vocab_size, len(request.prompt)
         if not 0 < count < limit:
             raise ValueError(f"prompt {number} has {count:,} tokens: expected 1 to {limit - 1:,}, the model's limit")
-        if wrong := [token for token in request.prompt if not 0 <= token < vocabulary]:
-            raise ValueError(f"prompt {number} holds token id {wrong[0]}, but the model's vocabulary has {vocabulary}")
+        if (token := max(request.prompt)) >= vocabulary:
+            raise ValueError(f"prompt {number} holds token id {token}, but the model's vocabulary has {vocabulary}")
         return min(count + request.sampling.max_tokens, limit)
 
 

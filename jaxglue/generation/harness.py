@@ -2,9 +2,11 @@
 
 import importlib.util
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from jaxglue.data.template import ChatTemplate
+from jaxglue.generation.batch import Request
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import EvaluateConfig, SamplingConfig
 
@@ -67,17 +69,11 @@ class HarnessModel:
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the answer to each prompt, up to the first of its stop texts."""
-        return [self._generate(*request.args) for request in requests]
-
-    def _generate(self, prompt: str, options: dict[str, Any]) -> str:
-        sampling, until = _sampling(options)
-        room = max(self._scorer.limit - sampling.max_tokens, 1)
-        text = ""
-        for piece in self._assistant.answer(self.tok_encode(prompt)[-room:], sampling):
-            text += piece
-            if ends := [text.find(stop) for stop in until if stop in text]:
-                return text[: min(ends)]
-        return text
+        prompts, options = [request.args[0] for request in requests], [request.args[1] for request in requests]
+        samplings, until = zip(*map(_sampling, options), strict=True) if options else ((), ())
+        rooms = [max(self._scorer.limit - sampling.max_tokens, 1) for sampling in samplings]
+        tokens = [self.tok_encode(prompt)[-room:] for prompt, room in zip(prompts, rooms, strict=True)]
+        return list(self._assistant.answers(list(map(Request, tokens, samplings, count())), until=until))
 
 
 def harness_model(assistant: Assistant) -> Any:

@@ -85,7 +85,9 @@ def test_answers_end_before_a_stop_text(assistant):
     model = HarnessModel(assistant)
     (whole,) = model.generate_until([SimpleNamespace(args=("Hello", {"max_gen_toks": 12}))])
     stop = whole[len(whole) // 2 :][:2]
-    (cut,) = model.generate_until([SimpleNamespace(args=("Hello", {"until": [stop], "max_gen_toks": 12}))])
+    limits = {"until": [stop], "max_gen_toks": 12}, {"max_gen_toks": 12}
+    cut, uncut = model.generate_until([SimpleNamespace(args=("Hello", options)) for options in limits])
+    assert uncut == whole
     assert cut == whole[: whole.index(stop)]
 
 
