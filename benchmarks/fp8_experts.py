@@ -21,7 +21,7 @@ from measure import milliseconds, table, write_results
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.moe import Adapter, ExpertLora, GroupMetadata, moe_mlp, route
-from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles
+from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
 from jaxglue.ops.moe.triton import TritonMoe
 from jaxglue.ops.moe.vjp import Rows, Scales
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
@@ -103,7 +103,7 @@ def parts(tokens: int, rounds: int) -> list[dict]:
     """Time the matmuls and passes by themselves, FP8's with every choice of tiles."""
     capability = compute_capability()
     assert capability is not None
-    kernels, rows = TritonMoe.of(capability), tokens * X
+    kernels, rows = TritonMoe.of(capability, tiles=grouped_tiles(capability)), tokens * X
     groups = GroupMetadata.of(jax.device_put(np.full(E, rows // E, np.int32)), rows)
     results = []
     for name, (out, into) in MATMULS.items():

@@ -1,4 +1,4 @@
-"""Settings drawn at random, planned, and measured each in its own process: how far the planner is off.
+"""Settings drawn at random, planned, and measured each in its own process: the errors of the planner.
 
 Run by `benchmarks/planner.py --grid`. Constants were fitted to the settings of seed 1; other seeds are held out.
 """

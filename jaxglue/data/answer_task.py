@@ -1,4 +1,4 @@
-"""Treatment of preference data by an objective."""
+"""Settings by which an objective reads and packs preference data."""
 
 from typing import NamedTuple
 

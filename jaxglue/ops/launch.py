@@ -1,10 +1,13 @@
 """Launches of Triton kernels in JAX programs."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 from jax_triton import triton_call
 from jax_triton.triton_lib import TensorDescMeta
+
+from jaxglue.ops.backend import Capability, triton_capability
 
 # jax-triton 0.4.1 requires a key that Triton 3.7 no longer writes, and has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
@@ -16,6 +19,11 @@ class Launcher:
 
     compute_capability: int
     """In Triton's form: 90 for 9.0."""
+
+    @classmethod
+    def of(cls, capability: Capability, **fields: Any) -> Self:
+        """Return the kernels for a GPU of this compute capability."""
+        return cls(compute_capability=triton_capability(capability), **fields)
 
     def _launch(
         self,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxglue.ops.adam.reference import MOMENT_BYTES, AdamW, EightBit, StepScalars, is_moment
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 
 __all__ = ["ADAM", "MOMENT_BYTES", "AdamW", "EightBit", "StepScalars", "is_moment"]
 
@@ -17,7 +17,7 @@ def _check(capability: Capability | None, adam: AdamW, devices: int) -> None:
 def _load(capability: Capability, adam: AdamW, devices: int) -> Any:
     from jaxglue.ops.adam.triton import TritonAdam
 
-    return TritonAdam(adam=adam, compute_capability=triton_capability(capability))
+    return TritonAdam.of(capability, adam=adam)
 
 
 ADAM = Operation(

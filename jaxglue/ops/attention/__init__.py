@@ -16,7 +16,6 @@ from jaxglue.ops.backend import (
     check_capability,
     check_half,
     check_triton,
-    triton_capability,
 )
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
@@ -78,7 +77,7 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
     from jaxglue.ops.attention.triton import TritonAttention
 
     tiles = kernel_tiles(capability, shape.head_dim, window=shape.window, long=shape.long)
-    return TritonAttention(tiles=tiles, compute_capability=triton_capability(capability))
+    return TritonAttention.of(capability, tiles=tiles)
 
 
 def _order(shape: AttentionShape) -> tuple[str, str]:

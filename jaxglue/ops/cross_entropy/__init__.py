@@ -5,7 +5,7 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
@@ -31,7 +31,7 @@ LOGITS_BYTES = 2**30
 def _load(capability: Capability, dtype) -> Any:
     from jaxglue.ops.cross_entropy.triton import TritonCrossEntropy
 
-    return TritonCrossEntropy(compute_capability=triton_capability(capability))
+    return TritonCrossEntropy.of(capability)
 
 
 CROSS_ENTROPY = Operation(

@@ -5,7 +5,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
 from jaxglue.ops.quant.fp8 import encode_rows, quantize_rows
 
 FIRST_CAPABILITY = (8, 9)
@@ -27,7 +27,7 @@ def _check(capability: Capability | None, dtype) -> None:
 def _load(capability: Capability, dtype) -> EncodeBackend:
     from jaxglue.ops.fp8.triton import TritonEncode
 
-    return TritonEncode(compute_capability=triton_capability(capability))
+    return TritonEncode.of(capability)
 
 
 ENCODE = Operation(

@@ -5,7 +5,7 @@ from functools import partial
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.lora.reference import ReferenceLora
 from jaxglue.ops.lora.vjp import LoraBackend, expand, expand_gradients, lora_shrink
 
@@ -17,7 +17,7 @@ _check = partial(check_triton_rank, largest=64)
 def _load(capability: Capability, dtype, rank: int) -> LoraBackend:
     from jaxglue.ops.lora.triton import TritonLora
 
-    return TritonLora(compute_capability=triton_capability(capability))
+    return TritonLora.of(capability)
 
 
 LORA = Operation(

@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import LoraSwigluBackend, Matrices, fused_lora_swiglu
 
@@ -16,7 +16,7 @@ _check = partial(check_triton_rank, largest=32)
 def _load(capability: Capability, dtype, rank: int) -> LoraSwigluBackend:
     from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
 
-    return TritonLoraSwiglu(compute_capability=triton_capability(capability))
+    return TritonLoraSwiglu.of(capability)
 
 
 LORA_SWIGLU = Operation(

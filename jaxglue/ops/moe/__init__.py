@@ -40,9 +40,10 @@ __all__ = [
 
 
 def _load(capability: Capability, dtype) -> MoeBackend:
+    from jaxglue.ops.moe.tiles import grouped_tiles
     from jaxglue.ops.moe.triton import TritonMoe
 
-    return TritonMoe.of(capability)
+    return TritonMoe.of(capability, tiles=grouped_tiles(capability))
 
 
 GROUPED_MATMUL = Operation(

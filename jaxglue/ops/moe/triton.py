@@ -6,12 +6,11 @@ import jax
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 
-from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import kernels
 from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
-from jaxglue.ops.moe.tiles import GroupedTiles, fit, grouped_tiles, row_block, row_blocks
+from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
 from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
 
 
@@ -20,11 +19,6 @@ class TritonMoe(Launcher):
     """`MoeBackend` in Triton."""
 
     tiles: GroupedTiles
-
-    @classmethod
-    def of(cls, capability: Capability) -> "TritonMoe":
-        """Return the kernels for a GPU of this compute capability."""
-        return cls(tiles=grouped_tiles(capability), compute_capability=triton_capability(capability))
 
     def matmul(
         self,

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Backend, Capability, Operation, check_triton, triton_capability
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate, rms_norm
 from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
 
@@ -14,7 +14,7 @@ __all__ = ["NORM_ROPE", "HeadNorms", "branch_norm", "rms_norm", "rotate_heads"]
 def _load(capability: Capability, dtype) -> Any:
     from jaxglue.ops.norm_rope.triton import TritonNormRope
 
-    return TritonNormRope(compute_capability=triton_capability(capability))
+    return TritonNormRope.of(capability)
 
 
 NORM_ROPE = Operation(

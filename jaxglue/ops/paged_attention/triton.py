@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.paged_attention.kernels import paged_kernel
 
@@ -19,11 +18,6 @@ _PROGRAMS = 512
 @dataclass(frozen=True, kw_only=True)
 class TritonPagedAttention(Launcher):
     """`paged_attention` by our own kernel."""
-
-    @classmethod
-    def of(cls, capability: Capability) -> "TritonPagedAttention":
-        """Return the kernel for a GPU of this compute capability."""
-        return cls(compute_capability=triton_capability(capability))
 
     def __call__(self, q, keys, values, tables, positions, *, window: int | None, sinks) -> Float[Array, "S N H"]:
         """See `paged_attention`."""

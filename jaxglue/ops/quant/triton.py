@@ -8,7 +8,6 @@ import numpy as np
 import triton
 from jaxtyping import Array, Float
 
-from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
@@ -23,11 +22,6 @@ from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_TRANSPOSED_TILE, NF4_BLO
 @dataclass(frozen=True, kw_only=True)
 class TritonDequantize(Launcher):
     """`DequantizeBackend` in Triton, for NF4 and MXFP4."""
-
-    @classmethod
-    def of(cls, capability: Capability) -> "TritonDequantize":
-        """Return the kernels for a GPU of this compute capability."""
-        return cls(compute_capability=triton_capability(capability))
 
     def dequantize(self, weight: Quantized | MXFP4, dtype) -> Float[Array, "*B out in"]:
         """See `DequantizeBackend`."""
