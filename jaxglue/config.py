@@ -114,6 +114,8 @@ class Kind:
         """Convert the text of a flag: one item of a list, else the whole value; raises like `read`."""
         if self.optional and text == NONE:
             return None
+        if self.scalar is Path:
+            return self.read_one(text)
         value: Any = text
         with contextlib.suppress(ValueError):
             # Other programs print whole numbers as floats: 3.0 epochs.
@@ -140,6 +142,8 @@ class Kind:
         value = self.synonyms.get(value, value) if isinstance(value, str) else value
         if type(value) not in _ACCEPTS[self.scalar] and not (self.scalar is Path and isinstance(value, Path)):
             raise self._unexpected(value)
+        if self.scalar is Path and isinstance(value, str) and not value.strip():
+            raise self._unexpected(value, ", an empty name, which would stand for the current folder")
         try:
             result = self.scalar(value)
         except OverflowError:

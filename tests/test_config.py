@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range
+from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range, plain_fields
 from jaxglue.training.config import ModelConfig
 
 
@@ -52,6 +52,13 @@ def test_wrong_value_is_refused(field, value, message):
     assert str(error.value) == message
     with pytest.raises(ValueError):
         replace(Settings(), **{field: value})
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_path_is_refused(text):
+    for read in (plain_fields(Settings)["output"][1].read_text, lambda text: Settings(output=text)):
+        with pytest.raises(ValueError, match="expected Path, got .*, an empty name"):
+            read(text)
 
 
 def test_values_are_converted_to_the_declared_type():
