@@ -57,7 +57,7 @@ def test_wrong_value_is_refused(field, value, message):
 @pytest.mark.parametrize("text", ["", " "])
 def test_an_empty_path_is_refused(text):
     for read in (plain_fields(Settings)["output"][1].read_text, lambda text: Settings(output=text)):
-        with pytest.raises(ValueError, match="expected Path, got .*, an empty name"):
+        with pytest.raises(ValueError, match="an empty name"):
             read(text)
 
 

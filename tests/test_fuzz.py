@@ -2,12 +2,15 @@
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("hypothesis", reason="needs hypothesis: pip install 'jaxglue[test]'")
@@ -20,6 +23,7 @@ from jaxglue.config import groups, plain_fields
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.formats import KEYS
+from jaxglue.data.preference import KEYS as PREFERENCES
 from jaxglue.data.readers import read_rows
 from jaxglue.data.sources import Source
 from jaxglue.hf.adapter import load_adapter
@@ -243,35 +247,76 @@ ROWS = {
     "alpaca_chat": {"instruction": "Add", "input": "1, 1", "output": "2"},
     "question_answer": {"question": "1 + 1?", "answer": "2"},
     "text": {"text": "One and one is two."},
+    "preference": {"prompt": CHAT[:2], "chosen": CHAT[4:], "rejected": [{"role": "assistant", "content": "Three."}]},
+    "labelled": {"prompt": "1 + 1?", "completion": "2", "label": True},
 }
+NASTY = [
+    *(None, "", " ", "\0", "\ud800", "\U000f0000", "\u202e\ufeff", "<|im_end|>", "[" * 99, "a" * 5000),
+    *(10**400, -(2**63), 1e308, math.nan, -0.0, True, 0, 2, b"a"),
+    *([], {}, [None], [[]], [{}], {"": ""}, {"role": "assistant"}, ["a", 1, None, {}], {"type": "text", "text": 1}),
+    functools.reduce(lambda inner, _: [inner], range(60), []),
+    functools.reduce(lambda inner, _: {"a": inner}, range(60), {}),
+]
+"""Values to put into every place of a row."""
 
 
-@pytest.mark.parametrize("format", KEYS)
-def test_row(format, make_tokenizer):
-    encoders = [
-        Encoder(make_tokenizer(name), format=format, loss_on=on)
-        for name in ("plain", "marked")
-        for on in ("assistant", "all")
-    ]
+@pytest.fixture
+def check_row(make_tokenizer):
+    """Return the check of a row of a format: it is encoded, or refused in one line."""
 
-    @settings(fuzz, max_examples=40)
-    @given(changed(ROWS[format], ("weight", "tools", "train")))
-    def run(row):
-        for encoder in encoders:
-            encoded = read(encoder.encode, [Row("data.jsonl:1", row)])
-            assert encoded is None or isinstance(encoded, Encoded)
-            assert encoded is None or len(encoded.tokens) == len(encoded.mask) == encoded.lengths.sum()
+    def make(format):
+        names = [(name, on) for name in ("plain", "marked") for on in ("assistant", "all")]
+        encoders = [Encoder(make_tokenizer(name), format=format, loss_on=on) for name, on in names]
 
-    run()
+        def check(row):
+            for encoder in encoders:
+                encoded = read(encoder.encode, [Row("data.jsonl:1", row)])
+                assert encoded is None or isinstance(encoded, Encoded)
+                assert encoded is None or len(encoded.tokens) == len(encoded.mask) == encoded.lengths.sum()
+
+        return check
+
+    return make
+
+
+@pytest.mark.parametrize("format", [*KEYS, *PREFERENCES])
+def test_row(format, check_row):
+    settings(fuzz, max_examples=40)(given(changed(ROWS[format], ("weight", "tools", "train")))(check_row(format)))()
+
+
+@pytest.mark.parametrize("format", [*KEYS, *PREFERENCES])
+def test_row_with_a_nasty_value_in_every_place(format, check_row):
+    check = check_row(format)
+    for path in [*_paths(ROWS[format]), *((key,) for key in ("weight", "train", "tools"))]:
+        for value in NASTY:
+            check(_apply(ROWS[format], [(path, value)]))
 
 
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS.values()).encode()
+TABLE = b'instruction,input,output\nAdd,"1, 1",2\n"Say\n""hi""",,hi\n'
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([ROWS["alpaca"], ROWS["alpaca"]]), sink, row_group_size=1)
+    return sink.getvalue().to_pybytes()
+
+
+FILES = {
+    "jsonl": JSONL,
+    "json": b"[" + b",".join(JSONL.splitlines()) + b"]",
+    "parquet": parquet(),
+    "csv": TABLE,
+    "tsv": TABLE.replace(b",", b"\t"),
+    "jsonl.gz": pa.compress(JSONL, "gzip", asbytes=True),
+    "csv.zst": pa.compress(TABLE, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("suffix", FILES)
 def test_data_file(suffix, tmp_path):
     @fuzz
-    @given(st.one_of(damaged(JSONL), bombs().map(str.encode), st.binary(max_size=60)))
+    @given(st.one_of(damaged(FILES[suffix]), damaged(JSONL), bombs().map(str.encode), st.binary(max_size=60)))
     def run(data):
         path = tmp_path / f"data.{suffix}"
         path.write_bytes(data)

@@ -75,7 +75,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with io.BufferedReader(pa.input_stream(str(path), compression=compression)) as file:
             yield file
     except OSError as error:
-        raise ValueError(f"{path}: damaged {compression} file: {error}") from error
+        raise ValueError(f"{path}: damaged {compression} file: {_in_line(error)}") from error
 
 
 def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
@@ -132,14 +132,14 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
         groups, begun = _groups_from(file.metadata, skip)
         batches = file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=groups)
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
+        raise ValueError(f"{path}: not a readable Parquet file: {_in_line(error)}") from error
     size = path.stat().st_size / max(1, file.metadata.num_rows)
     values = (value for batch in batches for value in batch.to_pylist())
     try:
         for number, value in enumerate(islice(values, skip - begun, None), skip + 1):
             yield Row(f"{path}, row {number}", without_nulls(value), size)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: damaged Parquet file: {error}") from error
+        raise ValueError(f"{path}: damaged Parquet file: {_in_line(error)}") from error
 
 
 def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
@@ -157,6 +157,10 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
+
+
+def _in_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _checked(origin: str, value: Any, size: float) -> Row:

@@ -16,6 +16,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
+from jaxglue.data.readers import SAVED_INFO
 from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
 from jaxglue.data.sources import Source, short_names
@@ -177,7 +178,8 @@ def _notes(groups: list[list[Tokenized]]) -> Iterator[str]:
     """Yield one line for each file read twice, and for damage found in the cache."""
     seen: dict[str, tuple[str, int]] = {}
     for group, tokenized in enumerate(groups):
-        for path, digest in (pair for one in tokenized for pair in one.digests):
+        pairs = [pair for one in tokenized for pair in one.digests if Path(pair[0]).name not in SAVED_INFO]
+        for path, digest in pairs:
             earlier, its_group = seen.setdefault(digest, ("", group))
             if earlier and its_group == group:
                 yield f"{path} is read twice: its bytes are those of {earlier}, so its rows count twice"

@@ -12,6 +12,8 @@ from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_ty
 from jaxglue.data.messages import listed
 from jaxglue.data.sources import HUB_PREFIX, Source
 
+SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
+"""Files without rows in a folder saved with `datasets`."""
 _CHUNK_BYTES = 2**24
 """Bytes of rows after which a chunk ends."""
 
@@ -138,4 +140,4 @@ def _arrow_rows(dataset: Any, name: str, skip: int = 0) -> Iterator[Row]:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    return any((path / name).is_file() for name in SAVED_INFO[:2])

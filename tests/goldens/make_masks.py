@@ -8,8 +8,8 @@ Run with torch, transformers and trl installed (made with torch 2.13, transforme
 The tokenizer is the quickstart's. `masks.json`:
     template                  chat template with {% generation %} markers
     trl.<name>                format, rows; of each row its tokens and the ranges [first, last) with labels
-    axolotl                   the same for rows of messages with `train` or `weight`, from the rules that axolotl documents
-                              for type chat_template, roles_to_train: [assistant], train_on_eos: turn; axolotl is not run
+    axolotl                   the same for messages with `train` or `weight`, from axolotl's documented rules of type
+                              chat_template, roles_to_train: [assistant], train_on_eos: turn; axolotl is not run
 """
 
 import json
