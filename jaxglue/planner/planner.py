@@ -179,9 +179,17 @@ class Planner:
         """
         limit = self.workload.config.max_position_embeddings
 
+        tiled_from = math.inf
+
         def load(seq_len: int) -> float:
-            planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
-            return planner._least_tiled_load(host_memory, weights)
+            nonlocal tiled_from
+            tiles = [] if self.workload.tile else tile_sizes(self.workload.batch_size * seq_len)
+            if seq_len < tiled_from or not tiles:
+                planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
+                if (needed := planner._least_load(host_memory, weights)) <= 1 or not tiles:
+                    return needed
+                tiled_from = seq_len
+            return self._with(seq_len=seq_len, tile=tiles[-1])._least_load(host_memory, weights)
 
         loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
         if min(loads.values()) > 1:
@@ -189,15 +197,6 @@ class Planner:
         while (guess := interpolate(loads, limit, _ROW_STEP)) not in loads:
             loads[guess] = load(guess)
         return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
-
-    def _least_tiled_load(self, host_memory: float, weights: str) -> float:
-        """Return the least load of a tile, or that of the first whose load fits."""
-        least = math.inf
-        for planner in self._by_tile():
-            least = min(least, planner._least_load(host_memory, weights))
-            if least <= 1:
-                break
-        return least
 
     def _least_load(self, host_memory: float, weights: str) -> float:
         """Return the larger share of GPU and host memory that the leanest setting takes."""
