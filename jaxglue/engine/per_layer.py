@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+AUTO = "auto"
+"""The fastest settings that fit in memory, as `Planner.choose` finds them."""
 _COUNTED = re.compile(r"(\d+) ?x (.+)", re.DOTALL)
 
 
@@ -42,8 +44,9 @@ class PerLayer[Item]:
         return items
 
     def check(self, text: str) -> None:
-        """Raise ValueError for malformed text."""
-        self._sequence(text) if self._is_counted(text) else self.parse(text)
+        """Raise ValueError for text that is neither `auto` nor well formed."""
+        if text != AUTO:
+            self._sequence(text) if self._is_counted(text) else self.parse(text)
 
     def write(self, items: Sequence[Item]) -> str:
         """Format settings so that `read` reads them."""

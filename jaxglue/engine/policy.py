@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxglue.engine.per_layer import PerLayer
+from jaxglue.engine.per_layer import AUTO, PerLayer
 from jaxglue.ops.names import ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
-AUTO = "auto"
-"""The fastest policies that fit in memory, as `Planner.choose` finds them."""
 
 
 def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
@@ -142,8 +140,7 @@ def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:
 
 def check_remat(text: str) -> None:
     """Raise ValueError for text that is neither `auto` nor valid for `parse_policies`."""
-    if text != AUTO:
-        _PER_LAYER.check(text)
+    _PER_LAYER.check(text)
 
 
 def format_policies(policies: Sequence[RematPolicy]) -> str:

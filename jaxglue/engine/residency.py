@@ -1,8 +1,8 @@
 """Places of the layers' frozen weights: on the device, or in host memory, from which they are streamed."""
 
-from jaxglue.engine.per_layer import PerLayer, interleave
+from jaxglue.engine.per_layer import AUTO, PerLayer, interleave
 
-DEVICE, HOST, AUTO = "device", "host", "auto"
+DEVICE, HOST = "device", "host"
 PLACES = (DEVICE, HOST)
 
 
@@ -32,8 +32,7 @@ def parse_weights(text: str, layers: int) -> tuple[str, ...]:
 
 def check_weights(text: str) -> None:
     """Raise ValueError for text that is neither `auto` nor valid for `parse_weights`."""
-    if text != AUTO:
-        _PER_LAYER.check(text)
+    _PER_LAYER.check(text)
 
 
 def format_weights(places: tuple[str, ...]) -> str:
