@@ -38,7 +38,7 @@ class CachePlan:
     """Memory of all layers' pages."""
 
     def __str__(self) -> str:
-        return f"{self.slots} at a time, key/value cache {self.bytes / 2**30:.2f} GiB"
+        return f"{self.slots} at a time, key/value cache {self.bytes / 2**20:,.0f} MiB"
 
 
 def plan_cache(
@@ -59,22 +59,17 @@ def plan_cache(
     needs = [pages_of(length) for length in lengths]
     page_bytes = PAGE * token_bytes(config, dtype)
     free = free_bytes() if free is None else free
-    room = int((_SHARE * free - activation_bytes(config, dtype, max(lengths))) / page_bytes) - 1
-    if room < max(needs):
-        needed, left = max(needs) * page_bytes / 2**30, free / 2**30
+    spare = _SHARE * free - activation_bytes(config, dtype, max(max(lengths), min(PREFILL_TOKENS, sum(lengths))))
+    room = max(int(spare / page_bytes) - 1, max(needs))  # the estimate of activations refuses no single sequence
+    if (room + 1) * page_bytes > free:
+        needed, left = room * page_bytes / 2**30, free / 2**30
         raise ValueError(
             f"a sequence of {max(lengths):,} tokens needs {needed:.1f} GiB of cache, but {left:.1f} GiB of memory "
             "are free: lower --max-tokens, shorten the prompt, or hold the weights with --quantize nf4"
         )
-    wanted = min(len(needs), batch_size or MOST_SLOTS)
-    slots = max(1, min(wanted, room * len(needs) // sum(needs)))
+    slots = max(1, min(len(needs), batch_size or MOST_SLOTS, room * len(needs) // sum(needs)))
     pages = min(room, _bucket(sum(sorted(needs)[-slots:])))
-    return CachePlan(
-        slots=1 << (slots - 1).bit_length() if batch_size is None else slots,
-        pages=pages,
-        table=_bucket(max(needs)),
-        bytes=(pages + 1) * page_bytes,
-    )
+    return CachePlan(slots=slots, pages=pages, table=_bucket(max(needs)), bytes=(pages + 1) * page_bytes)
 
 
 def _bucket(pages: int) -> int:
@@ -93,14 +88,14 @@ def token_bytes(config: DecoderConfig, dtype) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
 
 
-def activation_bytes(config: DecoderConfig, dtype, longest: int) -> float:
+def activation_bytes(config: DecoderConfig, dtype, tokens: int) -> float:
     """Return an upper estimate of a prefill's activations, logits and expanded weights of a layer."""
     D, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
     moe = config.moe
     hidden = config.intermediate_size if moe is None else moe.num_experts_per_tok * (moe.intermediate_size + D)
     matrices = 3 * D * (config.intermediate_size if moe is None else moe.num_experts * moe.intermediate_size)
     token = 6 * D + 2 * heads * config.head_dim + 3 * hidden
-    elements = max(longest, PREFILL_TOKENS) * token + 2 * matrices
+    elements = tokens * token + 2 * matrices
     return _RESERVE * (jax.default_backend() != "cpu") + elements * jnp.dtype(dtype).itemsize
 
 

@@ -14,6 +14,9 @@ from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.setup import Setup
 
+_AT_ONCE = 8
+"""Prompts answered together: training leaves little memory."""
+
 
 class Samples:
     """Answers the sample prompts of a run, on the console and in `samples.jsonl`."""
@@ -39,11 +42,14 @@ class Samples:
     def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
         """Answer every prompt greedily."""
         lines, requests = [], [Request(tokens, self._sampling) for tokens in self._prompts.values()]
-        answers = self._generator.answers(trainable, frozen, requests, self._stops, whole=False)
+        if not requests:
+            return
+        plan = self._generator.plan(requests, _AT_ONCE)
+        answers = self._generator.answers(trainable, frozen, requests, self._stops, plan=plan, whole=False)
         for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
             self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
             lines.append({"step": step, "prompt": prompt, "answer": answer})
-        if self._path and lines:
+        if self._path:
             _append(self._path, step, lines)
 
 

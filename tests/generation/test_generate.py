@@ -166,7 +166,7 @@ def test_requests_wait_for_pages(llama):
     answers = dict(generator.answers(*trees, requests, plan=plan))
     assert answers == dict(generator.answers(*trees, requests, plan=replace(plan, pages=2)))
     with pytest.raises(ValueError, match=r"needs .* GiB of cache, but 0\.0 GiB of memory are free"):
-        plan_cache([100], generator.config, jnp.float32, free=1e6)
+        plan_cache([100], generator.config, jnp.float32, free=1e4)
 
 
 def test_samples_follow_nucleus_probabilities():
