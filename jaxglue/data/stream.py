@@ -59,7 +59,7 @@ class Window:
 class TokenStream:
     """Endless windows of documents of all sources, a function of files, settings and window number.
 
-    Every source is read in order, again and again; the first window's tokens in the sources' shares, and so on.
+    Every source is read in order, again and again; up to the end of every window it has given its share of the tokens.
 
     Args:
         config: data sources and processing.
@@ -137,25 +137,38 @@ class _Reader:
         for encoded, end in self._encode(self._encoder, self._jobs(place)):
             if self._config.overlong == "error" and (encoded.lengths > seq_len).any():
                 raise self._overlong(encoded, end)
-            tokens += int(np.minimum(encoded.lengths, seq_len).sum())
-            yield _Chunk(end._replace(tokens=tokens), encoded)
+            tokens += int(np.clip(encoded.lengths, 1, seq_len).sum())
+            yield _Chunk(end._replace(tokens=tokens), _cut(encoded, seq_len + 1))  # one more tells who is too long
 
     def _jobs(self, place: Position) -> Iterator[tuple[tuple, Position]]:
         """Yield chunks of rows and the places behind them."""
         passes, first, skip, _ = place
         while True:
+            whole, empty = first == skip == 0, True
             for file, part in enumerate(source_parts(self.source)[first:], first):
                 rows = skip
                 for chunk in row_chunks(part(skip), _CHUNK):
-                    rows += len(chunk)
+                    rows, empty = rows + len(chunk), False
                     yield chunk, Position(passes, file, rows)
                 skip = 0
+            if whole and empty:
+                raise ValueError(f"{self.source} has no rows left: its files changed while they were read")
             passes, first = passes + 1, 0
 
     def _overlong(self, encoded: Encoded, end: Position) -> ValueError:
         row = int(np.flatnonzero(encoded.lengths > self._config.seq_len)[0])
         rows = source_parts(self.source)[end.file](end.rows - len(encoded.lengths) + row)
         return overlong_error(self._config, next(rows).origin, int(encoded.lengths[row]))
+
+
+def _cut(encoded: Encoded, most: int) -> Encoded:
+    """Cut documents to `most` tokens, so that a window's memory is bounded."""
+    if (encoded.lengths <= most).all():
+        return encoded
+    ends = np.cumsum(encoded.lengths)
+    positions = np.arange(len(encoded.tokens)) - np.repeat(ends - encoded.lengths, encoded.lengths)
+    kept = positions < most
+    return Encoded(encoded.tokens[kept], encoded.mask[kept], np.minimum(encoded.lengths, most))
 
 
 def _until(tokens: int, place: Position, chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:

@@ -111,6 +111,15 @@ def test_rows_are_read_on_from_a_place(tmp_path, name, skip):
     assert rest == whole[skip:]
 
 
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_long_documents_are_cut_in_memory(open_stream, write_jsonl, overlong):
+    rows = [{"text": "a b c " * 2000}, {"text": "short"}] * 40
+    window = next(open_stream(write_jsonl(rows), overlong=overlong).windows())
+    assert window.dataset.store.lengths.max() == 65 and window.dataset.lengths.max() <= 64
+    cut = window.selection.truncated if overlong == "truncate" else window.selection.dropped
+    assert cut == (window.dataset.store.lengths == 65).sum() > 0
+
+
 def test_an_overlong_row_of_a_stream_is_named(open_stream, write_jsonl):
     rows = [{"text": "short"}] * 100 + [{"text": "long " * 200}]
     stream = open_stream(write_jsonl(rows), overlong="error")
