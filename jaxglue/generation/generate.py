@@ -18,6 +18,8 @@ from jaxglue.models.parameters import ModelGraphDefs, Params
 
 STEPS = 16
 """Tokens that a batch decodes between two looks at the answers that ended."""
+_MANY_STEPS = 8192
+"""Decode steps from which one program for all layers, whose compile time grows with depth, is worth compiling."""
 
 
 class Generator:
@@ -73,7 +75,7 @@ class Generator:
         *,
         plan: CachePlan | None = None,
         until: Callable[[int, list[int]], bool] | None = None,
-        whole: bool = True,
+        whole: bool | None = None,
     ) -> Iterator[tuple[int, list[int]]]:
         """Yield (number, new tokens) of every request as it ends; each is what `stream` yields for it.
 
@@ -83,7 +85,7 @@ class Generator:
             stop: tokens that end an answer.
             plan: of the cache; by default `plan`'s.
             until: `until(number, tokens)` ends an answer, which may hold tokens after the decisive one.
-            whole: compile all layers and several steps into one program, which pays for many tokens; weights on
+            whole: compile all layers and several steps into one program; by default for many steps. Weights on
                 several devices always run layer by layer.
 
         Raises:
@@ -92,7 +94,10 @@ class Generator:
         trees, tokens = (trainable, frozen), [list[int]() for _ in requests]
         if not requests:
             return
-        batch = self._batch(trees, requests, plan or self.plan(requests), stop)
+        plan = plan or self.plan(requests)
+        if whole is None:
+            whole = sum(request.sampling.max_tokens for request in requests) >= _MANY_STEPS * plan.slots
+        batch = self._batch(trees, requests, plan, stop)
         for number, new, ended in batch.pieces(steps=STEPS, whole=whole and _sharding(trees) is None):
             tokens[number] += new
             if not ended and until and until(number, tokens[number]):

@@ -45,7 +45,7 @@ class Samples:
         if not requests:
             return
         plan = self._generator.plan(requests, _AT_ONCE)
-        answers = self._generator.answers(trainable, frozen, requests, self._stops, plan=plan, whole=False)
+        answers = self._generator.answers(trainable, frozen, requests, self._stops, plan=plan)
         for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
             self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
             lines.append({"step": step, "prompt": prompt, "answer": answer})

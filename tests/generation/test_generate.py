@@ -131,7 +131,7 @@ def test_batched_greedy_answers_equal_those_one_by_one(tiny_model, family):
     generator, trees = generator_of(tiny_model(family, initializer_range=0.3, **FAMILIES[family]), lora=True)
     requests = requests_of(0.0)
     plan = generator.plan(requests, batch_size=2)  # fewer slots than requests: freed ones are filled again
-    answers = dict(generator.answers(*trees, requests, plan=plan))
+    answers = dict(generator.answers(*trees, requests, plan=plan, whole=True))
     assert answers == one_by_one(generator, trees, requests, plan)
     assert len({tuple(answer[:4]) for answer in answers.values()}) > 3
 
@@ -139,7 +139,7 @@ def test_batched_greedy_answers_equal_those_one_by_one(tiny_model, family):
 def test_sampled_answers_depend_on_neither_neighbors_nor_order(llama):
     (generator, trees), _ = llama
     requests = requests_of(1.5, seed=4)
-    answers = dict(generator.answers(*trees, requests, plan=generator.plan(requests, 2), whole=False))
+    answers = dict(generator.answers(*trees, requests, plan=generator.plan(requests, 2)))
     backwards = dict(generator.answers(*trees, requests[::-1], plan=generator.plan(requests, 3)))
     assert answers == {4 - number: answer for number, answer in backwards.items()}
     last = requests[2]
