@@ -1,6 +1,6 @@
 """Measure the preparation of chats: CPU seconds, tokens/s of a core, the tokenizer's part, and peak memory.
 
-taskset -c 0,1 python benchmarks/data_preparation.py --model jaxglue/recipes/quickstart/model \
+python benchmarks/data_preparation.py --model jaxglue/recipes/quickstart/model \
     --json benchmarks/results/data_preparation.json
 
 Chats of two exchanges, about 500 tokens of words drawn by Zipf's law, are written to a JSONL file and prepared by
@@ -74,7 +74,7 @@ def tokenizer_seconds(backend, path: Path) -> float:
         texts = [message["content"] for line in file for message in json.loads(line)["messages"]]
     begin = cpu_seconds()
     for some in batched(texts, 64):
-        backend.encode_batch_fast([*some], add_special_tokens=False)
+        _ = [encoding.ids for encoding in backend.encode_batch_fast([*some], add_special_tokens=False)]
     return cpu_seconds() - begin
 
 
