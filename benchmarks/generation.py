@@ -96,7 +96,7 @@ def time_together(model: Model, requests: Sequence[Request], whole: bool) -> tup
 def row(model: Model, name: str, requests, times: tuple[float, float, float], answers, at_once: int) -> dict:
     """Return a line of the table."""
     (first, spent, step), gpu = times, lookup_gpu(jax.devices()[0].device_kind)
-    visible = np.mean([len(r.prompt) + NEW / 2 for r in requests]) * at_once
+    visible = float(np.mean([len(r.prompt) + NEW / 2 for r in requests])) * at_once
     bytes_read = model.read_bytes + visible * token_bytes(model.config, model.dtype)
     limit = bytes_read / gpu.copy * 1e3 if gpu else float("nan")
     return {

@@ -18,7 +18,7 @@ from jaxglue.models.parameters import ModelGraphDefs, Params
 
 STEPS = 16
 """Tokens that a batch decodes between two looks at the answers that ended."""
-_MANY_STEPS = 8192
+_MANY_STEPS = 1024
 """Decode steps from which one program for all layers, whose compile time grows with depth, is worth compiling."""
 
 

@@ -40,10 +40,11 @@ def test_reference_matches_numpy(window, has_sinks):
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 2, 16, 4), (2, 3, 1, 24, 5)])
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (20, True)])
-def test_interpreted_kernel_matches_the_reference(sizes, window, has_sinks, interpreted):
+@pytest.mark.parametrize(("window", "has_sinks", "programs"), [(None, False, 512), (20, True, 512), (40, True, 1)])
+def test_interpreted_kernel_matches_the_reference(sizes, window, has_sinks, programs, interpreted, monkeypatch):
     from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
+    monkeypatch.setattr("jaxglue.ops.paged_attention.triton._PROGRAMS", programs)  # with 1, one reads all pages
     case = random_case(*sizes)
     with PAGED_ATTENTION.using(interpreted(TritonPagedAttention)(compute_capability=80)):
         got = attend(case, "auto", window, has_sinks)
