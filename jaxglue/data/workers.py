@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing.connection import wait
 
@@ -21,15 +22,22 @@ def encode_here[Tag](encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]]
 def encode_in_processes[Tag](
     encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
 ) -> Iterator[tuple[Encoded, Tag]]:
-    """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes."""
+    """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes.
+
+    Raises:
+        ValueError: an unusable row, or a killed process.
+    """
     context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
         submitted = ((pool.submit(_encode_chunk, chunk), tag) for chunk, tag in jobs)
         pending = deque(islice(submitted, 2 * workers))
         while pending:
             job, tag = pending.popleft()
-            result = job.result()
-            pending.extend(islice(submitted, 1))
+            try:
+                result = job.result()
+                pending.extend(islice(submitted, 1))
+            except BrokenProcessPool as error:
+                raise ValueError("a tokenizing process was killed, as for want of memory: lower --workers") from error
             yield result, tag
 
 
