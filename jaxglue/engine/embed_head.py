@@ -125,13 +125,13 @@ class EmbedHead:
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale
     ) -> Float[Array, "..."]:
         """Return scale · Σ loss of the last layer's output; on a mesh, every device's share of it."""
-        return self._loss_program(self.parts(trainable), self._on_device(frozen), x, _shared(batch), scale)
+        return self._loss_program(self.parts(trainable), self.parts_on_device(frozen), x, _shared(batch), scale)
 
     def answer_log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
     ) -> Float[Array, "B U 2"]:
         """Return the log-probabilities of a batch's answers from the last layer's output."""
-        return self._log_probs_program(self.parts(trainable), self._on_device(frozen), x, _shared(batch))
+        return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, _shared(batch))
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
         """Return the batch with the answers' log-probabilities under a reference, from its last layer's output."""
@@ -143,7 +143,7 @@ class EmbedHead:
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale, sums: Params
     ) -> tuple[Float[Array, "..."], Float[Array, "B T D"], Params]:
         """Return (loss, dx, the head's entries of `sums` plus gradients); x is donated."""
-        frozen = self._on_device(frozen)
+        frozen = self.parts_on_device(frozen)
         return self._head_backward_program(*self._head_arguments(trainable, frozen, x, batch, scale, sums))
 
     def trace_head_backward(
@@ -159,7 +159,7 @@ class EmbedHead:
         """Return the final norm's and the output projection's entries, tied or not."""
         return {name: tree[name] for name in self._head_parts}
 
-    def _on_device(self, tree: Params) -> Params:
+    def parts_on_device(self, tree: Params) -> Params:
         """Return the head's entries; start copying those in host memory, under the last layers, which are running."""
         return {
             name: transfer.to_device(part) if transfer.is_on_host(part) else part

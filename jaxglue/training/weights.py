@@ -56,7 +56,9 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
     config, workload, seed = setup.config, setup.workload, setup.config.data.seed
     dtype = workload.weight_dtype
-    place = partial(place_layers, setup.remat.weights, layout=layout, head_on_host=workload.host_embeddings)
+    rows_change = setup.vocabulary.changes or bool(workload.lora and workload.lora.trainable_token_indices)
+    head_on_host = workload.host_embeddings and not rows_change  # rows are added and taken on the device
+    place = partial(place_layers, setup.remat.weights, layout=layout, head_on_host=head_on_host)
     if config.model.random_weights:
         model = random_model(setup.base, dtype=dtype, seed=seed, place=place)
     else:

@@ -84,10 +84,13 @@ def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
         prepare(make_config(embeddings="host"))
     path = nf4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
-    host = make_config(steps=2, quantize="nf4", embeddings="host")
-    device = make_config(steps=2, quantize="nf4", output=tmp_path / "device")
-    assert train(host).last_loss == train(device).last_loss
-    assert _resident(prepare(device)) - _resident(prepare(host)) == 4 * 400 * 64
+    options = {"steps": 2, "quantize": "nf4", "eval_fraction": 0.2}
+    host = make_config(**options, embeddings="host")
+    device = make_config(**options, output=tmp_path / "device")
+    results = [train(host), train(device)]
+    assert results[0].last_loss == results[1].last_loss
+    assert results[0].best_eval_loss == results[1].best_eval_loss
+    assert _resident(prepare(device)) - _resident(prepare(host)) == 2 * 4 * 400 * 64  # table and head
     with pytest.raises(ValueError, match="--embeddings host needs frozen weights"):
         make_config(embeddings="host", method="full")
     with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):
