@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 LARGEST = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-120)
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _cross_entropy(
         correct *= row_scale * target_scale
         others = tl.where(weight != 0.0, tl.exp(tl.max(widest, 0) - lse), 0.0)
         absmax = tl.maximum(others, (1.0 - tl.exp(correct - lse)) * target_scale) * tl.abs(weight)
-        dscale = tl.where(absmax > 0, absmax * (1 / LARGEST), 1.0)
+        dscale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST), SMALLEST_SCALE), 1.0)
         tl.store(dscales + row, dscale)
     tl.store(losses + row, weight * (lse - correct))
     dtype = dlogits.dtype.element_ty

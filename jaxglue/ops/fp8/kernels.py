@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 LARGEST = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-120)
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def encode_kernel(
         scale = tl.load(given + row)
     else:
         absmax = tl.max(tl.abs(values), 0)
-        scale = tl.where(absmax > 0, absmax * (1 / LARGEST), 1.0)
+        scale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST), SMALLEST_SCALE), 1.0)
     values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
     tl.store(codes + row * D + at, values.to(codes.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale)

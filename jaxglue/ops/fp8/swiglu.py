@@ -97,8 +97,8 @@ def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices
     codes, scales = encode(x)
     (gated, factor), (raised, _) = (dot_to_e4m3(codes, weight.codes) for weight in (gate, up))
     products = ScaledProducts(
-        gate=checkpoint_name(gated, names.GATE),
-        up=checkpoint_name(raised, names.UP),
+        gate=_named(gated, names.GATE),
+        up=_named(raised, names.UP),
         row_scales=checkpoint_name(scales * factor, names.GATE),
         gate_scales=gate.scales,
         up_scales=up.scales,
@@ -107,6 +107,12 @@ def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices
     codes, scales = encode(y, scales=row_scales(absmax))
     out = rescale(dot(codes, down.codes, 1, x.dtype), scales, down.scales)
     return (out, low), (products, hidden, weights, matrices)
+
+
+def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
+    """Name e4m3 codes as bytes: `jax.checkpoint` rounds saved floats as IEEE does, where e4m3 ends at 240."""
+    named = checkpoint_name(jax.lax.bitcast_convert_type(codes, jnp.uint8), name)
+    return jax.lax.bitcast_convert_type(named, codes.dtype)
 
 
 def _backward(backend: ScaledSwigluBackend, residuals, cotangents):

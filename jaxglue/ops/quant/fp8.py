@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
 """Largest e4m3 value."""
+SMALLEST_SCALE = 2.0**-120
+"""Of rows that are not zero: a scale below 2⁻¹²⁶ may be flushed to zero, and 0 / 0 is NaN."""
 BLOCK = 128
 """Columns that share a scale where a row has several."""
 
@@ -63,7 +65,8 @@ def quantize_rows(x: Float[Array, "*B n"]) -> tuple[Float[Array, "*B n"], Float[
 
 def row_scales(absmax: Float[Array, "*B 1"]) -> Float[Array, "*B 1"]:
     """Return float32 scales for rows of these largest magnitudes; 1 for rows of zeros."""
-    return jnp.where(absmax > 0, absmax.astype(jnp.float32) * (1 / LARGEST), 1.0)
+    scales = jnp.maximum(absmax.astype(jnp.float32) * (1 / LARGEST), SMALLEST_SCALE)
+    return jnp.where(absmax > 0, scales, 1.0)
 
 
 def encode_rows(x: Float[Array, "*B n"], scales: Float[Array, "*B 1"]) -> tuple[Array, Array]:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from closeness import outputs_and_gradients
+from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.engine.compiler import jit_step
+from jaxglue.ops import names
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.fp8 import swiglu_fp8
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu
@@ -83,6 +84,22 @@ def test_kernels_match_the_reference(interpreted):
     with LORA_SWIGLU.using(interpreted(TritonLoraSwiglu)(compute_capability=90)):
         got = all_results(in_fp8, *case)
     assert_same_direction(got, all_results(in_fp8, *case), 0.9999)
+
+
+def test_saved_products_keep_the_largest_codes():
+    (x, hidden, weights, matrices), cotangents = random_case(*CASES[0])
+    gate = weights[0].at[0].set(jnp.sign(weights[0][0]))
+    x = x.at[0, 0].set(jnp.sign(gate[0]))  # their product is beyond the largest code
+    case = (x, hidden, (gate, *weights[1:]), matrices), cotangents
+    policy = jax.checkpoint_policies.save_only_these_names(names.GATE, names.UP)
+
+    def saving(x, hidden, weights, matrices):
+        return jax.checkpoint(lambda *inputs: in_fp8(*inputs[:2], weights, inputs[2]), policy=policy)(
+            x, hidden, matrices
+        )
+
+    got, expected = (jax.jit(all_results, static_argnums=0)(function, *case) for function in (saving, in_fp8))
+    assert_close(got, expected, 1e-6)
 
 
 @pytest.mark.gpu
