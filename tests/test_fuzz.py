@@ -248,7 +248,7 @@ ROWS = {
     "question_answer": {"question": "1 + 1?", "answer": "2"},
     "text": {"text": "One and one is two."},
     "preference": {"prompt": CHAT[:2], "chosen": CHAT[4:], "rejected": [{"role": "assistant", "content": "Three."}]},
-    "labelled": {"prompt": "1 + 1?", "completion": "2", "label": True},
+    "labeled": {"prompt": "1 + 1?", "completion": "2", "label": True},
 }
 NASTY = [
     *(None, "", " ", "\0", "\ud800", "\U000f0000", "\u202e\ufeff", "<|im_end|>", "[" * 99, "a" * 5000),
