@@ -77,8 +77,10 @@ class Executor(LayerExecutor):
         A hit is a target with the largest logit.
         """
         trainable, frozen = transfer.commit((trainable, frozen))
-        x = self.last_output(trainable, frozen, replace(batch, sources=None))
-        loss = self._entry_head.loss(trainable, frozen, x, replace(batch, sources=None), np.float32(1))
+        unsorted = replace(batch, sources=None)
+        x = self.last_output(trainable, frozen, unsorted)
+        frozen = {**frozen, **self._embed_head.parts_on_device(frozen)}  # one copy for both programs
+        loss = self._entry_head.loss(trainable, frozen, x, unsorted, np.float32(1))
         return self._total_loss(loss), self._scores.sums(trainable, frozen, x, batch, sources)
 
     def token_scores(
@@ -87,4 +89,4 @@ class Executor(LayerExecutor):
         """Return each target's cross-entropy, and whether it has the largest logit."""
         trainable, frozen = transfer.commit((trainable, frozen))
         x = self.last_output(trainable, frozen, batch)
-        return self._scores.tokens(trainable, frozen, x, batch)
+        return self._scores.tokens(trainable, self._embed_head.parts_on_device(frozen), x, batch)

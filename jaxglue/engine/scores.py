@@ -37,7 +37,7 @@ class ScoreHead:
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
     ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
         """Return each target's cross-entropy, and whether it has the largest logit."""
-        return self._tokens_program(self._head.parts(trainable), self._head.parts_on_device(frozen), x, batch.targets)
+        return self._tokens_program(self._head.parts(trainable), self._head.parts(frozen), x, batch.targets)
 
     def sums(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, sources: int
@@ -51,7 +51,7 @@ class ScoreHead:
             sources: their number.
         """
         rows = batch.targets, batch.loss_weights, batch.sources
-        parts = self._head.parts(trainable), self._head.parts_on_device(frozen)
+        parts = self._head.parts(trainable), self._head.parts(frozen)
         found = self._sums_program(*parts, x, rows, sources=sources)
         return self._total(found) if self._layout.mesh else found
 
