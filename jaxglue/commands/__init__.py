@@ -28,7 +28,7 @@ class Command:
     task: tuple[str, ...] = ()
     """Further words before the flags."""
     hides_torch: bool = True
-    """Whether libraries see no torch; some look for it in a way that fails on a hidden one."""
+    """Hide torch from libraries; False where one fails on a hidden torch."""
 
 
 _CONFIGS = "jaxglue.commands.configs"

@@ -17,7 +17,7 @@ class Interrupts:
     """Context in which Ctrl-C raises KeyboardInterrupt, again where a callback of a library swallowed it."""
 
     received = False
-    """Whether Ctrl-C came; libraries may turn its KeyboardInterrupt into another exception."""
+    """True after Ctrl-C, whose KeyboardInterrupt a library may turn into another exception."""
     importing = True
     """While set, Ctrl-C exits at once: a module that is being imported may catch KeyboardInterrupt, or print it."""
 

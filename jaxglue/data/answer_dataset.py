@@ -42,7 +42,7 @@ class AnswerDataset(TokenDataset):
     seconds: Int[np.ndarray, "units"]
     """Store index of the second answer's first token after the common beginning."""
     desirable: Bool[np.ndarray, "units"]
-    """Whether the first answer is a good one; True in pairs."""
+    """True for units whose first answer is good, as in all pairs."""
     first_tokens: Int[np.ndarray, "units"]
     """Counted tokens of the first answer, and of the prompt where it counts."""
     reference: Float32[np.ndarray, "units 2"] | None = None

@@ -35,7 +35,7 @@ class PreparedData:
     eval_sources: tuple[str, ...] = ()
     """Names of the held-out documents' sources."""
     stream: TokenStream | None = None
-    """Of the training data, of which `train` is the first window."""
+    """Stream of the training data; `train` is its first window."""
     window: Window | None = None
     """The stream's first."""
 

@@ -45,7 +45,7 @@ class Window:
 
     index: int
     start: tuple[Position, ...]
-    """Of each source."""
+    """Position of each source before the window's first row."""
     end: tuple[Position, ...]
     selection: Selection
     rows: int

@@ -26,7 +26,7 @@ class PerLayer[Item]:
     flag: str
     """The setting's name in messages."""
     item: str
-    """What a count precedes, such as POLICY."""
+    """Placeholder of a value after its count in messages, such as POLICY."""
     parse: Callable[[str], Item]
     format: Callable[[Item], str] = str
 

@@ -45,7 +45,7 @@ class RematPolicy:
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether attention's output is kept by name."""
+        """Return whether the policy saves or offloads attention's output."""
         return ATTENTION_OUT in (self.saved or frozenset()) | self.offloaded
 
     @property

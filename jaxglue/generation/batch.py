@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """New tokens of an answer."""
 
     number: int
-    """Of the request."""
+    """Index of the request."""
     tokens: list[int]
     ended: bool
 

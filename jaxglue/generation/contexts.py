@@ -24,7 +24,7 @@ class Slots:
     ends: Int[Array, " S"]
     """Limit of the sequence's length."""
     live: Bool[Array, " S"]
-    """Whether the sequence goes on."""
+    """True for sequences that go on."""
     tables: Int[Array, "S P"]
     """Its pages; 0, which belongs to no sequence, in idle slots."""
     keys: UInt32[Array, "S words"]
@@ -35,7 +35,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where tokens belong in the cache."""
+    """Pages and offsets of tokens in the cache."""
 
     pages: Int[Array, " T"]
     offsets: Int[Array, " T"]
