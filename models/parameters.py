@@ -30,7 +30,7 @@ class ModelGraphDefs:
 
     @property
     def output(self) -> nnx.GraphDef:
-        """The graphdef of the output projection's module."""
+        """Return the graphdef of the output projection's module."""
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
 

@@ -24,7 +24,7 @@ class PlannedModel(ModelConfig):
 
     @property
     def compute_dtype(self) -> "jnp.dtype":
-        """The dtype that a GPU would compute in."""
+        """Return the dtype that a GPU would compute in."""
         import jax.numpy as jnp
 
         return jnp.dtype("bfloat16" if self.dtype == "auto" else self.dtype)

@@ -37,7 +37,7 @@ class PreparedData:
     stream: TokenStream | None = None
     """Stream of the training data; `train` is its first window."""
     window: Window | None = None
-    """The stream's first."""
+    """First window of the stream."""
 
     @property
     def fingerprint(self) -> str:

@@ -31,7 +31,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0, which alone prints and writes shared files."""
+        """Return whether this is process 0, which alone prints and writes shared files."""
         return self.index == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -40,7 +40,7 @@ class RematPolicy:
 
     @property
     def offloads_input(self) -> bool:
-        """Whether the layer's input is offloaded."""
+        """Return whether the layer's input is offloaded."""
         return LAYER_INPUT in self.offloaded
 
     @property
@@ -50,7 +50,7 @@ class RematPolicy:
 
     @property
     def offloads_residuals(self) -> bool:
-        """Whether values other than the layer's input are offloaded."""
+        """Return whether values other than the layer's input are offloaded."""
         return bool(self.offloaded - {LAYER_INPUT})
 
     def wrap(self, layer: Callable) -> Callable:

@@ -64,7 +64,7 @@ class ObjectiveConfig(Config):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with a reference model."""
+        """Return whether the loss compares with a reference model."""
         return self.objective in ("dpo", "ipo", "kto")
 
     def task(self, *, shared_prompt: bool) -> AnswerTask | None:

@@ -19,7 +19,7 @@ class Pairs(NamedTuple):
     """Sum over the preferred answer's tokens."""
     rejected: Values
     reference_chosen: Values
-    """The reference's; 0 for objectives without one."""
+    """Values of the reference; 0 for objectives without one."""
     reference_rejected: Values
     chosen_tokens: Values
     rejected_tokens: Values

@@ -35,7 +35,7 @@ class PreferenceLoss:
 
     @property
     def needs_alignment(self) -> bool:
-        """Whether the loss weights pairs by tokens' probabilities (WPO)."""
+        """Return whether the loss weights pairs by tokens' probabilities (WPO)."""
         return self.config.use_weighting
 
     def __call__(self, log_probs: TokenValues, alignment: TokenValues | None, batch: Batch) -> Float[Array, " values"]:

@@ -19,7 +19,7 @@ class Rate(NamedTuple):
     """Speed of a kernel: time is linear in visible pairs and in tokens."""
 
     share: float
-    """Of the matmul rate, at which visible pairs are computed."""
+    """Share of the matmul rate at which visible pairs are computed."""
     waste: float
     """Pairs computed for each token besides the visible ones: masked parts of tiles, and loops' starts."""
 

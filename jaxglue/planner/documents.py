@@ -16,10 +16,10 @@ class MicroBatches(NamedTuple):
     """Micro-batches whose attention runs in the same kernels."""
 
     share: float
-    """Of all micro-batches."""
+    """Share of all micro-batches."""
     kind: BatchKind
     lengths: tuple[int, ...]
-    """Of their documents, which are those of `batches` micro-batches."""
+    """Lengths of the documents of `batches` such micro-batches."""
     batches: int
 
 

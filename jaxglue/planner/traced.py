@@ -74,7 +74,7 @@ class TracedModel:
 
     @cached_property
     def keeps_attention(self) -> bool:
-        """Whether attention's output and log-sum-exp are copied faster than they are recomputed."""
+        """Return whether attention's output and log-sum-exp are copied faster than they are recomputed."""
         config, work = self._workload.config, self._workload
         copied = self.attention_bytes + 4 * work.tokens * config.num_attention_heads
         costs = attention_costs(work, self._gpu, config.layer_windows[-1])

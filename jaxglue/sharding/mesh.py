@@ -67,7 +67,7 @@ class MeshShape:
 
     @property
     def abstract(self) -> AbstractMesh:
-        """The mesh without devices, for planning."""
+        """Return the mesh without devices, for planning."""
         return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=_auto(self))
 
     def __str__(self) -> str:

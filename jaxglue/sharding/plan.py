@@ -37,7 +37,7 @@ class ShardingPlan:
 
     @property
     def communication(self) -> str:
-        """The bytes received in a step, as text."""
+        """Return the bytes received in a step, as text."""
         gathered = f"{self.gathered / _GIB:.2f} GiB of weights, gathered a layer ahead, " if self.gathered else ""
         exchanged = f"{self.exchanged / _GIB:.2f} GiB of activations, " if self.exchanged else ""
         both = f"{gathered}{exchanged}".removesuffix(", ")

@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are stored split and gathered for use (FSDP)."""
+        """Return whether weights are stored split and gathered for use (FSDP)."""
         return "fsdp" in self._axes
 
     def sharding(self, spec: P) -> NamedSharding | None:

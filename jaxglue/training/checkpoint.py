@@ -35,7 +35,7 @@ class Restored(NamedTuple):
     step: int
     """Optimizer steps done."""
     fingerprint: dict[str, Any]
-    """Of the run that saved it."""
+    """Fingerprint of the run that saved it."""
 
 
 class _Manager(ocp.CheckpointManager):

@@ -153,7 +153,7 @@ class ModelConfig(Config):
 
     @property
     def compute_dtype(self) -> "jnp.dtype":
-        """The dtype chosen by `dtype` on this machine."""
+        """Return the dtype chosen by `dtype` on this machine."""
         import jax
         import jax.numpy as jnp
 
@@ -312,7 +312,7 @@ class TrainConfig(Config):
 
     @property
     def shared(self) -> "TrainConfig":
-        """The configuration without this process's own part: equal on all processes, and when the run resumes."""
+        """Return the configuration without this process's own part, equal on all processes and at a resume."""
         return replace(self, distributed=DistributedConfig())
 
     @property

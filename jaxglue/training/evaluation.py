@@ -45,17 +45,17 @@ class Evaluation:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run has held-out data or routers."""
+        """Return whether the run has held-out data or routers."""
         return self._batches is not None or self._probe is not None
 
     @property
     def is_stale(self) -> bool:
-        """Whether `--early-stopping` ends the run."""
+        """Return whether `--early-stopping` ends the run."""
         return self._patience is not None and self.since_best >= self._patience
 
     @property
     def why_stale(self) -> str:
-        """The reason of an early end, for the user."""
+        """Return the reason of an early end, for the user."""
         loss, step = self.best or (math.nan, 0)
         count = f"{self.since_best} evaluations" if self.since_best > 1 else "1 evaluation"
         return f"stopped early: no eval loss below {loss:.4f}, of step {step:,}, in {count}"

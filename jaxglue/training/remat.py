@@ -42,7 +42,7 @@ class RematChoice:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether any layer's weights are streamed."""
+        """Return whether any layer's weights are streamed."""
         return is_streamed(self.weights)
 
     def __str__(self) -> str:

@@ -206,7 +206,7 @@ class Trainer:
 
     @property
     def _must_keep(self) -> bool:
-        """Whether this step has the best weights, to be exported, or ends the run early."""
+        """Return whether this step has the best weights, to be exported, or ends the run early."""
         best = self._evaluation.best
         is_best = self._run.keep != "last" and best is not None and best[1] == self._model.step
         return is_best or self._evaluation.is_stale

@@ -47,10 +47,10 @@ class Scales(NamedTuple):
     """Factors of products of 8-bit values."""
 
     rows: Float[Array, "M 1"]
-    """Of every row of lhs, or of every token."""
+    """Factor of every row of lhs, or of every token."""
     groups: Float[Array, " E"]
     dtype: jnp.dtype
-    """Of the result."""
+    """Dtype of the result."""
 
 
 class MoeBackend(Protocol):
