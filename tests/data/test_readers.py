@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -69,6 +68,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
 
 
 def test_reads_saved_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "dict")
@@ -78,6 +78,8 @@ def test_reads_saved_datasets(tmp_path):
 
 
 def test_reads_hub_data_sets(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
     def load_dataset(name, split):
         if (name, split) != ("owner/name", "train"):
             raise ConnectionError("no network")
