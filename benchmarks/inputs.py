@@ -106,6 +106,7 @@ SHAPES = {
         _LLAMA, 2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True, rope_scaling={**_LLAMA3_ROPE, "factor": 32.0}
     ),
     "llama-3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
+    "tiny-llama": _shape(_LLAMA, 128, 256, 4, 8, head_dim=16, vocab_size=2048, rope_scaling=None),
     "llama-3.3-70b": _shape(_LLAMA, 8192, 28672, 80, 64, head_dim=128, rope_scaling={**_LLAMA3_ROPE, "factor": 8.0}),
     "tiny-moe": _shape(_GPT_OSS, 64, 64, 4, 8, head_dim=16, vocab_size=2048, num_local_experts=8),
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),

@@ -97,13 +97,13 @@ def parameters(work: Workload, weights: tuple[str, ...] | None = None, embedding
     out = []
     for number, tree in enumerate(trees):
         rest = fill({name: part for name, part in tree.items() if name != "layers"}, jax.random.key(number), False)
+        if number and embeddings == "host":
+            rest = jax.block_until_ready(embeddings_to_host(rest))
         layers = [
             fill(layer, jax.random.key(100 + 2 * index + number), bool(number and weights and weights[index] != DEVICE))
             for index, layer in enumerate(tree["layers"])
         ]
         out.append({**rest, "layers": layers})
-    if embeddings == "host":
-        out[1] = embeddings_to_host(out[1])
     return graphdefs, *out
 
 
@@ -232,12 +232,28 @@ def memory(device: jax.Device, statistic: str) -> float:
     return (device.memory_stats() or {statistic: 0})[statistic] / 2**30
 
 
+def pinned_bytes(tree) -> int:
+    """Return the bytes of a tree's arrays in pinned host memory."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return sum(array.nbytes for array in arrays if array.sharding.memory_kind == transfer.PINNED)
+
+
+def report(phase: str) -> None:
+    """Print a phase as it begins, or ends, with the process's age and memory."""
+    process, device = psutil.Process(), jax.devices()[0]
+    used = f"GPU {memory(device, 'bytes_in_use'):.1f} GiB, peak {memory(device, 'peak_bytes_in_use'):.1f}"
+    host = f"resident host memory {process.memory_info().rss / 2**30:.1f} GiB"
+    free = f"{psutil.virtual_memory().available / 2**30:.1f} GiB available"
+    print(f"[{time.time() - process.create_time():.0f} s] {phase}: {used}; {host}, {free}", file=sys.stderr, flush=True)
+
+
 def measure(args) -> dict:
     """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
     work = args_workload(args)
     chosen = {}
     if args.remat == AUTO:
         chosen = choose(args, Planner(work, device_gpu(jax.devices()[0]).limited(args.memory_limit)))
+    report("weights")
     begun = time.perf_counter()
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
@@ -245,12 +261,15 @@ def measure(args) -> dict:
     device = jax.devices()[0]
     jax.block_until_ready(moments)
     filled, weights = time.perf_counter() - begun, memory(device, "bytes_in_use")
+    pinned = pinned_bytes(parts[2]) / 2**30
+    report(f"first step; {pinned:.1f} GiB of weights in pinned memory")
     build = executor_step if args.executor == "layers" else whole_step
     step = build(args, work, *parts, batch)
     begun = time.perf_counter()
     loss, gradients = jax.block_until_ready(step())
     first = time.perf_counter() - begun
     del gradients
+    report(f"{args.steps} steps; the first took {first:.1f} s")
     if args.warm_up:
         jax.block_until_ready(step())
     times = []
@@ -261,6 +280,7 @@ def measure(args) -> dict:
         jax.block_until_ready(result)
         times.append((time.perf_counter() - begun, dispatched))
         del result
+        report(f"a step of {times[-1][0] * 1e3:,.0f} ms")
     row = {
         "setting": {name: value for name, value in vars(args).items() if value is not None},
         "gpu": device.device_kind,
@@ -271,6 +291,7 @@ def measure(args) -> dict:
         "tokens_per_second": args.tokens / float(np.median([t for t, _ in times])),
         "weights_s": filled,
         "weights_gib": weights,
+        "pinned_weights_gib": pinned,
         "host_rss_gib": psutil.Process().memory_info().rss / 2**30,
         "peak_gib": memory(device, "peak_bytes_in_use"),
         **chosen,
