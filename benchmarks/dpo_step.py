@@ -1,6 +1,7 @@
 """Measure DPO steps on UltraFeedback-like pairs: pairs a second, memory, and the limit of the matmuls.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --row 16384 --json FILE
+    python benchmarks/dpo_step.py --quantize nf4 --remat full --row 8192 --pair-tokens 8192
     python benchmarks/dpo_step.py --pairs-only FILE.npz    # pairs and config.json, for benchmarks/peers/dpo.py
 
 Prompts have 300 ± 200 tokens, answers 350 ± 250, log-normal. The reference is the frozen weights without adapters, run
@@ -55,6 +56,12 @@ def make_pairs(count: int, vocab_size: int, seed: int = 0) -> Pairs:
     return Pairs(rng.integers(16, vocab_size, int(lengths.sum()), dtype=np.int32), lengths)
 
 
+def make_long_pairs(count: int, vocab_size: int, tokens: int) -> Pairs:
+    """Draw random pairs of `tokens` tokens each: a quarter the prompt's, the rest the answers'."""
+    lengths = np.tile(np.array([tokens // 4, 3 * tokens // 8, 3 * tokens // 8]), (count, 1))
+    return Pairs(np.random.default_rng(0).integers(16, vocab_size, int(lengths.sum()), dtype=np.int32), lengths)
+
+
 def _log_normal(rng: np.random.Generator, mean: float, deviation: float, count: int) -> np.ndarray:
     variance = np.log(1 + (deviation / mean) ** 2)
     return np.clip(rng.lognormal(np.log(mean) - variance / 2, variance**0.5, count), 8, LONGEST).astype(np.int64)
@@ -95,6 +102,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     work = workload(args.shape, args.layers, args.row, "lora", args.quantize)
     graphdefs, trainable, frozen = parameters(work)
     pairs = make_pairs(args.pairs, work.config.vocab_size)
+    if args.pair_tokens:
+        pairs = make_long_pairs(args.steps + args.warm_up + 1, work.config.vocab_size, args.pair_tokens)
     batches = make_batches(pairs, args.row, shared=not args.copies)
     executor = Executor(
         graphdefs,
@@ -130,7 +139,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": memory(jax.devices()[0], "peak_bytes_in_use"),
         "first_loss": losses[0],
         "last_loss": losses[-1],
-    } | {name: getattr(args, name) for name in ("shape", "row", "remat", "copies", "quantize")}
+    } | {name: getattr(args, name) for name in ("shape", "row", "remat", "copies", "quantize", "pair_tokens")}
 
 
 def main() -> None:
@@ -139,6 +148,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--row", type=int, default=16384)
     parser.add_argument("--pairs", type=int, default=1024)
+    parser.add_argument("--pair-tokens", type=int, help="all pairs have this many tokens")
     parser.add_argument("--remat", default="full")
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--copies", action="store_true", help="a copy of the prompt for each answer")

@@ -21,12 +21,30 @@ _ENVIRONMENT = {
 }
 
 
-def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
-    """Load FastLanguageModel with adapters; `checkpointing` is none, device or offload (Unsloth's, to the host)."""
+def import_unsloth():
+    """Import Unsloth, offline; before transformers and TRL, which it patches."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     _preload_cuda12()
-    import torch
-    import unsloth  # before transformers, which it patches
+    import unsloth
+
+    return unsloth
+
+
+def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
+    """Load Unsloth's model for packed rows."""
+    model = unsloth_model(folder, quantize=quantize, checkpointing=checkpointing, seq_len=seq_len)
     from unsloth.utils import packing
+
+    packing.mark_allow_overlength(model)  # what SFTTrainer(packing=True) switches on
+    packing._enable_hf_packed_attention()
+    return model
+
+
+def unsloth_model(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
+    """Load FastLanguageModel with adapters; `checkpointing` is none, device or offload (Unsloth's, to the host)."""
+    unsloth = import_unsloth()
+    import torch
 
     shared = {
         "max_seq_length": seq_len,
@@ -41,12 +59,9 @@ def load_unsloth(folder: str, *, quantize: str, checkpointing: str, seq_len: int
         use_exact_model_name=True,
         **shared,
     )
-    model = unsloth.FastLanguageModel.get_peft_model(
+    return unsloth.FastLanguageModel.get_peft_model(
         model, r=RANK, lora_alpha=ALPHA, lora_dropout=0, bias="none", target_modules=TARGETS, **shared
     )
-    packing.mark_allow_overlength(model)  # what SFTTrainer(packing=True) switches on
-    packing._enable_hf_packed_attention()
-    return model
 
 
 def load_peft(folder: str, *, quantize: str, checkpointing: str, seq_len: int):
