@@ -91,28 +91,43 @@ def choose(args: argparse.Namespace, config: DecoderConfig, batches: list[Batch]
     return planner.plan(parse_policies(args.remat, config.num_hidden_layers), weights=args.weights)
 
 
+def load(args: argparse.Namespace, plan: Plan | None) -> tuple:
+    """Return (graphdefs, trainable, frozen) of the folders, where the plan places them."""
+    dtype = np.dtype("float32") if plan is None else jax.numpy.bfloat16
+    place = partial(place_layers, plan.weights) if plan is not None and is_streamed(plan.weights) else None
+    model = load_model(args.model, dtype=dtype, quantize=storage(args), place=place)
+    add_adapter(model, args.adapter)
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    if args.embeddings == "host":
+        frozen = embeddings_to_host(frozen)
+    return graphdefs, commit(trainable), commit(frozen)
+
+
 class Run:
     """A model with its adapter, AdamW and training step."""
 
-    def __init__(self, args: argparse.Namespace, config: DecoderConfig, plan: Plan | None, steps: int):
-        cpu = jax.default_backend() == "cpu"
-        dtype = np.dtype("float32") if cpu else jax.numpy.bfloat16
-        stream = plan is not None and is_streamed(plan.weights)
-        place = partial(place_layers, plan.weights) if plan is not None and stream else None
-        model = load_model(args.model, dtype=dtype, quantize=storage(args), place=place)
-        add_adapter(model, args.adapter)
-        self._graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-        del model
-        if args.embeddings == "host":
-            frozen = embeddings_to_host(frozen)
-        self.trainable, self.frozen = commit(trainable), commit(frozen)
-        del trainable, frozen
-        policies = plan.policies if plan else parse_policies("dots", config.num_hidden_layers)
+    def __init__(
+        self,
+        parts: tuple,
+        config: DecoderConfig,
+        plan: Plan | None,
+        *,
+        steps: int,
+        learning_rate: float,
+        depth: int | None = None,
+    ):
+        graphdefs, self.trainable, self.frozen = parts
         self._executor = Executor(
-            self._graphdefs, config, policy=policies, dtype=dtype, stream_weights=stream, prefetch_depth=args.depth
+            graphdefs,
+            config,
+            policy=plan.policies if plan else parse_policies("dots", config.num_hidden_layers),
+            dtype=np.dtype("float32") if plan is None else jax.numpy.bfloat16,
+            stream_weights=plan is not None and is_streamed(plan.weights),
+            prefetch_depth=depth,
+            tile=plan.tile if plan else None,
         )
         optimizer = OptimizerConfig(
-            learning_rate=args.learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0
+            learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0
         )
         self._optimizer = Optimizer(optimizer, steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
@@ -196,7 +211,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
-    run = Run(args, config, plan, len(batches))
+    run = Run(
+        load(args, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth
+    )
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
     yield {"seconds": timer.stages}

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -92,14 +93,19 @@ class Steps:
         return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
 
 
-def measure(args: argparse.Namespace) -> Iterator[dict]:
-    """Yield step times after the warm-up, all losses and peak memory; then kernels."""
+def prepare(args: argparse.Namespace) -> tuple[Steps, list[dict]]:
+    """Return the steps of the flags' model and all batches."""
     with np.load(args.batches) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     options = {"quantize": args.quantize, "checkpointing": args.checkpointing, "seq_len": tokens.shape[1]}
     model = engines.load(args.engine, args.model, args.adapter, **options)
     step = Steps(model, args.engine, args.learning_rate)
-    batches = [step.batch(*pair) for pair in zip(tokens, lengths, strict=True)]
+    return step, [step.batch(*pair) for pair in zip(tokens, lengths, strict=True)]
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield step times after the warm-up, all losses and peak memory; then kernels."""
+    step, batches = prepare(args)
     losses, marks = [], []
     for number, batch in enumerate(batches):
         if number == args.warm_up and step.cuda:
@@ -112,14 +118,38 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
             marks.append(step.mark())
     times = step.milliseconds(marks)
     result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
-    result["versions"] = dict(filter(None, map(_version, PACKAGES)))
-    if step.cuda:
-        cuda = step._torch.cuda
-        result |= {"peak_gib": cuda.max_memory_allocated() / 2**30, "reserved_gib": cuda.max_memory_reserved() / 2**30}
-        result["gpu"] = cuda.get_device_name(0)
+    result |= {"versions": dict(filter(None, map(_version, PACKAGES))), **peaks(step)}
     yield result
     if step.cuda:
         yield result | {"kernels": step.kernels(batches[-1])}
+
+
+def peaks(step: Steps) -> dict:
+    """Return the GPU's name and peak memory; nothing on CPUs."""
+    if not step.cuda:
+        return {}
+    cuda = step._torch.cuda
+    allocated, reserved = cuda.max_memory_allocated() / 2**30, cuda.max_memory_reserved() / 2**30
+    return {"peak_gib": allocated, "reserved_gib": reserved, "gpu": cuda.get_device_name(0)}
+
+
+def take_turns(args: argparse.Namespace) -> Iterator[dict]:
+    """Warm up; then yield the milliseconds of a step in a run of as many as each line of stdin says."""
+    step, batches = prepare(args)
+    for batch in batches[: args.warm_up]:
+        step(batch)
+    step.synchronize()
+    if step.cuda:
+        step._torch.cuda.reset_peak_memory_stats()
+    yield {"versions": dict(filter(None, map(_version, PACKAGES))), **peaks(step)}
+    for line in sys.stdin:
+        step(batches[0])
+        step.synchronize()
+        begun, count = time.perf_counter(), int(line)
+        for number in range(count):
+            step(batches[number % len(batches)])
+        step.synchronize()
+        yield {"ms": (time.perf_counter() - begun) / count * 1e3, **peaks(step)}
 
 
 def _version(package: str) -> tuple[str, str] | None:
@@ -138,7 +168,9 @@ def main() -> None:
     parser.add_argument("--checkpointing", choices=("none", "device", "offload"), default="none")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warm-up", type=int, default=5)
-    for result in measure(parser.parse_args()):
+    parser.add_argument("--turns", action="store_true", help="run steps when stdin says how many (alternate.py)")
+    args = parser.parse_args()
+    for result in take_turns(args) if args.turns else measure(args):
         print(json.dumps(result), flush=True)
     os._exit(0)  # compile workers would linger
 
