@@ -126,9 +126,7 @@ class Run:
             prefetch_depth=depth,
             tile=plan.tile if plan else None,
         )
-        optimizer = OptimizerConfig(
-            learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0
-        )
+        optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
         self._optimizer = Optimizer(optimizer, steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
 
@@ -211,9 +209,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
     batches = read_batches(args.batches)
     plan = choose(args, config, batches)
     timer.stage("plan")
-    run = Run(
-        load(args, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth
-    )
+    run = Run(load(args, plan), config, plan, steps=len(batches), learning_rate=args.learning_rate, depth=args.depth)
     jax.block_until_ready((run.trainable, run.frozen))
     timer.stage("load")
     yield {"seconds": timer.stages}
