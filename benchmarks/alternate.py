@@ -14,7 +14,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -93,33 +92,33 @@ class Peer:
 
     def __init__(self, args: argparse.Namespace):
         self.facts: dict = {}
-        self._args, self._process, self._log = args, None, tempfile.TemporaryFile("w+")
+        self._args, self._log = args, args.scratch / "peer.log"
+        self._process: subprocess.Popen[str] | None = None
         self._start = Thread(target=self._load, daemon=True)
         self._start.start()
 
     def _load(self) -> None:
         args, folder = self._args, self._args.scratch / self._args.shape
         make_adapter(args.scratch / "adapter", SHAPES[args.shape], LoraConfig())
-        if not folder.exists():
-            maker = [sys.executable, str(HERE / "inputs.py"), "--shape", args.shape, "--output", str(folder)]
-            subprocess.run(maker, check=True, stderr=self._log)
+        maker = [sys.executable, str(HERE / "inputs.py"), "--shape", args.shape, "--output", str(folder)]
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", args.peer, "--turns"]
         flags = {"model": folder, "adapter": args.scratch / "adapter", "batches": args.batches, "warm-up": 2}
         flags |= {"quantize": args.peer_quantize, "checkpointing": "offload", "learning-rate": LEARNING_RATE}
         command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"PYTHONPATH": str(args.peers_path)} if args.peers_path else {}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self._log.open("w") as log:
+            if not folder.exists():
+                subprocess.run(maker, check=True, stderr=log)
+            self._process = subprocess.Popen(command, **pipes, stderr=log, text=True, env=environment)
         self.facts = self._read()
 
     def is_ready(self) -> bool:
         """Wait until it has warmed up; print why not if it ended."""
         self._start.join()
         if not self.facts:
-            self._log.seek(0)
-            print(f"{self._args.peer} ended: {self._log.read()[-2000:]}", flush=True)
+            print(f"{self._args.peer} ended: {self._log.read_text()[-2000:]}", flush=True)
         return bool(self.facts)
 
     def turn(self, steps: int) -> float:
