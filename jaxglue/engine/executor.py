@@ -20,6 +20,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EntryHead
 from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.layer_groups import LayerGroups, check_grouped
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.engine.saved import SavedLayer, check_dropped_inputs, offload, restore_inputs
@@ -34,6 +35,8 @@ Update = Callable[[ParamKey, Params], None]
 
 _Weights = tuple[Params, Params]
 """Trainable and frozen parameters of a layer."""
+_Backward = Callable[[Array, list[Params | None], Update], Array]
+"""(gradient to the last layer's output, layers' sums, receiver of their gradients) → gradient to the first input."""
 
 
 class LayerExecutor:
@@ -49,10 +52,11 @@ class LayerExecutor:
             output enters the batch by `EntryHead.with_reference`.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
             and layers one after another; None chooses (`default_prefetch_depth`).
+        layers_per_program: consecutive layers dispatched as one program, on one device that keeps everything.
 
     Raises:
-        ValueError: the number of policies differs from the number of layers, or the policy or the weights need pinned
-            host memory and the device has none.
+        ValueError: the number of policies differs from the number of layers, the policy or the weights need pinned host
+            memory and the device has none, or layers that need programs of their own are to share one.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class LayerExecutor:
         stream_weights: bool = False,
         reference: Sequence[nnx.GraphDef] | None = None,
         prefetch_depth: int | None = None,
+        layers_per_program: int = 1,
     ):
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(layers):
@@ -77,6 +82,10 @@ class LayerExecutor:
         self._layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
+        self._groups: LayerGroups | None = None
+        if layers_per_program > 1:
+            check_grouped(layers_per_program, policies, layout, stream_weights=stream_weights)
+            self._groups = LayerGroups(self._layers, self._reference, layers_per_program)
         self._stream_weights = stream_weights
         self._prefetch_depth = (
             transfer.default_prefetch_depth(stream_weights) if prefetch_depth is None else prefetch_depth
@@ -147,6 +156,9 @@ class LayerExecutor:
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Float[Array, "B T D"]:
         """Return the output of the last layer, or of the reference's."""
+        if self._groups is not None:
+            x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
+            return self._groups.output(trainable["layers"], frozen["layers"], x, contexts, reference=reference)
         (x,) = deque(self.hidden_states(trainable, frozen, batch, reference=reference), maxlen=1)
         return x
 
@@ -171,7 +183,7 @@ class LayerExecutor:
 
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
-        programs: list[Any] = list(self._entry_head.programs)
+        programs: list[Any] = [*self._entry_head.programs, *(self._groups.programs if self._groups else ())]
         for layer in [*self._layer_types.values(), *set(self._reference or ())]:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay]
         return sum(program._cache_size() for program in programs)
@@ -186,7 +198,7 @@ class LayerExecutor:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
         z = self._reference_input(trainable, frozen, batch, x, key)
-        x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z)
+        x, z, backward = self._run_layers(trainable, frozen, x, contexts, z)
         if z is not None:
             batch = self._entry_head.with_reference(trainable, frozen, z, batch)
         loss, dx, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
@@ -195,13 +207,20 @@ class LayerExecutor:
         entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
             finish(name, head.pop(name))
-        moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen["layers"]]
-        weights_ahead = self._prefetch_weights(weights, moving)
-        layers = tuple(zip(self._layers, trainable["layers"], frozen["layers"], contexts, strict=True))
-        restore = partial(restore_inputs, layers=layers, depth=self._prefetch_depth)
-        dx = self._backward(saved, weights_ahead, restore, contexts, dx, sums["layers"], finish)
+        dx = backward(dx, sums["layers"], finish)
         finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
+
+    def _run_layers(
+        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None
+    ) -> tuple[Array, Array | None, _Backward]:
+        """Run all layers, and on `z` the reference's; return both outputs and the function of the backward pass."""
+        if self._groups is not None:
+            layers = trainable["layers"], frozen["layers"]
+            x, grouped, z = self._groups.forward(*layers, x, contexts, z)
+            return x, z, partial(self._groups.backward, grouped, *layers, contexts)
+        x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z)
+        return x, z, partial(self._backward, saved, weights, trainable, frozen, contexts)
 
     def _reference_input(self, trainable, frozen, batch, x: Array, key: PRNGKeyArray | None) -> Array | None:
         """Return the input of the reference's layers, without the noise of training; None without a reference."""
@@ -242,9 +261,13 @@ class LayerExecutor:
         return x, saved, kept, z
 
     def _backward(
-        self, saved: list[SavedLayer], weights_ahead: Iterator[_Weights], restore, contexts, dx, sums, finish: Update
+        self, saved: list[SavedLayer], kept: list[_Weights], trainable, frozen, contexts, dx, sums, finish: Update
     ) -> Array:
-        """Return the gradient to the first layer's input; empty `saved` and `sums` on the way."""
+        """Return the gradient to the first layer's input; empty `saved`, `kept` and `sums` on the way."""
+        moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen["layers"]]
+        weights_ahead = self._prefetch_weights(kept, moving)
+        functions = tuple(zip(self._layers, trainable["layers"], frozen["layers"], contexts, strict=True))
+        restore = partial(restore_inputs, layers=functions, depth=self._prefetch_depth)
         running, count = self._run_ahead(), len(saved)
         values = transfer.prefetch([partial(self._prefetch, saved, restore)] * count, self._prefetch_depth)
         layers = transfer.Lookahead(zip(weights_ahead, values, strict=True), early=self._layout.gathers)

@@ -1,0 +1,190 @@
+"""Dispatch several layers as one program, where their weights and saved values stay on the device.
+
+A small model's layer computes for less time than its dispatch takes; compile time grows with the layers in a program.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float
+
+from jaxglue.engine.compiler import jit_step
+from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.policy import RematPolicy
+from jaxglue.engine.saved import SavedLayer
+from jaxglue.models.parameters import ParamKey, Params
+from jaxglue.sharding.rules import Layout
+
+_Layers = list[Params]
+"""Parameters of consecutive layers."""
+_Sums = list[Params | None]
+"""Gradients of layers, accumulated so far."""
+
+
+def why_not_grouped(policies: Sequence[RematPolicy], layout: Layout, *, stream_weights: bool) -> str | None:
+    """Return why layers need programs of their own; None where they may share one."""
+    if layout.mesh:
+        return "the model is spread over several devices"
+    if stream_weights:
+        return "weights are streamed from host memory"
+    if any(policy.offloaded or policy.drops_input for policy in policies):
+        return "values are offloaded, or layers' inputs are dropped"
+    return None
+
+
+def check_grouped(size: int, policies: Sequence[RematPolicy], layout: Layout, *, stream_weights: bool) -> None:
+    """Raise ValueError where `size` layers cannot share a program."""
+    if reason := why_not_grouped(policies, layout, stream_weights=stream_weights):
+        raise ValueError(f"--layers-per-program {size} is for one GPU that keeps everything, but {reason}: use 1")
+
+
+class GroupFunctions:
+    """Compiled `forward`, `backward` and `apply` of consecutive layers on one device.
+
+    Trees of layers are lists. Contexts are those of the group's layers, which differ in their dropout key only.
+    """
+
+    def __init__(self, layers: Sequence[LayerFunctions]):
+        self._layers = [layer.nested for layer in layers]
+        self.forward = jit_step(self._forward)
+        self.backward = jit_step(self._backward, donate_argnames="accumulated")
+        self.apply = jit_step(self._apply)
+
+    def _apply(self, trainable: _Layers, frozen: _Layers, x: Array, context: Any, keys: list) -> Array:
+        """Return the last layer's output."""
+        for layer, *inputs, key in zip(self._layers, trainable, frozen, keys, strict=True):
+            x, _ = layer.apply(*inputs, x, replace(context, dropout_key=key))
+        return x
+
+    def _forward(self, trainable: _Layers, frozen: _Layers, x: Array, context: Any, keys: list):
+        """Return (the last layer's output, every layer's saved values without the first one's input)."""
+        saved: list[SavedLayer] = []
+        for layer, *inputs, key in zip(self._layers, trainable, frozen, keys, strict=True):
+            y, residuals, _ = layer.forward(*inputs, x, replace(context, dropout_key=key))
+            saved.append(SavedLayer(x if saved else None, residuals))
+            x = y
+        return x, saved
+
+    def _backward(
+        self,
+        saved: list[SavedLayer],
+        trainable: _Layers,
+        frozen: _Layers,
+        x: Array,
+        context: Any,
+        keys: list,
+        dy: Array,
+        accumulated: _Sums,
+    ):
+        """Return (dx, every layer's accumulated + dtrainable)."""
+        gradients: list[Params] = []
+        for i in reversed(range(len(self._layers))):
+            own, inputs = saved[i], (trainable[i], frozen[i], saved[i].x if i else x)
+            context_here = replace(context, dropout_key=keys[i])
+            dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, context_here, dy, accumulated[i])
+            gradients.append(gradient)
+        return dy, gradients[::-1]
+
+
+class _Group(NamedTuple):
+    functions: GroupFunctions
+    reference: GroupFunctions | None
+    layers: slice
+
+
+class LayerGroups:
+    """Forward and backward passes of a stack, `size` layers in a program; equal groups share their programs.
+
+    Args:
+        layers: of the stack.
+        reference: layers of a reference on the same frozen weights, each run where the model's layer runs.
+        size: layers in a program; the last program has those that remain.
+    """
+
+    def __init__(self, layers: Sequence[LayerFunctions], reference: Sequence[LayerFunctions] | None, size: int):
+        self._programs: dict[tuple[LayerFunctions, ...], GroupFunctions] = {}
+        self._groups = []
+        for first in range(0, len(layers), size):
+            part = slice(first, min(first + size, len(layers)))
+            other = None if reference is None else self._functions(reference[part])
+            self._groups.append(_Group(self._functions(layers[part]), other, part))
+
+    def _functions(self, layers: Sequence[LayerFunctions]) -> GroupFunctions:
+        return self._programs.setdefault(tuple(layers), GroupFunctions(layers))
+
+    @property
+    def programs(self) -> list[Any]:
+        """Return the compiled programs."""
+        return [program for each in self._programs.values() for program in (each.forward, each.backward, each.apply)]
+
+    def output(
+        self,
+        trainable: _Layers,
+        frozen: _Layers,
+        x: Float[Array, "B T D"],
+        contexts: list,
+        *,
+        reference: bool,
+    ) -> Float[Array, "B T D"]:
+        """Return the output of the last layer, or of the reference's; keep nothing for a backward pass."""
+        for group in self._groups:
+            arguments = frozen[group.layers], x, *_shared(contexts[group.layers])
+            if reference and group.reference:
+                x = group.reference.apply(_nothing(arguments[0]), *arguments)
+            else:
+                x = group.functions.apply(trainable[group.layers], *arguments)
+        return x
+
+    def forward(
+        self, trainable: _Layers, frozen: _Layers, x: Float[Array, "B T D"], contexts: list, z: Array | None
+    ) -> tuple[Float[Array, "B T D"], list[list[SavedLayer]], Array | None]:
+        """Run all layers, and on `z` the reference's; return both outputs, and between them each group's values."""
+        saved: list[list[SavedLayer]] = []
+        for group in self._groups:
+            arguments = frozen[group.layers], x, *_shared(contexts[group.layers])
+            y, values = group.functions.forward(trainable[group.layers], *arguments)
+            if z is not None and group.reference:
+                z = group.reference.apply(_nothing(arguments[0]), arguments[0], z, *arguments[2:])
+            saved.append([values[0]._replace(x=x), *values[1:]])
+            x = y
+        return x, saved, z
+
+    def backward(
+        self,
+        saved: list[list[SavedLayer]],
+        trainable: _Layers,
+        frozen: _Layers,
+        contexts: list,
+        dx: Float[Array, "B T D"],
+        sums: _Sums,
+        finish: Callable[[ParamKey, Params], None],
+    ) -> Float[Array, "B T D"]:
+        """Return the gradient to the first layer's input; empty `saved` and `sums` on the way.
+
+        Pass each layer's gradients to `finish`, the last layer's first.
+        """
+        for group in reversed(self._groups):
+            (first, *others), part = saved.pop(), group.layers
+            inputs = trainable[part], frozen[part], first.x, *_shared(contexts[part])
+            accumulated, sums[part] = sums[part], [None] * len(sums[part])
+            values = [first._replace(x=None), *others]
+            dx, gradients = group.functions.backward(values, *inputs, dx, accumulated)
+            del first, others, values, inputs, accumulated
+            for i in _backwards(part):
+                finish(i, gradients.pop())
+        return dx
+
+
+def _shared(contexts: list) -> tuple[Any, list]:
+    """Split contexts into the first one without its dropout key, and all keys."""
+    return replace(contexts[0], dropout_key=None), [context.dropout_key for context in contexts]
+
+
+def _nothing(frozen: _Layers) -> _Layers:
+    """Return the trainable parameters of layers that have none."""
+    return [{}] * len(frozen)
+
+
+def _backwards(part: slice) -> Iterator[int]:
+    return reversed(range(part.start, part.stop))

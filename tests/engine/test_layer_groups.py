@@ -1,0 +1,51 @@
+"""Several layers in a program: values and gradients of one program a layer."""
+
+import chex
+import jax
+import pytest
+
+LAYERS = 5
+
+
+def results(parts, batches, key=None, **options):
+    """Loss, gradients and the loss without gradients."""
+    executor = parts.executor(options.pop("policy", "none"), **options)
+    arguments = parts.trainable, parts.frozen
+    gradients = executor.loss_and_gradients(*arguments, batches, 13.0, key)
+    return *gradients, executor.loss(*arguments, batches[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "options"),
+    [
+        ("lora", 2, {}),
+        ("lora", 5, {"policy": "3 x full + 2 x dots", "batches": 2}),
+        ("full", 3, {"policy": "2 x none + 3 x full"}),
+        ("lora", 2, {"dropout": 0.5, "tile": 7}),
+    ],
+)
+def test_groups_change_no_value(split_parts, random_batch, kind, size, options):
+    batches = [random_batch([[5, 1, 7], [12]], 14, seed=seed) for seed in range(options.pop("batches", 1))]
+    dropout = options.pop("dropout", 0.0)
+    parts = split_parts(kind, dropout=dropout, num_hidden_layers=LAYERS)
+    key = jax.random.key(3) if dropout else None
+    expected = results(parts, batches, key, **options)
+    chex.assert_trees_all_close(
+        results(parts, batches, key, **options, layers_per_program=size), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_equal_groups_share_programs(split_parts, random_batch):
+    parts = split_parts("lora", num_hidden_layers=LAYERS)
+    executor, batch = parts.executor("none", layers_per_program=2), random_batch([[5, 1, 7], [12]], 14)
+    arguments = parts.trainable, parts.frozen, [batch], 13.0
+    for _ in range(2):
+        executor.loss_and_gradients(*arguments)
+        programs = executor.compilations()
+    assert programs == parts.executor("none").compilations() + 7  # three around the layers, two groups' passes
+
+
+@pytest.mark.parametrize("policy", ["offload", "1 x full + 4 x drop:layer_input"])
+def test_layers_that_need_programs_of_their_own_are_refused(split_parts, policy):
+    with pytest.raises(ValueError, match=r"--layers-per-program 2 is for one GPU that keeps everything.*: use 1"):
+        split_parts("lora", num_hidden_layers=LAYERS).executor(policy, layers_per_program=2)
