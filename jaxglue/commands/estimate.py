@@ -64,7 +64,7 @@ def print_estimate(config: EstimateConfig) -> bool:
         best, verdict = None, f"Does not fit: {error}"
     console = Console(highlight=False)
     console.print(verdict, style="bold green" if best else "bold red")
-    plans = planner.plans()
+    plans = planner.plans(host_memory)
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
     shown = list(_worth_showing(plans)) if config.all else list(_alternatives(fitting))[:_SHOWN]
     if shown:

@@ -1,7 +1,7 @@
 """Remat policies: which values of a decoder layer are saved, offloaded or recomputed for the backward pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -52,6 +52,11 @@ class RematPolicy:
     def offloads_residuals(self) -> bool:
         """Return whether values other than the layer's input are offloaded."""
         return bool(self.offloaded - {LAYER_INPUT})
+
+    def on_device(self) -> "RematPolicy":
+        """Return the policy that keeps the same values, all on the device."""
+        saved = None if self.saved is None else self.saved | self.offloaded - {LAYER_INPUT}
+        return replace(self, saved=saved, offloaded=frozenset())
 
     def wrap(self, layer: Callable) -> Callable:
         """Apply `jax.checkpoint` to a layer, with offloaded values saved on the device; the executor copies them."""

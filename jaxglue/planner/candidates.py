@@ -44,8 +44,10 @@ def candidates(*, keep_attention: bool, tiled: bool) -> Candidates:
         return _TILED_POLICIES, _TILED_MIXES
     if not keep_attention:
         return _POLICIES, _MIXES
-    policies = f"offload:layer_input,{ATTENTION}", *map(_with_attention, _POLICIES)
-    return policies, tuple((_with_attention(lean), _with_attention(fast)) for lean, fast in _MIXES)
+    kept = f"offload:layer_input,{ATTENTION}"
+    mixes = tuple((_with_attention(lean), _with_attention(fast)) for lean, fast in _MIXES)
+    more = ("offload", kept), (kept, _with_attention(_OFFLOADS[0])), (kept, "dots")
+    return (kept, *map(_with_attention, _POLICIES)), (*more, *mixes)
 
 
 def _with_attention(policy: str) -> str:

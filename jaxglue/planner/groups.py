@@ -11,10 +11,17 @@ from jaxglue.planner.traced import TracedModel
 _SIZES = (2, 4, 8)
 
 
-def group_policies(layers: int, *, keep_attention: bool) -> Iterator[tuple[RematPolicy, ...]]:
+def group_policies(
+    layers: int, *, keep_attention: bool, leanest: bool = False
+) -> Iterator[tuple[RematPolicy, ...]]:
     """Yield policies of every layer by the size of the groups, and by how many layers compute attention again.
 
     A group's last one or two do: the output of the last, the next group's input, is not computed again.
+
+    Args:
+        layers: of the model.
+        keep_attention: attention's output is copied faster than it is recomputed.
+        leanest: yield only those of each size that keep the least.
     """
     without = parse_policy("drop:layer_input")
     for size in _SIZES:
@@ -25,7 +32,7 @@ def group_policies(layers: int, *, keep_attention: bool) -> Iterator[tuple[Remat
             continue
         one, two = (_group(size, count, without) for count in (1, min(2, size - 1)))
         groups = -(-layers // size)
-        for lean in range(groups + 1 if one != two else 1):
+        for lean in [groups] if leanest else range(groups + 1 if one != two else 1):
             yield _join([two] * lean + [one] * (groups - lean), layers)
 
 

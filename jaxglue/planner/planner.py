@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from jaxglue.engine.per_layer import interleave
@@ -20,7 +19,7 @@ from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, gib
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.schedule import Work, simulate
-from jaxglue.planner.search import fastest, interpolate
+from jaxglue.planner.search import fastest, interpolate, most
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
@@ -56,20 +55,18 @@ class Planner:
         self._depth, self._run_ahead = prefetch_depth, run_ahead
         self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton())
         self._resident = resident_bytes(self.workload)
+        self._plans: dict[tuple[float, str], list[Plan]] = {}
 
-    def plans(self) -> list[Plan]:
-        """Return every setting considered, the fastest first."""
-        return list(self._plans)
+    def plans(self, host_memory: float = math.inf, weights: str = AUTO) -> list[Plan]:
+        """Return every setting considered, the fastest first.
 
-    @cached_property
-    def _plans(self) -> list[Plan]:
-        return sorted(self._candidates(), key=by_time)
-
-    def _plans_of(self, weights: str) -> list[Plan]:
-        """Return the settings with these places of the weights, the fastest first."""
-        if weights == AUTO:
-            return self.plans()
-        return sorted(self._candidates_of(parse_weights(weights, self._model.layers)), key=by_time)
+        Args:
+            host_memory: bytes of host memory that may be pinned; slower settings are considered where it is short.
+            weights: places of the layers' weights, `auto` for several.
+        """
+        if (found := self._plans.get((host_memory, weights))) is None:
+            found = self._plans[host_memory, weights] = sorted(self._candidates(host_memory, weights), key=by_time)
+        return list(found)
 
     def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Plan:
         """Predict the cost of a setting: policies, and places of the layers' weights."""
@@ -147,10 +144,10 @@ class Planner:
             return plan
         for planner in self._by_tile():
             if planner is self or planner._least_load(host_memory, weights) <= 1:
-                for plan in planner._plans_of(weights):
+                for plan in planner.plans(host_memory, weights):
                     if self.fits(plan, host_memory):
                         return plan
-        leanest = min(self._plans_of(weights), key=lambda plan: plan.device_bytes)
+        leanest = min(self.plans(host_memory, weights), key=lambda plan: plan.device_bytes)
         raise DoesNotFit(self._why_not(leanest, host_memory))
 
     def _mix_in_memory(self) -> Plan | None:
@@ -158,11 +155,19 @@ class Planner:
         dots, none = (parse_policy(text) for text in ("dots", "none"))
         if self.workload.tile is not None or not self.fits(self.plan(dots), 0):
             return None
-        return self._mix(dots, none, parse_weights(DEVICE, self._model.layers)) or self.plan(dots)
+        return self._mix(dots, none, parse_weights(DEVICE, self._model.layers), 0) or self.plan(dots)
 
     def fits(self, plan: Plan, host_memory: float) -> bool:
         """Return whether the plan fits the host and leaves the margin free on the GPU."""
-        return plan.device_bytes <= (1 - MARGIN) * self.gpu.memory and plan.host_bytes <= host_memory
+        return plan.device_bytes <= self._room and plan.host_bytes <= host_memory
+
+    @property
+    def _room(self) -> float:
+        return (1 - MARGIN) * self.gpu.memory
+
+    def _fits_together(self, plan: Plan, host_memory: float) -> bool:
+        """Return whether the plan fits the GPU, and GPU and host together: its copies may stay on the GPU."""
+        return plan.device_bytes <= min(self._room, self._room + host_memory - plan.host_bytes)
 
     def with_seq_len(self, seq_len: int) -> "Planner":
         """Return the planner of the same workload with rows of another length."""
@@ -205,8 +210,8 @@ class Planner:
         plans = [self.plan(policy, weights=places) for policy in policies for places in streams]
         if weights == AUTO:
             plans += filter(None, map(self._stream_least, policies))
-        room = (1 - MARGIN) * self.gpu.memory
-        return min(max(plan.device_bytes / room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
+        plans += map(self.plan, self._groups(leanest=True))
+        return min(max(plan.device_bytes / self._room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
 
     def check(self, plan: Plan, *, host_memory: float) -> None:
         """Raise DoesNotFit for an explicit plan beyond the memory, naming the fastest plan that fits."""
@@ -214,8 +219,8 @@ class Planner:
             raise DoesNotFit(self._why_not(plan, host_memory))
 
     def _why_not(self, plan: Plan, host_memory: float) -> str:
-        if plan.device_bytes > (1 - MARGIN) * self.gpu.memory:
-            need = f"{gib(plan.device_bytes)} on the GPU, of which {gib((1 - MARGIN) * self.gpu.memory)} may be used"
+        if plan.device_bytes > self._room:
+            need = f"{gib(plan.device_bytes)} on the GPU, of which {gib(self._room)} may be used"
         else:
             may = f"{gib(host_memory)} may be used (the least of what is free and {HOST_LIMIT}, 64 if it is not set)"
             need = f"{gib(plan.host_bytes)} of pinned host memory, of which {may}"
@@ -225,56 +230,70 @@ class Planner:
 
     def _remedy(self, host_memory: float) -> str:
         """Return the fastest setting that fits, or else the longest row with which one does."""
-        for plan in self.plans():
+        for plan in self.plans(host_memory):
             if self.fits(plan, host_memory):
                 return f"{plan} would fit in {gib(plan.device_bytes)}"
         shorter = self.longest_row(host_memory=host_memory)
         return f"--seq-len {shorter} would fit" if shorter else "no setting fits: use a larger GPU or a smaller model"
 
-    def _candidates(self) -> Iterator[Plan]:
-        for places in (DEVICE, HOST) if any(self._resident.frozen_layers) else (DEVICE,):
-            for plan in self._candidates_of(parse_weights(places, self._model.layers)):
-                yield plan
-                if places == HOST and (partly := self._stream_least(plan.policies)) is not None:
+    def _candidates(self, host_memory: float, weights: str) -> Iterator[Plan]:
+        frozen = any(self._resident.frozen_layers)
+        for places in (weights,) if weights != AUTO else (DEVICE, HOST) if frozen else (DEVICE,):
+            for plan in self._candidates_of(parse_weights(places, self._model.layers), host_memory):
+                yield self._keep_on_device(plan, host_memory)
+                if weights == AUTO and places == HOST and (partly := self._stream_least(plan.policies)) is not None:
                     yield partly
 
-    def _candidates_of(self, places: Sequence[str]) -> Iterator[Plan]:
-        keep_attention = self._model.keeps_attention
-        policies, mixes = candidates(keep_attention=keep_attention, tiled=self.workload.tile is not None)
+    def _candidates_of(self, places: Sequence[str], host_memory: float) -> Iterator[Plan]:
+        policies, mixes = candidates(
+            keep_attention=self._model.keeps_attention, tiled=self.workload.tile is not None
+        )
         for text in policies:
             yield self.plan(parse_policy(text), weights=places)
         for lean, fast in mixes:
-            if (mix := self._mix(parse_policy(lean), parse_policy(fast), places)) is not None:
+            if (mix := self._mix(parse_policy(lean), parse_policy(fast), places, host_memory)) is not None:
                 yield mix
+        for grouped in self._groups():
+            yield self.plan(grouped, weights=places)
+
+    def _groups(self, *, leanest: bool = False) -> Iterator[tuple[RematPolicy, ...]]:
+        """Yield policies that drop layers' inputs, where a row is long enough to need them."""
+        keep_attention = self._model.keeps_attention
         if self.workload.mesh.devices == 1 and (keep_attention or self.workload.tile):
-            for grouped in group_policies(self._model.layers, keep_attention=keep_attention):
-                yield self.plan(grouped, weights=places)
+            yield from group_policies(self._model.layers, keep_attention=keep_attention, leanest=leanest)
 
     def _stream_least(self, policies: RematPolicy | Sequence[RematPolicy]) -> Plan | None:
         """Return the plan that streams as few layers' weights as the GPU's memory allows, if some fits."""
         layers = self._model.layers
-        fewest, most = 1, layers - 1
-        found = None
-        while fewest <= most:
-            middle = (fewest + most) // 2
-            plan = self.plan(policies, weights=stream_evenly(layers, middle))
-            if plan.device_bytes <= (1 - MARGIN) * self.gpu.memory:
-                found, most = plan, middle - 1
-            else:
-                fewest = middle + 1
-        return found
 
-    def _mix(self, lean: RematPolicy, fast: RematPolicy, places: Sequence[str]) -> Plan | None:
-        """Return the fastest mix of the two policies that fits the GPU, over the numbers of fast layers.
+        def plan(count: int) -> Plan:
+            return self.plan(policies, weights=stream_evenly(layers, count))
 
-        Memory grows with their number; time falls, and rises again where the link is full.
-        """
-        layers, room = self._model.layers, (1 - MARGIN) * self.gpu.memory
+        return most(plan, range(layers - 1, 0, -1), lambda plan: self.fits(plan, math.inf))
+
+    def _mix(self, lean: RematPolicy, fast: RematPolicy, places: Sequence[str], host_memory: float) -> Plan | None:
+        """Return the fastest mix of the two policies that fits, over the numbers of fast layers."""
+        layers = self._model.layers
 
         def plan(count: int) -> Plan:
             return self.plan(interleave(lean, fast, layers, count), weights=places)
 
-        return fastest(plan, range(1, layers), room)
+        return fastest(plan, range(1, layers), lambda plan: self._fits_together(plan, host_memory))
+
+    def _keep_on_device(self, plan: Plan, host_memory: float) -> Plan:
+        """Return the plan with what it offloads kept on the GPU, for as many layers as fit: pinning takes time.
+
+        A second policy takes time to compile, though.
+        """
+        layers = self._model.layers
+
+        def keep(count: int) -> Plan:
+            chosen = zip(plan.policies, interleave(False, True, layers, count), strict=True)
+            return self.plan([policy.on_device() if keeps else policy for policy, keeps in chosen], weights=plan.weights)
+
+        kept = most(keep, range(1, layers + 1), lambda kept: self.fits(kept, math.inf)) if plan.host_bytes else None
+        starts_sooner = kept is not None and kept.compile_seconds < plan.compile_seconds
+        return kept if kept and (starts_sooner or plan.host_bytes > host_memory) else plan
 
     def _seconds(self, policies, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
         """Predict the time of an optimizer step."""

@@ -1,20 +1,26 @@
 """Searches that need few plans: each is a prediction of a whole step."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
 from jaxglue.planner.plans import Plan, by_time
 
 
-def fastest(plan: Callable[[int], Plan], counts: Sequence[int], room: float) -> Plan | None:
-    """Return the fastest plan of some count that fits into `room` bytes of the GPU, if one does.
+def most(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[Plan], bool]) -> Plan | None:
+    """Return the plan of the last count that fits, if one does; all counts before it fit, too."""
+    fitting = _fitting(plan, counts, fits)
+    return plan(fitting[-1]) if fitting else None
+
+
+def fastest(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[Plan], bool]) -> Plan | None:
+    """Return the fastest plan of some count that fits, if one does.
 
     Memory grows with the count; time falls, and rises again where the link is full.
     """
     plan = cache(plan)
-    fitting = counts[: bisect_right(counts, room, key=lambda count: plan(count).device_bytes)]
+    fitting = _fitting(plan, counts, fits)
     low, high = 0, len(fitting) - 1
     while high - low > 2:
         left, right = low + (high - low) // 3, high - (high - low) // 3
@@ -22,8 +28,11 @@ def fastest(plan: Callable[[int], Plan], counts: Sequence[int], room: float) -> 
             high = right - 1
         else:
             low = left + 1
-    tried = map(plan, fitting[low : high + 1])
-    return min((found for found in tried if found.device_bytes <= room), key=by_time, default=None)
+    return min(filter(fits, map(plan, fitting[low : high + 1])), key=by_time, default=None)
+
+
+def _fitting(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[Plan], bool]) -> Sequence[int]:
+    return counts[: bisect_left(counts, True, key=lambda count: not fits(plan(count)))]
 
 
 def interpolate(loads: dict[int, float], limit: int, step: int) -> int:

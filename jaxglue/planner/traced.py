@@ -10,6 +10,7 @@ from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
@@ -50,7 +51,8 @@ class TracedModel:
         layout = Layout(workload.mesh.abstract, workload.dtype)
         self._gathers = [layout.gathered_shapes(tree) for tree in trees]
         self._kinds = [self._graphdefs.layers.index(graphdef) for graphdef in self._graphdefs.layers]
-        self._cost, self._replay = cache(self._trace_layer), cache(self._trace_replay)
+        self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
+        self._replay = cache(self._trace_replay)
         self.head = self._trace_head()
 
     @property
@@ -60,7 +62,18 @@ class TracedModel:
 
     def layer(self, index: int, policy: RematPolicy) -> LayerCost:
         """Return the cost of a layer under a policy."""
-        return self._cost(self._kinds[index], policy)
+        key = self._kinds[index], policy
+        if key not in self._costs:
+            self._costs[key] = self._kept_on_device(*key) or self._trace_layer(*key)
+        return self._costs[key]
+
+    def _kept_on_device(self, kind: int, policy: RematPolicy) -> LayerCost | None:
+        """Return the cost from that of offloading all that the policy keeps, if it is known: programs are the same."""
+        if policy.saved is None or policy.offloaded:
+            return None
+        layer_input = frozenset() if policy.drops_input else {LAYER_INPUT}
+        twin = self._costs.get((kind, replace(policy, saved=frozenset(), offloaded=policy.saved | layer_input)))
+        return None if twin is None else replace(twin, saved=twin.saved + twin.offloaded, offloaded=0)
 
     def replay(self, index: int, policy: RematPolicy) -> Cost:
         """Return the cost of running a layer again, from attention's output where the policy keeps it."""
