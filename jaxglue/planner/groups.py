@@ -11,9 +11,7 @@ from jaxglue.planner.traced import TracedModel
 _SIZES = (2, 4, 8)
 
 
-def group_policies(
-    layers: int, *, keep_attention: bool, leanest: bool = False
-) -> Iterator[tuple[RematPolicy, ...]]:
+def group_policies(layers: int, *, keep_attention: bool, leanest: bool = False) -> Iterator[tuple[RematPolicy, ...]]:
     """Yield policies of every layer by the size of the groups, and by how many layers compute attention again.
 
     A group's last one or two do: the output of the last, the next group's input, is not computed again.

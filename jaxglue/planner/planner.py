@@ -245,9 +245,7 @@ class Planner:
                     yield partly
 
     def _candidates_of(self, places: Sequence[str], host_memory: float) -> Iterator[Plan]:
-        policies, mixes = candidates(
-            keep_attention=self._model.keeps_attention, tiled=self.workload.tile is not None
-        )
+        policies, mixes = candidates(keep_attention=self._model.keeps_attention, tiled=self.workload.tile is not None)
         for text in policies:
             yield self.plan(parse_policy(text), weights=places)
         for lean, fast in mixes:
@@ -289,7 +287,9 @@ class Planner:
 
         def keep(count: int) -> Plan:
             chosen = zip(plan.policies, interleave(False, True, layers, count), strict=True)
-            return self.plan([policy.on_device() if keeps else policy for policy, keeps in chosen], weights=plan.weights)
+            return self.plan(
+                [policy.on_device() if keeps else policy for policy, keeps in chosen], weights=plan.weights
+            )
 
         kept = most(keep, range(1, layers + 1), lambda kept: self.fits(kept, math.inf)) if plan.host_bytes else None
         starts_sooner = kept is not None and kept.compile_seconds < plan.compile_seconds
