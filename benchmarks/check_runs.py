@@ -58,7 +58,10 @@ class Runs:
     def __init__(self, scratch: Path, timeout: float = 400.0):
         self._scratch, self._timeout = scratch.resolve(), timeout
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self.environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self.compiled = self._scratch / "compiled"
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(self.compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self.environment = os.environ | {"PYTHONPATH": paths} | cache | memory
         make_model_folders(self._scratch / "models", {**SIZES, "moe_intermediate_size": 128})
         self._make_real_shape()
 
@@ -115,7 +118,7 @@ class Runs:
         """Return the command of a run, and make the run's folder."""
         shared = {"model": flags.get("model") or self.model(str(flags["family"])), **SHARED}
         shared |= {"output": self._output(name), "cache-dir": self._scratch / "tokens"}
-        shared |= {"compilation-cache": self._scratch / "compiled"} | ({"resume": True} if resume else {})
+        shared |= {"compilation-cache": self.compiled} | ({"resume": True} if resume else {})
         command = [sys.executable, "scripts/train.py"]
         for flag, value in {**shared, **flags}.items():
             if flag != "family":

@@ -17,22 +17,26 @@ Parts:
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from check_runs import CASES, FAULTS, LORA, ROOT, Runs, block_means, difference
 from measure import table, write_results
 
+from jaxglue.engine.compiler import LIBRARY_MATMULS
+
 RECORDED = ROOT / "benchmarks/results/gpu_check.json"
 CHATS = ROOT / "scripts/quickstart/chats.jsonl"
 OVERLAP = "tests/benchmarks/test_traces.py::test_copies_run_under_computation"
+TOGETHER_TESTS = ["-n", "6", "--dist", "worksteal", "--durations", "30"]
 STEPS, KILLS = 100, 2
 SEEDS = (0, 1, 2)
 """The first is checked; the spread of all is the tolerance of its losses."""
@@ -73,7 +77,7 @@ class Check:
 
 def run_tests(check: Check) -> list[Row]:
     """Run all tests for GPUs but that of the overlap."""
-    return [_pytest(check, "tests", ["-m", "gpu", "-n", "4", "--deselect", OVERLAP, "tests"])]
+    return [_pytest(check, "tests", ["-m", "gpu", *TOGETHER_TESTS, "--deselect", OVERLAP, *gpu_test_files()])]
 
 
 def run_overlap(check: Check) -> list[Row]:
@@ -81,15 +85,23 @@ def run_overlap(check: Check) -> list[Row]:
     return [_pytest(check, "overlap", [OVERLAP])]
 
 
+def gpu_test_files() -> list[str]:
+    """Return the files with tests for GPUs: others take long to import."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "pytest.mark.gpu" in path.read_text()]
+
+
 def _pytest(check: Check, part: str, arguments: list[str]) -> Row:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=check.runs.environment, capture_output=True, text=True, check=False)
+    # As in training: XLA's choice among Triton's matmuls takes longer than all tests.
+    options = " ".join(f"--{name}={str(value).lower()}" for name, value in LIBRARY_MATMULS.items())
+    environment = check.runs.environment | {"XLA_FLAGS": f"{options} {os.environ.get('XLA_FLAGS', '')}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     failed = [
         line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))
     ]
-    if done.returncode:
-        print(done.stdout[-6000:] + done.stderr[-2000:], file=sys.stderr)
+    print(done.stdout[-8000:] + done.stderr[-2000:] * (done.returncode != 0), file=sys.stderr)
     summary = re.sub(r"[= ]+", " ", lines[-1]).strip() if lines else done.stderr[-200:]
     passed = done.returncode == 0 and "passed" in summary
     return Row(part, " ".join(arguments[:2]), "; ".join([summary, *failed[:5]]), "all pass", passed)
@@ -105,13 +117,18 @@ def run_tiny(check: Check) -> list[Row]:
 def _check_family(check: Check, name: str) -> list[Row]:
     flags = CASES[name] | {"steps": check.steps}
     whole = check.runs.train(name, flags)
-    rows = [_loss_row(check, name, whole), _killed_row("tiny", check, name, flags, whole, KILLS)]
-    if flags.get("method") != "full":
-        moved = check.runs.train(f"{name}-moved", flags | {"remat": "offload", "weights": "host"})
-        rows.append(_equal_row("tiny", f"{name} offloaded, streamed", whole, moved))
-    if check.record:
+    with ThreadPoolExecutor() as pool:
+        killed = pool.submit(_killed_row, "tiny", check, name, flags, KILLS, whole)
+        moved = None if flags.get("method") == "full" else pool.submit(_moved_row, check, name, flags, whole)
+    rows = [_loss_row(check, name, whole), *(row.result() for row in (killed, moved) if row)]
+    if check.record and _known_losses(check, name)[1] is None:
         _record_losses(check, name, flags, whole)
     return rows
+
+
+def _moved_row(check: Check, name: str, flags: dict, whole: Path) -> Row:
+    moved = check.runs.train(f"{name}-moved", flags | {"remat": "offload", "weights": "host"})
+    return _equal_row("tiny", f"{name} offloaded, streamed", whole, moved)
 
 
 def _equal_row(part: str, name: str, expected: Path, found: Path) -> Row:
@@ -119,15 +136,21 @@ def _equal_row(part: str, name: str, expected: Path, found: Path) -> Row:
     return Row(part, name, other or "equal", "equal to the bit", not other)
 
 
-def _killed_row(part: str, check: Check, name: str, flags: dict, whole: Path, kills: int) -> Row:
+def _killed_row(part: str, check: Check, name: str, flags: dict, kills: int, whole: Path | Future[Path]) -> Row:
     killed, count, resumes = check.runs.train_with_kills(f"{name}-killed", flags, kills)
-    row = _equal_row(part, f"{name}, {count} kills, {resumes} resumes", whole, killed)
+    undisturbed = whole if isinstance(whole, Path) else whole.result()
+    row = _equal_row(part, f"{name}, {count} kills, {resumes} resumes", undisturbed, killed)
     return replace(row, ok=row.ok and count == kills and resumes > 0)
 
 
-def _loss_row(check: Check, name: str, folder: Path) -> Row:
+def _known_losses(check: Check, name: str) -> tuple[str, dict | None]:
+    """Return the recorded losses of this kind of device, else of the CPU."""
     device = check.device if name in check.recorded.get(check.device, {}).get("losses", {}) else "cpu"
-    known = check.recorded.get(device, {}).get("losses", {}).get(name)
+    return device, check.recorded.get(device, {}).get("losses", {}).get(name)
+
+
+def _loss_row(check: Check, name: str, folder: Path) -> Row:
+    device, known = _known_losses(check, name)
     means = block_means(folder)
     if known is None:
         return Row("tiny", f"{name} losses", f"{means[0]:.3f} … {means[-1]:.3f}", "not recorded", check.record)
@@ -167,19 +190,30 @@ def run_export(check: Check) -> list[Row]:
 
 def run_speed(check: Check) -> list[Row]:
     """Measure tokens/s and peak memory of a real shape."""
-    tiny = check.device == "cpu"
-    sizes = {"seq-len": 128, "steps": 12} if tiny else {"seq-len": 8192, "steps": 40, "batch-size": 1}
     rows = []
-    for name, flags in SPEED_CASES.items():
-        family = {"family": "llama" if tiny else "qwen3-0.6b"}
-        folder = check.runs.train(f"speed-{name.partition(',')[0]}", {**flags, **family, **sizes})
-        summary = json.loads((folder / "run/summary.json").read_text())
+    for name in SPEED_CASES:
+        summary = json.loads((_train_for_speed(check, name, 40) / "run/summary.json").read_text())
         values = {"tokens/s": summary["tokens_per_second"], "peak GB": summary["peak_memory_gb"]}
-        check.fresh["speed"][name] = values
         known = check.recorded.get(check.device, {}).get("speed", {}).get(name)
+        if known is None:
+            check.fresh["speed"][name] = values
         bands = {"tokens/s": SPEED_BAND, "peak GB": MEMORY_BAND}
         rows += [_band_row(f"{name}, {key}", values[key], known and known[key], bands[key], check) for key in values]
     return rows
+
+
+def warm_up(check: Check) -> list[Row]:
+    """Compile the programs of the speed's runs beside other parts."""
+    for name in SPEED_CASES:
+        _train_for_speed(check, name, 1)
+    return []
+
+
+def _train_for_speed(check: Check, name: str, steps: int) -> Path:
+    tiny = check.device == "cpu"
+    sizes = {"seq-len": 128 if tiny else 8192, "batch-size": 1, "steps": steps}
+    family = {"family": "llama" if tiny else "qwen3-0.6b"}
+    return check.runs.train(f"speed-{name.partition(',')[0]}", {**SPEED_CASES[name], **family, **sizes})
 
 
 def _band_row(name: str, value: float, known: float | None, band: float, check: Check) -> Row:
@@ -192,8 +226,9 @@ def _band_row(name: str, value: float, known: float | None, band: float, check: 
 def run_faults(check: Check) -> list[Row]:
     """Kill a run with NF4, streamed weights and offloaded activations; compare with an undisturbed one."""
     flags = FAULTS | {"steps": check.steps if check.device == "cpu" else 500}
-    whole = check.runs.train("faults", flags)
-    return [_killed_row("faults", check, "faults", flags, whole, check.kills)]
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(check.runs.train, "faults", flags)
+        return [_killed_row("faults", check, "faults", flags, check.kills, whole)]
 
 
 PARTS: dict[str, Callable[[Check], list[Row]]] = {
@@ -203,6 +238,7 @@ PARTS: dict[str, Callable[[Check], list[Row]]] = {
     "overlap": run_overlap,
     "speed": run_speed,
     "faults": run_faults,
+    "warm-up": warm_up,
 }
 TOGETHER = ("tests", "tiny", "export")
 """Parts that do not disturb each other; the others run alone, one after another."""
@@ -222,8 +258,10 @@ def run_part(name: str, check: Check) -> list[Row]:
 
 def run_parts(names: list[str], check: Check) -> list[Row]:
     """Run parts, together where they may, and return their rows in the order of the names."""
-    with ThreadPoolExecutor(len(TOGETHER)) as pool:
+    with ThreadPoolExecutor() as pool:
         together = {name: pool.submit(run_part, name, check) for name in names if name in TOGETHER}
+        if together and "speed" in names:
+            pool.submit(run_part, "warm-up", check)
     done = {name: future.result() for name, future in together.items()}
     return [row for name in names for row in done.get(name) or run_part(name, check)]
 
@@ -234,7 +272,7 @@ def find_device(runs: Runs) -> str:
 
 
 def record(path: Path, check: Check) -> None:
-    """Write this device's fresh values into the record of all kinds."""
+    """Add this device's fresh values to the record of all kinds."""
     entry = check.recorded.get(check.device, {})
     merged = {key: {**entry.get(key, {}), **values} for key, values in check.fresh.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,10 +281,12 @@ def record(path: Path, check: Check) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[name for name in PARTS if name != "faults"])
+    parser.add_argument(
+        "--parts", nargs="*", choices=PARTS, default=[name for name in PARTS if name not in ("faults", "warm-up")]
+    )
     parser.add_argument("--scratch", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--json", type=Path, help="where to keep the table, by default in the scratch folder")
-    parser.add_argument("--record", type=Path, metavar="FILE", help=f"write what was found, as {RECORDED.name} has it")
+    parser.add_argument("--record", type=Path, metavar="FILE", help=f"add what {RECORDED.name} lacks")
     parser.add_argument("--workers", type=int, default=4, help="tiny families at a time")
     parser.add_argument("--kills", type=int, default=20, help="of the part faults")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the tiny runs")

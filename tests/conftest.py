@@ -19,7 +19,6 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from jaxglue.data.batch import Batch
 from jaxglue.models import build_model, config_from_hf
@@ -125,6 +124,7 @@ def backend():
 @pytest.fixture(scope="session")
 def make_tokenizer(backend):
     """Make a tokenizer with the named chat template, or none."""
+    from transformers import PreTrainedTokenizerFast  # where torch is installed, it takes ten seconds
 
     def make(template="plain", **special):
         tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", **special}

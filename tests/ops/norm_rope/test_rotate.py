@@ -35,8 +35,13 @@ def random_case(name, dtype=jnp.float32):
 
 def output_and_gradients(backend, inputs, tables, douts):
     """Return ((q, k), (dq, dk, the norms' gradients)) in float32."""
-    out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, *tables, norms=norms, backend=backend), *inputs)
-    return jax.tree.map(lambda x: np.asarray(x, np.float32), (out, pull(douts)))
+
+    @jax.jit
+    def compute(inputs, douts):
+        out, pull = jax.vjp(lambda q, k, norms: rotate_heads(q, k, *tables, norms=norms, backend=backend), *inputs)
+        return out, pull(douts)
+
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), compute(inputs, douts))
 
 
 def assert_close(got, expected, tolerance):
