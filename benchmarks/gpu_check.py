@@ -202,11 +202,10 @@ def run_speed(check: Check) -> list[Row]:
     return rows
 
 
-def warm_up(check: Check) -> list[Row]:
-    """Compile the programs of the speed's runs beside other parts."""
+def warm_up(check: Check) -> None:
+    """Compile the programs of the part speed, which meets any error again."""
     for name in SPEED_CASES:
         _train_for_speed(check, name, 1)
-    return []
 
 
 def _train_for_speed(check: Check, name: str, steps: int) -> Path:
@@ -238,7 +237,6 @@ PARTS: dict[str, Callable[[Check], list[Row]]] = {
     "overlap": run_overlap,
     "speed": run_speed,
     "faults": run_faults,
-    "warm-up": warm_up,
 }
 TOGETHER = ("tests", "tiny", "export")
 """Parts that do not disturb each other; the others run alone, one after another."""
@@ -261,7 +259,7 @@ def run_parts(names: list[str], check: Check) -> list[Row]:
     with ThreadPoolExecutor() as pool:
         together = {name: pool.submit(run_part, name, check) for name in names if name in TOGETHER}
         if together and "speed" in names:
-            pool.submit(run_part, "warm-up", check)
+            pool.submit(warm_up, check)
     done = {name: future.result() for name, future in together.items()}
     return [row for name in names for row in done.get(name) or run_part(name, check)]
 
@@ -281,9 +279,7 @@ def record(path: Path, check: Check) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="*", choices=PARTS, default=[name for name in PARTS if name not in ("faults", "warm-up")]
-    )
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[name for name in PARTS if name != "faults"])
     parser.add_argument("--scratch", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--json", type=Path, help="where to keep the table, by default in the scratch folder")
     parser.add_argument("--record", type=Path, metavar="FILE", help=f"add what {RECORDED.name} lacks")
