@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def _expand_quantized(
     modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in _PARTS}
     kept = {name: info for name, info in tensors.items() if not name.startswith(parts) and name not in modules}
     dtype = np.dtype(jnp.bfloat16)
-    return kept | {name: TensorInfo(file=tensors[name].file, shape=quantized[name], dtype=dtype) for name in expanded}
+    return kept | {name: replace(tensors[name], shape=quantized[name], dtype=dtype) for name in expanded}
 
 
 def _finite(name: str, weight: np.ndarray) -> np.ndarray:

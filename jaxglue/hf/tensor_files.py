@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -44,68 +43,82 @@ class TensorInfo:
     file: Path
     shape: tuple[int, ...]
     dtype: np.dtype
-    start: int | None = None
-    """First byte in the file, of a dtype that the library does not give to numpy."""
+    start: int
+    """First byte in the file."""
 
 
 class TensorFiles:
-    """Open safetensors files with checked headers; data are read on request.
+    """Safetensors files with checked headers; data are read on request, by several threads at once.
 
     Raises:
         ValueError: a missing, truncated or corrupt file, an unsupported dtype, or a tensor in two files.
     """
 
     def __init__(self, paths: Iterable[Path]):
-        self._handles = {path: _open(path) for path in paths}
         self.tensors: dict[str, TensorInfo] = {}
-        for path, handle in self._handles.items():
-            starts = cache(partial(_data_starts, path))
-            for name in handle.keys():  # noqa: SIM118 - not a dict
-                if name in self.tensors:
-                    raise ValueError(f"tensor {name} is both in {self.tensors[name].file} and in {path}")
-                self.tensors[name] = _info(path, handle, name, starts)
+        self._metadata: dict[str, str] = {}
+        for path in paths:
+            tensors, metadata = _read_header(path)
+            for name in tensors.keys() & self.tensors.keys():
+                raise ValueError(f"tensor {name} is both in {self.tensors[name].file} and in {path}")
+            self.tensors |= tensors
+            self._metadata |= metadata
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor into its own memory."""
-        if (info := self.tensors[name]).start is not None:
-            return self.read_rows(name, 0, info.shape[0])
-        return self._handles[self.tensors[name].file].get_tensor(name)
+        return self._read(name, 0, self.tensors[name].shape)
 
     def metadata(self) -> dict[str, str]:
         """Return the texts that the files hold beside their tensors."""
-        return {key: value for handle in self._handles.values() for key, value in (handle.metadata() or {}).items()}
+        return self._metadata
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read rows `start:stop` of a tensor, clipped to its end."""
-        info = self.tensors[name]
-        if info.start is not None:
-            rows, columns = min(stop, info.shape[0]) - start, math.prod(info.shape[1:])
-            begin = info.start + start * columns
-            return np.fromfile(info.file, info.dtype, rows * columns, offset=begin).reshape(rows, *info.shape[1:])
-        return self._handles[info.file].get_slice(name)[start : min(stop, info.shape[0])]
+        rows, *rest = self.tensors[name].shape
+        return self._read(name, start * math.prod(rest), (min(stop, rows) - start, *rest))
 
     def read_line(self, name: str, index: tuple[int, ...]) -> np.ndarray:
         """Read the values along a tensor's last axis at an index of the others."""
-        view = self._handles[self.tensors[name].file].get_slice(name)
-        return view[tuple(slice(int(i), int(i) + 1) for i in index)].reshape(-1)
+        *others, length = self.tensors[name].shape
+        return self._read(name, int(np.ravel_multi_index(index, others)) * length, (length,))
+
+    def _read(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Read an array that begins at the tensor's element `first`; other threads run meanwhile."""
+        info = self.tensors[name]
+        array = np.empty(shape, info.dtype)
+        _read_into(array.reshape(-1).view(np.uint8), info.file, info.start + first * info.dtype.itemsize)
+        return array
 
 
-def _open(path: Path):
+def _read_into(target: np.ndarray, path: Path, offset: int) -> None:
+    # The library's own reads hold the interpreter's lock, so that several at once take turns.
+    rest = memoryview(target)
+    with path.open("rb", buffering=0) as file:
+        while rest:
+            count = os.preadv(file.fileno(), [rest], offset)
+            if not count:
+                raise ValueError(f"{path} ended while it was read: download or copy it again")
+            rest, offset = rest[count:], offset + count
+
+
+def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Return a file's tensors, and the texts beside them; the library checks the header."""
     try:
-        return safe_open(path, framework="numpy", backend="pread")
+        with safe_open(path, framework="numpy") as handle:
+            views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+            starts = _data_starts(path)
+            return {name: _info(path, view, name, starts) for name, view in views.items()}, handle.metadata() or {}
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}): download or copy it again") from error
 
 
-def _info(path: Path, handle, name: str, starts: Callable[[], dict[str, int]]) -> TensorInfo:
-    view = handle.get_slice(name)
+def _info(path: Path, view, name: str, starts: Mapping[str, int]) -> TensorInfo:
     code = view.get_dtype()
     if code not in _DTYPES:
         raise ValueError(f"tensor {name} in {path} has dtype {code}; supported are {', '.join(_DTYPES)}")
-    start = starts()[name] if code == "F8_E4M3" else None
-    return TensorInfo(file=path, shape=tuple(view.get_shape()), dtype=_DTYPES[code], start=start)
+    return TensorInfo(file=path, shape=tuple(view.get_shape()), dtype=_DTYPES[code], start=starts[name])
 
 
 def _data_starts(path: Path) -> dict[str, int]:

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
-from jax_triton import triton_call
+from jax_triton import triton_call, triton_lib
 from jax_triton.triton_lib import TensorDescMeta
 
 from jaxglue.ops.backend import Capability, triton_capability
+from jaxglue.ops.kernel_cache import cached
 
 # jax-triton 0.4.1 requires a key that Triton 3.7 no longer writes, and has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
+triton_lib.compile_ttir_inplace = cached(triton_lib.compile_ttir_inplace)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
     run = config.run
     setup = prepare(config, processes) if run.dry_run or run.resume else None
     if setup and run.dry_run:
