@@ -12,14 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
+from idle_layers import IdleLayers, idle_layers
 from inputs import SHAPES
 from measure import uniform_lengths
 from traces import copy_overlap, kernel_milliseconds
@@ -147,9 +151,9 @@ def document_range(args) -> tuple[int, int]:
     return (args.document_tokens,) * 2 if args.document_tokens else tuple(args.documents)
 
 
-def args_workload(args) -> Workload:
-    """Return the workload of the flags."""
-    work = workload(args.shape, args.layers, args.tokens, args.method, args.quantize, document_range(args))
+def args_workload(args, layers: int | None = None) -> Workload:
+    """Return the workload of the flags, with other layers if given."""
+    work = workload(args.shape, layers or args.layers, args.tokens, args.method, args.quantize, document_range(args))
     return replace(work, host_embeddings=args.embeddings == "host", tile=args.tile)
 
 
@@ -160,6 +164,14 @@ def choose(args, planner: Planner) -> dict:
     args.attention = planner.workload.attention
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
     return {"remat": args.remat, "weights": args.weights, "tile": args.tile, **foreseen}
+
+
+def hold_idle_layers(args, work: Workload) -> IdleLayers:
+    """Hold the memory of layers that are not run."""
+    gpu, layers = device_gpu(jax.devices()[0]), work.config.num_hidden_layers
+    part, whole = (Planner(args_workload(args, count), gpu) for count in (layers, args.of_layers))
+    plan = part.plan(parse_policies(args.remat, layers), weights=args.weights)
+    return idle_layers(part, whole, plan, args.of_layers)
 
 
 def pinned_gib(args) -> float:
@@ -263,24 +275,20 @@ def measure(args) -> dict:
     filled, weights = time.perf_counter() - begun, memory(device, "bytes_in_use")
     pinned = pinned_bytes(parts[2]) / 2**30
     report(f"first step; {pinned:.1f} GiB of weights in pinned memory")
+    others = hold_idle_layers(args, work) if args.of_layers else None
     build = executor_step if args.executor == "layers" else whole_step
     step = build(args, work, *parts, batch)
-    begun = time.perf_counter()
-    loss, gradients = jax.block_until_ready(step())
-    first = time.perf_counter() - begun
+    with traced(args, args.trace_first) as found:
+        begun = time.perf_counter()
+        loss, gradients = jax.block_until_ready(step())
+        first = time.perf_counter() - begun
     del gradients
     report(f"{args.steps} steps; the first took {first:.1f} s")
     if args.warm_up:
         jax.block_until_ready(step())
-    times = []
-    for _ in range(args.steps):
-        begun = time.perf_counter()
-        result = step()
-        dispatched = time.perf_counter() - begun
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - begun, dispatched))
-        del result
-        report(f"a step of {times[-1][0] * 1e3:,.0f} ms")
+    times = step_times(step, args.steps) or [(found["busy_ms"] / 1e3, first)]
+    if others is not None:
+        others.wait()
     row = {
         "setting": {name: value for name, value in vars(args).items() if value is not None},
         "gpu": device.device_kind,
@@ -293,22 +301,46 @@ def measure(args) -> dict:
         "weights_gib": weights,
         "pinned_weights_gib": pinned,
         "host_rss_gib": psutil.Process().memory_info().rss / 2**30,
+        "host_free_gib": psutil.virtual_memory().available / 2**30,
         "peak_gib": memory(device, "peak_bytes_in_use"),
         **chosen,
     }
-    if args.trace:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(step())
+    if (args.trace or args.kernels) and not args.trace_first:
+        with traced(args, True) as found:
+            jax.block_until_ready(step())
+    return row | found
+
+
+def step_times(step: Callable, steps: int) -> list[tuple[float, float]]:
+    """Return seconds of each step and of its dispatch."""
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        result = step()
+        dispatched = time.perf_counter() - begun
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - begun, dispatched))
+        del result
+        report(f"a step of {times[-1][0] * 1e3:,.0f} ms")
+    return times
+
+
+@contextmanager
+def traced(args, wanted: bool) -> Iterator[dict]:
+    """Yield a dictionary that has copies, and kernels' times by kind, once the step inside is done."""
+    row: dict[str, Any] = {}
+    if not wanted:
+        yield row
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            yield row
+        if args.trace:
             found = copy_overlap(folder)
-        row |= {"copies_ms": found.to_host + found.to_device, "hidden_ms": found.hidden, "busy_ms": found.busy}
-        row |= {"span_ms": found.span, "hidden_share": found.hidden_share}
-    if args.kernels:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(step())
+            row |= {"copies_ms": found.to_host + found.to_device, "hidden_ms": found.hidden, "busy_ms": found.busy}
+            row |= {"span_ms": found.span, "hidden_share": found.hidden_share}
+        if args.kernels:
             row["kernels"] = by_kind(kernel_milliseconds(folder))
-    return row
 
 
 def by_kind(kernels: dict[str, float]) -> dict[str, float]:
@@ -326,6 +358,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--of-layers", type=int, help="hold idle memory as of so many layers, and run --layers of them")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--documents", type=int, nargs=2, default=DOCUMENTS, help="least and most tokens of one")
     parser.add_argument("--document-tokens", type=int, help="length of all documents, in place of --documents")
@@ -347,6 +380,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="measure from the second step")
     parser.add_argument("--trace", action="store_true")
+    parser.add_argument(
+        "--trace-first",
+        action="store_true",
+        help="trace the first step; with --trace --steps 0 its kernels' time, without gaps, stands for a step's",
+    )
     parser.add_argument("--kernels", action="store_true", help="add up kernels' time by kind")
     return parser
 

@@ -1,0 +1,39 @@
+"""Memory of layers that a benchmark does not run, held while it runs the others."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import Plan
+
+_BLOCK = 2**28
+"""Bytes of an array."""
+
+
+class IdleLayers:
+    """Bytes on the GPU at once, and bytes of host memory, not pinned, that are written while the GPU computes."""
+
+    def __init__(self, device_bytes: int, host_bytes: int):
+        self._device = jax.block_until_ready([jnp.zeros(_BLOCK, jnp.uint8) for _ in range(device_bytes // _BLOCK)])
+        self._host: list[np.ndarray] = []
+        self._thread = threading.Thread(target=self._write, args=(host_bytes // _BLOCK,))
+        self._thread.start()
+
+    def _write(self, blocks: int) -> None:
+        for _ in range(blocks):
+            self._host.append(np.ones(_BLOCK, np.uint8))
+
+    def wait(self) -> None:
+        """Wait until all host memory is written."""
+        self._thread.join()
+
+
+def idle_layers(planner: Planner, whole: Planner, plan: Plan, layers: int) -> IdleLayers:
+    """Hold what a model of `layers` needs beyond the planned part of it, whose policies it repeats."""
+    repeats = layers // len(plan.policies)
+    all_layers = whole.plan(plan.policies * repeats, weights=plan.weights * repeats)
+    part = planner.plan(plan.policies, weights=plan.weights)
+    return IdleLayers(all_layers.device_bytes - part.device_bytes, all_layers.host_bytes - part.host_bytes)
