@@ -9,27 +9,33 @@ from jaxglue.ops.cross_entropy.kernels import cross_entropy_kernel, scaled_cross
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.fp8 import E4M3
 
-_BLOCK = 4096
-"""Logits in a step of a program of 256 threads."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TritonCrossEntropy(Launcher):
     """`CrossEntropy` by our own kernels."""
 
+    programs: int | None = None
+    """Programs, each of several tokens; None for one a token."""
+    block: int = 4096
+    """Logits in a step of a program."""
+    num_warps: int = 8
+
     def __call__(self, logits, targets, weights, dtype):
         """See `CrossEntropy`."""
         M, V = logits.shape
         out_type = jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M, V), dtype)
-        arrays, constants = (logits, targets, weights), {"V": V, "BLOCK": _BLOCK}
-        return self._launch(cross_entropy_kernel, arrays, out_type, (M,), constants, num_warps=8, num_stages=2)
+        return self._call(cross_entropy_kernel, (logits, targets, weights), out_type)
 
     def scaled(self, products, row_scales, column_scales, targets, weights):
         """See `reference_scaled_cross_entropy`."""
         M, V = products.shape
         per_row = jax.ShapeDtypeStruct((M,), jnp.float32)
         arrays = products, row_scales.reshape(M), column_scales, targets, weights
-        out_type, constants = (per_row, jax.ShapeDtypeStruct((M, V), E4M3), per_row), {"V": V, "BLOCK": _BLOCK}
-        compiled = {"num_warps": 8, "num_stages": 2}
-        losses, codes, scales = self._launch(scaled_cross_entropy_kernel, arrays, out_type, (M,), constants, **compiled)
+        out_type = per_row, jax.ShapeDtypeStruct((M, V), E4M3), per_row
+        losses, codes, scales = self._call(scaled_cross_entropy_kernel, arrays, out_type)
         return losses, codes, scales[:, None]
+
+    def _call(self, kernel, arrays, out_type):
+        M, V = arrays[0].shape
+        constants, grid = {"M": M, "V": V, "BLOCK": self.block}, (min(M, self.programs or M),)
+        return self._launch(kernel, arrays, out_type, grid, constants, num_warps=self.num_warps, num_stages=2)
