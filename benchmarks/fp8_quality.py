@@ -190,12 +190,20 @@ def fine_tune(folder: Path, label: str, seed: int, corpus: np.ndarray, args: arg
     return result | {"seconds": time.perf_counter() - begun}
 
 
+def earlier_runs(path: Path) -> list[dict]:
+    """Return the fine-tuning runs of another process's file."""
+    results = json.loads(path.read_text())["results"]
+    return [result for result in results if result["weights"] in VARIANTS]
+
+
 def summary(results: list[dict]) -> list[dict]:
     """Return the table's rows: mean and spread over the seeds, and the difference to bf16 of the same seeds."""
     reference = {result["seed"]: result["loss"] for result in results if result["weights"] == "bf16"}
     rows = []
     for label in VARIANTS:
         losses = {result["seed"]: result["loss"] for result in results if result["weights"] == label}
+        if not losses:
+            continue
         apart = [100 * (loss / reference[seed] - 1) for seed, loss in losses.items()]
         spread = max(losses.values()) - min(losses.values())
         rows.append(
@@ -232,6 +240,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pretrain-steps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--onto", type=Path, help="a file of --json whose runs are shown with these")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--eval-batches", type=int, default=8)
@@ -250,12 +260,12 @@ def main() -> None:
     args = parse()
     library, package = corpora(args.package, args.vocabulary)
     print(f"standard library {len(library):,} tokens, {args.package} {len(package):,} tokens", flush=True)
-    results: list[dict] = []
+    results = earlier_runs(args.onto) if args.onto else []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         pretraining = pretrain(folder, library, args)
         print(f"pretrained: {pretraining[0][1]:.4f} → {pretraining[-1][1]:.4f}", flush=True)
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             for label in VARIANTS:
                 results.append(fine_tune(folder, label, seed, package, args))
                 if args.json:
