@@ -140,6 +140,7 @@ def _method(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 _STAGES: dict[Any, dict[str, str]] = {
     **{stage: {} for stage in (None, "sft", "pt")},
     **{stage: {"objective": stage} for stage in ("dpo", "kto")},
+    "rm": {"objective": "reward"},
 }
 """Settings by LLaMA-Factory's stages."""
 _PREFERENCE_LOSSES: dict[Any, dict[str, str]] = {

@@ -58,6 +58,8 @@ class DecoderConfig:
     """None for dense models."""
     quantize: Storage = "none"
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
+    scores: bool = False
+    """Score every token in place of projecting it to the vocabulary, as reward models do."""
     fp8_head: bool = False
     """Multiply the frozen output projection in FP8 in training."""
     fp8_experts: bool = False
@@ -107,6 +109,11 @@ class DecoderConfig:
                 "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how, **products)
+
+    @property
+    def scored(self) -> "DecoderConfig":
+        """Return the config of a reward model: one score in place of the output projection."""
+        return replace(self, scores=True, tie_word_embeddings=False)
 
     @property
     def first_of_kind(self) -> tuple[int, ...]:
@@ -224,6 +231,7 @@ def decoder_fields(
     require_fields(raw, needed)
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported for {raw['model_type']}: only 'silu' is")
+    scores = _scores(raw)
     heads, given = raw["num_attention_heads"], {name: value for name, value in raw.items() if value is not None}
     return {
         **{name: raw[name] for name in needed},
@@ -232,13 +240,30 @@ def decoder_fields(
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "max_position_embeddings": raw.get("max_position_embeddings") or max_position_embeddings,
         "rms_norm_eps": given.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": given.get("tie_word_embeddings", False),
+        "tie_word_embeddings": given.get("tie_word_embeddings", False) and not scores,
+        "scores": scores,
         "attention_bias": given.get("attention_bias", False),
         "mlp_bias": given.get("mlp_bias", False),
         "initializer_range": given.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
         "quantize": _stored_format(raw),
     }
+
+
+def _scores(raw: Mapping[str, Any]) -> bool:
+    """Tell whether a folder holds a reward model: a sequence classification with one label.
+
+    Raises:
+        ValueError: a classification with several labels.
+    """
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not any(str(name).endswith("ForSequenceClassification") for name in names):
+        return False
+    labels = raw.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)
+    if count != 1:
+        raise ValueError(f"config.json: {names[0]} has {count} labels; only reward models, with one, are supported")
+    return True
 
 
 def _stored_format(raw: Mapping[str, Any]) -> Storage:

@@ -1,4 +1,4 @@
-"""The causal language model: embedding, a family's decoder layers, norm and output projection."""
+"""The decoder: embedding, a family's layers, norm, and output projection or, in reward models, score."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,10 @@ from jaxglue.ops.segments import PackedSegments, pack_segments
 
 
 class CausalLM(nnx.Module):
-    """Embedding, decoder layers, final norm and output projection (None when tied to the embedding)."""
+    """Embedding, decoder layers, final norm and output projection (None when tied to the embedding).
+
+    A reward model has `score` [1, D] in place of the projection.
+    """
 
     def __init__(self, config: DecoderConfig, make_layer: Callable[[int], nnx.Module], *, dtype, rngs: nnx.Rngs):
         self.config = config
@@ -23,8 +26,9 @@ class CausalLM(nnx.Module):
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
+        without = config.tie_word_embeddings or config.scores
+        self.lm_head = None if without else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
+        self.score = Linear(D, 1, bias=False, std=std, dtype=dtype, rngs=rngs) if config.scores else None
 
     def __call__(
         self,
@@ -34,7 +38,7 @@ class CausalLM(nnx.Module):
         dtype=jnp.float32,
         backend: str = "auto",
     ) -> Float[Array, "B T V"]:
-        """Compute float32 logits of packed rows in one pass; without segments each row is one document."""
+        """Compute float32 logits, or scores [B, T, 1], of packed rows; without segments each row is one document."""
         if segments is None:
             segments = pack_segments([[tokens.shape[1]]] * tokens.shape[0], seq_len=tokens.shape[1])
         context = packed_context(self.config, segments, backend=backend)
@@ -45,8 +49,9 @@ class CausalLM(nnx.Module):
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:
-        """Return the output projection, tied or not."""
-        return output_matrix(self.embed_tokens if self.lm_head is None else self.lm_head)
+        """Return the output projection, tied or not, or the score's weight [1, D]."""
+        modules = (self.score, self.lm_head, self.embed_tokens)
+        return output_matrix(next(module for module in modules if module is not None))
 
 
 def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:

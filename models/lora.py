@@ -11,7 +11,7 @@ from jaxglue.models.layers import Linear
 from jaxglue.models.lora_config import ALL_LINEAR, MODULES, LoraConfig, match_pattern, parse_patterns
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
-from jaxglue.models.vocabulary import train_modules, train_rows, vocabulary_modules
+from jaxglue.models.vocabulary import train_modules, train_rows, train_score, vocabulary_modules
 
 
 def is_target(path: str, target: str) -> bool:
@@ -22,7 +22,8 @@ def is_target(path: str, target: str) -> bool:
 def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     """Add an adapter in place to every targeted linear layer and expert projection of the decoder layers.
 
-    Embedding and output projection, or rows of them, train beside the adapters where the configuration says so.
+    Embedding and output projection, or rows of them, train beside the adapters where the configuration says so, and
+    always the score of a reward model.
 
     Raises:
         ValueError: a target or pattern that names none of them, dropout, patterns or DoRA on experts, or a token index
@@ -43,6 +44,7 @@ def add_lora(model: CausalLM, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
             raise ValueError(f"--dora is not supported for the adapters of experts ({path}): name other --targets")
         else:
             linear.add_lora(**options, dora=True)
+    train_score(model)
     train_modules(model, config.modules_to_save)
     train_rows(model, config.token_modules, config.trainable_token_indices)
 

@@ -18,6 +18,10 @@ ParamKey = str | int
 """Key of a part of a parameter tree: a module's name, or a layer's index."""
 
 
+HEADS = ("score", "lm_head")
+"""Modules after the final norm; a model has one of them, or its embedding serves as output projection."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelGraphDefs:
     """`nnx.GraphDef`s of the modules; layers of one type have equal ones."""
@@ -27,26 +31,32 @@ class ModelGraphDefs:
     norm: nnx.GraphDef
     lm_head: nnx.GraphDef | None
     """None when the output projection is tied to the embedding."""
+    score: nnx.GraphDef | None = None
+    """Of a reward model, in place of the output projection."""
+
+    @property
+    def output_name(self) -> str:
+        """Return the key of the output projection, or of a reward model's score."""
+        return next((name for name in HEADS if getattr(self, name) is not None), "embed_tokens")
 
     @property
     def output(self) -> nnx.GraphDef:
-        """Return the graphdef of the output projection's module."""
-        return self.embed_tokens if self.lm_head is None else self.lm_head
+        """Return the graphdef of the module of `output_name`."""
+        return getattr(self, self.output_name)
 
 
 _EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(weight|bias|blocks|scales)$")
 
 
 def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelGraphDefs, Params, Params]:
-    """Return (graphdefs, trainable, frozen); trees have the keys embed_tokens, layers, norm and, if untied, lm_head.
+    """Return (graphdefs, trainable, frozen); trees have the keys embed_tokens, layers, norm and one of `HEADS`, if any.
 
     Args:
         model: modules with parameters.
         trainable: filter of the variables that train: `nnx.LoRAParam` for adapters, `nnx.Param` for everything.
     """
     modules: dict[str, Any] = {"embed_tokens": model.embed_tokens, "norm": model.norm}
-    if model.lm_head is not None:
-        modules["lm_head"] = model.lm_head
+    modules |= {name: head for name in HEADS if (head := getattr(model, name)) is not None}
     graphdefs: dict[str, Any] = {"lm_head": None}
     train: Params = {}
     frozen: Params = {}
@@ -95,7 +105,7 @@ def hf_name(name: str) -> str:
     `experts.down_proj.bias` is `experts.down_proj_bias`.
     """
     name = _EXPERT_PARAMETER.sub(lambda match: match[1] + ("" if match[2] == "weight" else f"_{match[2]}"), name)
-    return name if name.startswith("lm_head") else f"model.{name}"
+    return name if name.startswith(HEADS) else f"model.{name}"
 
 
 def quantized_names(model: CausalLM) -> set[str]:

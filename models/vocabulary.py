@@ -79,6 +79,12 @@ def train_modules(model: Any, names: Sequence[str]) -> None:
             module.weight = nnx.LoRAParam(module.weight.get_value().astype(jnp.float32))
 
 
+def train_score(model: Any) -> None:
+    """Make a reward model's score train whole beside adapters, in float32, in place."""
+    if model.score is not None and not isinstance(model.score.weight, nnx.LoRAParam):
+        model.score.weight = nnx.LoRAParam(model.score.weight.get_value().astype(jnp.float32))
+
+
 def train_rows(model: Any, names: Sequence[str], indices: Sequence[int]) -> None:
     """Make single rows train beside adapters, in float32, in place; modules that train whole have no such rows.
 

@@ -22,8 +22,8 @@ class _Piece(NamedTuple):
     part: int
     tokens: np.ndarray
     targets: np.ndarray
-    counts: bool
-    """The targets count where the store's mask says so, or all of a prompt's."""
+    weights: np.ndarray
+    """1 for tokens that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,13 @@ class AnswerDataset(TokenDataset):
     """Units of two answers to one prompt; `documents` has the first, `lengths` the tokens of a unit in a row.
 
     The last token of the common beginning predicts both answers' first tokens, so each answer's part begins with a copy
-    of it, and their last tokens, which predict nothing, are left out.
+    of it, and their last tokens, which predict nothing, are left out. Where answers are scored, parts are whole, and
+    their last tokens count.
     """
 
     task: AnswerTask
     prompts: Int[np.ndarray, "units"]
-    """Tokens of the common beginning without its last."""
+    """Tokens of the common beginning, without its last unless answers are scored."""
     sizes: Int[np.ndarray, "units 2"]
     """Tokens of each answer's part."""
     seconds: Int[np.ndarray, "units"]
@@ -47,10 +48,12 @@ class AnswerDataset(TokenDataset):
     """Counted tokens of the first answer, and of the prompt where it counts."""
     reference: Float32[np.ndarray, "units 2"] | None = None
     """The reference's log-probabilities of the answers, once they are known."""
+    margins: Float32[np.ndarray, "units"] | None = None
+    """Least differences of the answers' scores, where they are scored."""
 
     PER_DOCUMENT: ClassVar[tuple[str, ...]] = (
         *TokenDataset.PER_DOCUMENT,
-        *("prompts", "sizes", "seconds", "desirable", "first_tokens", "reference"),
+        *("prompts", "sizes", "seconds", "desirable", "first_tokens", "reference", "margins"),
     )
 
     @cached_property
@@ -60,6 +63,8 @@ class AnswerDataset(TokenDataset):
         digest.update(repr(self.task).encode())
         for values in (self.prompts, self.sizes, self.seconds, self.desirable):
             digest.update(np.ascontiguousarray(values).data)
+        if self.margins is not None:
+            digest.update(np.ascontiguousarray(self.margins).data)
         return digest.hexdigest()
 
     @property
@@ -81,14 +86,14 @@ class AnswerDataset(TokenDataset):
         """Return the store indices of a prompt, its first and its second answer."""
         size, other = self.sizes[document]
         start, second = self.store.offsets[self.documents[document]], self.seconds[document]
-        first = np.arange(start, start + self.prompts[document] + 1 + size)
+        first = np.arange(start, start + self.prompts[document] + (not self.task.scored) + size)
         return np.concatenate([first, np.arange(second, second + other)])
 
     def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
         """Return the fields of the concatenation with data sets of further sources."""
         parts = [self, *others]
         starts = np.cumsum([0, *(len(part.store.tokens) for part in parts)])
-        names = ("prompts", "sizes", "desirable", "first_tokens")
+        names = ("prompts", "sizes", "desirable", "first_tokens", *(("margins",) if self.task.scored else ()))
         fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         seconds = [part.seconds + start for part, start in zip(parts, starts, strict=False)]  # type: ignore[attr-defined]
         return super().joined(others) | fields | {"seconds": np.concatenate(seconds)}
@@ -127,15 +132,34 @@ class AnswerDataset(TokenDataset):
 
     def _pieces(self, unit: int) -> Iterator[_Piece]:
         """Yield the parts of a unit, as they lie in a row."""
+        prompt, chosen, rejected = self._scored_pieces(unit) if self.task.scored else self._predicted_pieces(unit)
+        yield prompt
+        yield chosen
+        if not self.task.shared_prompt:
+            yield prompt._replace(weights=np.zeros(len(prompt.tokens)))
+        yield rejected
+
+    def _predicted_pieces(self, unit: int) -> tuple[_Piece, _Piece, _Piece]:
         start, prompt, second = self.store.offsets[self.documents[unit]], self.prompts[unit], self.seconds[unit]
         size, other = self.sizes[unit]
         shared = np.arange(start, start + prompt + 1)
         answer, rest = shared[-1] + np.arange(size + 1), second + np.arange(other)
-        yield _Piece(PROMPT, shared[:-1], shared[1:], self.task.prompt_loss)
-        yield _Piece(CHOSEN, answer[:-1], answer[1:], True)
-        if not self.task.shared_prompt:
-            yield _Piece(PROMPT, shared[:-1], shared[1:], False)
-        yield _Piece(REJECTED, np.concatenate([shared[-1:], rest[:-1]]), rest, True)
+        return (
+            _Piece(PROMPT, shared[:-1], shared[1:], np.full(prompt, self.task.prompt_loss)),
+            _Piece(CHOSEN, answer[:-1], answer[1:], self.store.mask[answer[1:]] > 0),
+            _Piece(REJECTED, np.concatenate([shared[-1:], rest[:-1]]), rest, self.store.mask[rest] > 0),
+        )
+
+    def _scored_pieces(self, unit: int) -> tuple[_Piece, _Piece, _Piece]:
+        start, prompt = self.store.offsets[self.documents[unit]], self.prompts[unit]
+        size, other = self.sizes[unit]
+        shared = np.arange(start, start + prompt)
+        first, second = start + prompt + np.arange(size), self.seconds[unit] + np.arange(other)
+        return (
+            _Piece(PROMPT, shared, shared, np.zeros(prompt)),
+            _Piece(CHOSEN, first, first, np.arange(size) == size - 1),
+            _Piece(REJECTED, second, second, np.arange(other) == other - 1),
+        )
 
     def _fill(self, pieces: list[tuple[int, _Piece]], tokens, targets, weights, owners) -> None:
         """Write a row's tokens, targets, weights and owners."""
@@ -143,9 +167,7 @@ class AnswerDataset(TokenDataset):
         end, source = sum(sizes), np.concatenate([piece.targets for _, piece in pieces])
         tokens[:end] = self.store.tokens[np.concatenate([piece.tokens for _, piece in pieces])]
         targets[:end] = self.store.tokens[source]
-        is_prompt = np.repeat([piece.part == PROMPT for _, piece in pieces], sizes)
-        counts = np.repeat([piece.counts for _, piece in pieces], sizes)
-        weights[:end] = counts & (is_prompt | (self.store.mask[source] > 0))
+        weights[:end] = np.concatenate([piece.weights for _, piece in pieces])
         owner = np.repeat([PARTS * slot + piece.part for slot, piece in pieces], sizes)
         owners[:end] = np.where(weights[:end] > 0, owner, owners[:end])
 
@@ -153,10 +175,13 @@ class AnswerDataset(TokenDataset):
         shape = len(members), slots
         used, desirable, token_weight = np.zeros((3, *shape), np.float32)
         reference: Any = None if self.reference is None else np.zeros((*shape, 2), np.float32)
+        margin: Any = None if self.margins is None else np.zeros(shape, np.float32)
         for row, units in enumerate(members):
             used[row, : len(units)], desirable[row, : len(units)] = 1, self.desirable[units]
             if reference is not None and self.reference is not None:
                 reference[row, : len(units)] = self.reference[units]
+            if margin is not None and self.margins is not None:
+                margin[row, : len(units)] = self.margins[units]
         token_weight[:] = len(step) / max(self.first_tokens[step].sum(), 1)
         arrays: dict[str, Any] = {"owners": owners, "used": used, "desirable": desirable, "token_weight": token_weight}
-        return Answers(**arrays, reference=reference)
+        return Answers(**arrays, reference=reference, margin=margin)

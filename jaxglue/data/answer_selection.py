@@ -1,7 +1,7 @@
 """Selection of units of two answers: common beginnings, truncation, dropping."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxglue.data.store import TokenStore
 class _Unit(NamedTuple):
     document: int
     prompt: int
-    """Tokens of the common beginning without its last."""
+    """Tokens of the common beginning, without its last unless answers are scored."""
     sizes: tuple[int, int]
     second: int
     desirable: bool
@@ -52,7 +52,7 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
         ValueError: an overlong unit under `overlong='error'`, or no unit left.
     """
     bounds, seq_len = _Bounds.of(store), config.seq_len
-    candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds))
+    candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds, task))
     rows = len(store.lengths) // 2
     units, truncated = [], 0
     for unit in candidates:
@@ -61,7 +61,7 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
         if overlong and config.overlong == "error":
             raise overlong_error(config, row_origin(source, unit.document // 2), prompts + sum(unit.sizes))
         unit = unit._replace(sizes=_fitted(unit.sizes, seq_len - prompts))
-        if not _counts(store, unit) or (overlong and config.overlong == "drop"):
+        if not _counts(store, unit, task) or (overlong and config.overlong == "drop"):
             continue
         units.append(unit)
         truncated += overlong
@@ -70,10 +70,12 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
             f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
         )
     expected = len(candidates) if task.labeled else rows
-    return Selection(dataset=_dataset(store, units, task), truncated=truncated, dropped=expected - len(units))
+    dataset = _scored(store, units, task, source) if task.scored else _dataset(store, units, task)
+    return Selection(dataset=dataset, truncated=truncated, dropped=expected - len(units))
 
 
-def _pairs(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
+def _pairs(store: TokenStore, bounds: _Bounds, task: AnswerTask) -> Iterator[_Unit]:
+    ends = _scored_ends(store, task.padding) if task.scored else bounds.lasts + 1
     for first in range(0, len(store.lengths), 2):
         second = first + 1
         begins = min(bounds.firsts[first], bounds.firsts[second])
@@ -81,8 +83,16 @@ def _pairs(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
             continue
         shared = _common(store, first, second, int(begins))
         if shared:
-            sizes = tuple(int(bounds.lasts[document]) + 1 - shared for document in (first, second))
-            yield _unit(store, first, shared, sizes, int(store.offsets[second]) + shared, True)
+            sizes = (int(ends[first]) - shared, int(ends[second]) - shared)
+            yield _Unit(first, shared - (not task.scored), sizes, int(store.offsets[second]) + shared, True)
+
+
+def _scored_ends(store: TokenStore, padding: int | None) -> Int[np.ndarray, "documents"]:
+    """Return the lengths of documents without padding tokens at their ends."""
+    others = np.flatnonzero(np.asarray(store.tokens[:]) != padding)
+    before = np.searchsorted(others, store.offsets[1:])
+    lasts = np.append(others, -1)[before - 1]
+    return np.maximum(lasts + 1 - store.offsets[:-1], 0)
 
 
 def _labeled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
@@ -95,11 +105,7 @@ def _labeled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
             int(bounds.lasts[other] + 1 - bounds.firsts[other]),
         )
         second = int(store.offsets[other] + bounds.firsts[other])
-        yield _unit(store, int(document), shared, sizes, second, document % 2 == 0)
-
-
-def _unit(store: TokenStore, document: int, shared: int, sizes, second: int, desirable: bool) -> _Unit:
-    return _Unit(document, shared - 1, sizes, second, bool(desirable))
+        yield _Unit(int(document), shared - 1, sizes, second, bool(document % 2 == 0))
 
 
 def _common(store: TokenStore, first: int, second: int, limit: int) -> int:
@@ -109,8 +115,10 @@ def _common(store: TokenStore, first: int, second: int, limit: int) -> int:
     return int(differing[0]) if len(differing) else limit
 
 
-def _counts(store: TokenStore, unit: _Unit) -> bool:
-    """Tell whether both answers have target tokens."""
+def _counts(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
+    """Tell whether both answers have target tokens, or a last token to score."""
+    if task.scored:
+        return min(unit.sizes) > 0
     starts = store.offsets[unit.document] + unit.prompt + 1, unit.second
     return all(_counted(store, start, size) for start, size in zip(starts, unit.sizes, strict=True))
 
@@ -133,7 +141,7 @@ def _dataset(store: TokenStore, units: list[_Unit], task: AnswerTask) -> AnswerD
     prompts, sizes = np.array([u.prompt for u in units]), np.array([u.sizes for u in units])
     documents = np.array([u.document for u in units])
     answers = store.offsets[documents] + prompts + 1
-    counted = [_counted(store, start, size) for start, size in zip(answers, sizes[:, 0], strict=True)]
+    counted = [0 if task.scored else _counted(store, *part) for part in zip(answers, sizes[:, 0], strict=True)]
     return AnswerDataset(
         store=store,
         documents=documents,
@@ -146,3 +154,17 @@ def _dataset(store: TokenStore, units: list[_Unit], task: AnswerTask) -> AnswerD
         desirable=np.array([u.desirable for u in units]),
         first_tokens=np.array(counted) + (prompts if task.prompt_loss else 0),
     )
+
+
+def _scored(store: TokenStore, units: list[_Unit], task: AnswerTask, source: Source) -> AnswerDataset:
+    """Return the data set with the margins of its rows, 0 where a row gives none.
+
+    Raises:
+        ValueError: a margin that is not a number.
+    """
+    dataset = _dataset(store, units, task)
+    margins = np.zeros(len(units), np.float32) if store.margins is None else store.margins[dataset.rows]
+    if len(bad := np.flatnonzero(~np.isfinite(margins))):
+        origin = row_origin(source, int(dataset.rows[bad[0]]))
+        raise ValueError(f"{origin}: 'margin' must be a finite number: mend it, or leave out the column")
+    return replace(dataset, margins=margins)

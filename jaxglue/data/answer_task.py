@@ -12,3 +12,7 @@ class AnswerTask(NamedTuple):
     """Rows hold a pair's prompt once."""
     prompt_loss: bool = False
     """The prompt's tokens count as a part of their own (ORPO)."""
+    scored: bool = False
+    """Answers are judged at their last token, for reward models."""
+    padding: int | None = None
+    """Token after which no answer is judged: sequence classifiers skip it at the end."""

@@ -25,6 +25,8 @@ class Answers:
     """Units over tokens of first answers, of the whole step: turns sums of their log-probabilities into means."""
     reference: Float32[Array, "B U 2"] | None = None
     """The reference's log-probabilities of the answers; None until they are known."""
+    margin: Float32[Array, "B U"] | None = None
+    """Least difference that a reward model's scores should have; None for other objectives."""
 
 
 def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B U PARTS"]:

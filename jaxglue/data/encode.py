@@ -5,7 +5,7 @@ from itertools import batched, chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Float32, Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data import limits
@@ -13,7 +13,7 @@ from jaxglue.data.chat_pieces import ChatSplitter
 from jaxglue.data.files import Row
 from jaxglue.data.formats import CHATS, read_row
 from jaxglue.data.messages import Chat, read_weight
-from jaxglue.data.preference import KEYS, read_answers
+from jaxglue.data.preference import KEYS, PAIRS, read_answers, read_margin
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
 
 Pieces = list[tuple[str | list[int], bool]]
@@ -30,6 +30,8 @@ class Encoded(NamedTuple):
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     lengths: Int32[np.ndarray, "documents"]
+    margins: Float32[np.ndarray, "rows"] | None = None
+    """Margins of pairs, NaN for what is no number."""
 
 
 class Encoder:
@@ -70,6 +72,7 @@ class Encoder:
             np.fromiter(chain.from_iterable(i for part in parts for i, _ in part), np.int32),
             np.repeat([trained for part in parts for _, trained in part], _lengths(chain(*parts))).astype(np.uint8),
             np.array([sum(len(i) for i, _ in part) for part in parts], np.int32),
+            np.array([read_margin(row.value) for row in rows], np.float32) if self._format == PAIRS else None,
         )
 
     def _ids(self, pieces: list[str]) -> list[list[int]]:

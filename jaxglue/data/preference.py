@@ -1,5 +1,6 @@
 """Rows of preference data: two answers to a prompt, or one answer with a label."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,9 @@ Text = Chat | list[str]
 Answers = tuple[Text | None, Text | None]
 """(preferred, other); None where a row with a label has one answer."""
 
-KEYS: dict[str, tuple[str, ...]] = {"preference": ("chosen", "rejected"), "labeled": ("label",)}
+PAIRS = "preference"
+"""Format of rows of two answers."""
+KEYS: dict[str, tuple[str, ...]] = {PAIRS: ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -42,7 +45,15 @@ def read_answers(row: Mapping[str, Any], format: str) -> Answers:
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    return _pair(row) if format == "preference" else _labeled(row)
+    return _pair(row) if format == PAIRS else _labeled(row)
+
+
+def read_margin(row: Mapping[str, Any]) -> float:
+    """Return the least difference of the answers' scores, 0 without one, NaN for what is no number."""
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    return float(margin) if isinstance(margin, int | float) and not isinstance(margin, bool) else math.nan
 
 
 def _pair(row: Mapping[str, Any]) -> Answers:

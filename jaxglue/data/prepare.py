@@ -23,6 +23,7 @@ from jaxglue.data.sources import Source, short_names
 from jaxglue.data.store import TokenStore
 from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
+from jaxglue.data.tokenizer import padding_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ def prepare_data(
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     progress = progress or NoProgress()
+    if task is not None and task.scored:
+        task = task._replace(padding=padding_token(tokenizer))
     if config.streaming:
         return _prepare_stream(config, tokenizer, vocab_size, progress)
     groups = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
-from jaxtyping import Int, Int32, Int64, UInt8
+from jaxtyping import Float32, Int, Int32, Int64, UInt8
 
 from jaxglue.json_file import read_json
 
@@ -27,6 +27,8 @@ _FILES = {
     "offsets": ("offsets.int64", np.int64),
 }
 
+_MARGINS = "margins.float32"
+"""File of the margins, in a store that has some."""
 _BLOCK = 2**24
 """Bytes read at a time, so that memory does not grow with the data."""
 
@@ -43,6 +45,8 @@ class TokenStore:
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     offsets: Int64[np.ndarray, "documents+1"]
+    margins: Float32[np.ndarray, "rows"] | None = None
+    """Margins of rows of two documents, NaN for what is no number; None where no row gives one."""
     info: dict[str, Any]
     """`digest` of the content, `max_token`, and the writer's fields."""
 
@@ -97,8 +101,17 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
         tokens=_Joined([store.tokens for store in stores]),  # type: ignore[arg-type]
         mask=_Joined([store.mask for store in stores]),  # type: ignore[arg-type]
         offsets=np.concatenate([*offsets, starts[-1:]]),
+        margins=_joined_margins(stores),
         info={"digest": digest, "max_token": max(store.info["max_token"] for store in stores)},
     )
+
+
+def _joined_margins(stores: Sequence[TokenStore]) -> np.ndarray | None:
+    if all(store.margins is None for store in stores):
+        return None
+    sizes = [len(store.lengths) // 2 for store in stores]
+    parts = [np.zeros(size) if s.margins is None else s.margins for s, size in zip(stores, sizes, strict=True)]
+    return np.concatenate(parts).astype(np.float32)
 
 
 class _Joined:
@@ -137,9 +150,19 @@ def open_store(folder: Path) -> TokenStore:
         if digest != info["files"][name]:
             raise DamagedStoreError(f"{folder / file} has changed since it was written")
     arrays = {name: np.memmap(folder / file, dtype, mode="r") for name, (file, dtype) in _FILES.items()}
-    store = TokenStore(**{**arrays, "offsets": np.array(arrays["offsets"])}, info=info)
+    margins = _read_margins(folder, info["files"])
+    store = TokenStore(**{**arrays, "offsets": np.array(arrays["offsets"])}, margins=margins, info=info)
     _check_bounds(store, ranges, folder)
     return store
+
+
+def _read_margins(folder: Path, digests: dict[str, str]) -> Float32[np.ndarray, "rows"] | None:
+    if "margins" not in digests:
+        return None
+    path = folder / _MARGINS
+    if not path.is_file() or file_digest(path) != digests["margins"]:
+        raise DamagedStoreError(f"{path} has changed since it was written")
+    return np.fromfile(path, np.float32)
 
 
 def write_store(folder: Path, chunks: "Iterable[Encoded]", **info: Any) -> None:
@@ -216,12 +239,13 @@ def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path)
 
 
 def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any]:
-    lengths, largest = [np.zeros(1, np.int64)], -1
+    lengths, margins, largest = [np.zeros(1, np.int64)], [], -1
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:
             tokens.write(chunk.tokens.data)
             mask.write(chunk.mask.data)
             lengths.append(chunk.lengths)
+            margins.append(chunk.margins)
             largest = max(largest, int(chunk.tokens.max(initial=-1)))
     if largest < 0:
         raise ValueError("the data set is empty: no row has any text")
@@ -229,6 +253,11 @@ def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any
     for file, _ in _FILES.values():
         sync(folder / file)
     files = {name: file_digest(folder / file) for name, (file, _) in _FILES.items()}
+    given = [values for values in margins if values is not None]
+    if any(map(np.any, given)):
+        np.concatenate(given).tofile(folder / _MARGINS)
+        sync(folder / _MARGINS)
+        files["margins"] = file_digest(folder / _MARGINS)
     return {"files": files, "digest": _info_digest(files), "max_token": largest}
 
 

@@ -131,7 +131,7 @@ def cache_key(
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
     settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
-    return content_key(_VERSION, files, *settings, *model, *(["preferences"] if preferences else []))
+    return content_key(_VERSION, files, *settings, *model, *(["preferences 2"] if preferences else []))
 
 
 def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:

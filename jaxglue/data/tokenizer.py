@@ -31,3 +31,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer in {folder} has no tokenizer.json: save it once as a fast tokenizer")
     return tokenizer
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the padding token of sequence classifiers: the tokenizer's, else the end of a text, as in TRL."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

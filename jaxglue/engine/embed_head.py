@@ -78,7 +78,7 @@ class EmbedHead:
                 "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
-        self._head_parts = ("norm", "embed_tokens" if graphdefs.lm_head is None else "lm_head")
+        self._head_parts = ("norm", graphdefs.output_name)
         self._embed_program = jit_step(self._embed)
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
         self._loss_program = jit_step(self._loss)
@@ -130,7 +130,7 @@ class EmbedHead:
     def answer_log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
     ) -> Float[Array, "B U 2"]:
-        """Return the log-probabilities of a batch's answers from the last layer's output."""
+        """Return the log-probabilities, or scores, of a batch's answers from the last layer's output."""
         return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, _shared(batch))
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
@@ -247,8 +247,8 @@ class EmbedHead:
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
-            log_probs, _ = self._token_log_probs(hidden, output_matrix(output), batch)
-            return sum_parts(log_probs, batch.answers)[..., :PROMPT]
+            values, _ = self._token_values(hidden, output, batch)
+            return sum_parts(values, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
@@ -267,16 +267,27 @@ class EmbedHead:
             rows, fp8 = replaced_rows(output), self._config.fp8_head
             loss = linear_cross_entropy(*tokens, rows=rows, fp8=fp8) * scale
             return loss, loss
-        values = self._objective(*self._token_log_probs(hidden, output_matrix(output), batch), batch) * scale
+        values = self._objective(*self._token_values(hidden, output, batch), batch) * scale
         return values[0], values
 
-    def _token_log_probs(self, hidden, weight, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
-        """Return the targets' log-probabilities and, for an objective that weighs by it, their alignment."""
+    def _token_values(self, hidden, output, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
+        """Return the targets' log-probabilities and, for an objective that weighs by it, their alignment.
+
+        Of a reward model, scores of counted tokens.
+        """
+        weight = output_matrix(output)
+        if self._config.scores:
+            return token_scores(hidden, weight).reshape(batch.tokens.shape) * batch.loss_weights, None
         tokens = hidden, weight, batch.targets.ravel(), batch.loss_weights.ravel()
         log_probs = linear_log_probs(*tokens).reshape(batch.targets.shape)
         if self._objective is None or not self._objective.needs_alignment:
             return log_probs, None
         return log_probs, log_probs - log_sum_squares(hidden, weight, tokens[3]).reshape(batch.targets.shape)
+
+
+def token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:
+    """Return a reward model's float32 scores of hidden states."""
+    return jnp.sum(hidden.astype(jnp.float32) * weight[0].astype(jnp.float32), axis=-1)
 
 
 def _shared(batch: Batch) -> Batch:

@@ -60,7 +60,8 @@ class Assistant:
 
     def __init__(self, config: AssistantConfig):
         folder = config.folder
-        config_from_hf(read_config(folder))  # before transformers reads the folder
+        if config_from_hf(read_config(folder)).scores:  # before transformers reads the folder
+            raise ValueError(f"{folder} is a reward model, which scores texts and writes none")
         self.tokenizer = load_tokenizer(_tokenizer_folder(config, folder))
         self._stops = stop_tokens(self.tokenizer) | _generation_stops(folder)
         dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16

@@ -48,7 +48,7 @@ class Programs:
         self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
         layer_types = {graphdef: CachedLayer(graphdef) for graphdef in graphdefs.layers}
         self._layers = [layer_types[graphdef] for graphdef in graphdefs.layers]
-        self._output_name = "embed_tokens" if graphdefs.lm_head is None else "lm_head"
+        self._output_name = graphdefs.output_name
         self._embed_prompts = jax.jit(self._embed_packed)
         self._embed_slots = jax.jit(self._embed_last)
         self._advance = jax.jit(self._sample_next)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxglue.hf.adapter_config import config_from_peft, config_to_peft, refuse_unsupported, token_indices
-from jaxglue.hf.adapter_tensors import PATHS, check_shapes, from_key, is_adapter, join_rows, to_keys
+from jaxglue.hf.adapter_tensors import PATHS, SCORE, check_shapes, from_key, is_adapter, join_rows, to_keys
 from jaxglue.hf.expert_adapter import target_parameters
 from jaxglue.hf.files import atomic_file, write_json
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
@@ -49,7 +49,8 @@ class Adapter:
     @property
     def vocab_size(self) -> int:
         """Return the rows that a base's vocabulary needs, 0 if the adapter has none of its rows."""
-        whole = (len(tensor) for name, tensor in self.tensors.items() if name.endswith(".weight"))
+        names = (f"{path}.weight" for path in PATHS.values())
+        whole = (len(self.tensors[name]) for name in names if name in self.tensors)
         return max([*whole, *(index + 1 for index in self.config.trainable_token_indices)], default=0)
 
     @property
@@ -58,10 +59,15 @@ class Adapter:
         return self.vocab_size > 0
 
     @property
+    def scores(self) -> bool:
+        """Tell whether it makes its base a reward model."""
+        return SCORE in self.tensors
+
+    @property
     def linears(self) -> "Adapter":
-        """Return the part on linear layers and experts."""
+        """Return the part on linear layers and experts, and a reward model's score."""
         config = replace(self.config, modules_to_save=(), trainable_token_indices=())
-        tensors = {name: tensor for name, tensor in self.tensors.items() if is_adapter(name)}
+        tensors = {name: tensor for name, tensor in self.tensors.items() if is_adapter(name) or name == SCORE}
         return replace(self, config=config, tensors=tensors)
 
     @property
@@ -87,7 +93,7 @@ def save_adapter(
         tensors: `model.layers.0.self_attn.q_proj.lora_A` [R, in], `….lora_B` [out, R], …; for experts
             `model.layers.0.mlp.experts.down_proj.lora_A` [E, R, in], `….lora_B` [E, out, R]; of DoRA
             `….lora_magnitude_vector` [out]; `model.embed_tokens.weight` [V, D], `lm_head.weight`, or rows of them,
-            `….trainable_tokens_delta` [n, D].
+            `….trainable_tokens_delta` [n, D]; of reward models `score.weight` [1, D].
         config: of the adapter.
         base_model: folder or hub name of the base model; recorded as absolute path, or as hub name and commit.
         base: identity of the base, to be recorded.

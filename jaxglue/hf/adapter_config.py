@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.hf.adapter_tensors import PATHS, is_adapter
+from jaxglue.hf.adapter_tensors import PATHS, SCORE, is_adapter
 from jaxglue.hf.expert_adapter import target_parameters
 from jaxglue.hf.hub import BaseReference
 from jaxglue.models.lora_config import MODULES, LoraConfig, VocabularyModule, match_pattern, parse_patterns
@@ -37,6 +37,8 @@ _HARMLESS = {  # provenance
     "revision",
     "task_type",
 }
+_SCORES = ("score", "classifier")
+"""Names under which PEFT saves a sequence classifier's head."""
 _NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) also change the base weights
 
 
@@ -89,7 +91,7 @@ def config_to_peft(
         **_vocabulary(config, names, tied=tied),
         "target_modules": _target_modules(linears, config),
         **({"target_parameters": experts} if experts else {}),
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if SCORE in names else "CAUSAL_LM",
         "use_dora": config.dora,
         "use_rslora": config.rslora,
         **_patterns(config),
@@ -97,12 +99,14 @@ def config_to_peft(
 
 
 def _vocabulary(config: LoraConfig, names: Iterable[str], *, tied: bool) -> dict[str, Any]:
-    """Return PEFT's entries for embedding and output projection: whole, and rows of them."""
+    """Return PEFT's entries for embedding, output projection and score: whole, and rows of them."""
     whole = [module for module, path in PATHS.items() if f"{path}.weight" in names]
     rows = [module for module, path in PATHS.items() if f"{path}.{ROWS}" in names]
     entries: dict[str, Any] = {}
     if whole:
         entries = {"ensure_weight_tying": tied, "modules_to_save": list(MODULES) if tied else whole}
+    if SCORE in names:
+        entries["modules_to_save"] = [*entries.get("modules_to_save", []), "score"]
     if rows:
         entries["trainable_token_indices"] = dict.fromkeys(rows, sorted(set(config.trainable_token_indices)))
     return entries
@@ -136,8 +140,13 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
         value = raw.get(name)
         if value is not None and not (isinstance(value, texts) and all(isinstance(item, str) for item in value)):
             raise ValueError(f"{path}: {name}: expected names, got {value!r:.100}")
-    if unknown := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - set(MODULES)):
+    if unknown := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - {*MODULES, *_scores(raw)}):
         raise ValueError(f"{path}: not supported: modules_to_save={unknown}, only {', '.join(MODULES)}")
+
+
+def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the head that an adapter of a sequence classifier saves."""
+    return _SCORES if raw.get("task_type") == "SEQ_CLS" else ()
 
 
 def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str]) -> LoraConfig:
@@ -146,7 +155,9 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         rows: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.{ROWS}" in tensors]
         indices = sorted(token_indices(raw, rows[0])) if rows else ()
         whole: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.weight" in tensors]
-        if missing := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - set(whole)):
+        if _scores(raw) and SCORE not in tensors:
+            raise ValueError(f"task_type SEQ_CLS needs {SCORE}, which {path.parent} does not hold")
+        if missing := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - {*whole, *_scores(raw)}):
             raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
         if raw.get("trainable_token_indices") and not (rows or whole):
             raise ValueError(f"trainable_token_indices names rows, which {path.parent} does not hold")

@@ -18,6 +18,8 @@ MAGNITUDE = "lora_magnitude_vector"
 _MATRICES = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."
 _LINEAR = re.compile(rf"model\.layers\.\d+\..+\.({'|'.join((*_MATRICES, MAGNITUDE))})")
+SCORE = "score.weight"
+"""Weight [1, D] of a reward model's score, which is stored whole."""
 _VOCABULARY = re.compile(
     rf"({'|'.join(map(re.escape, PATHS.values()))})(\.token_adapter)?(\.base_layer)?\.(weight|{ROWS})"
 )
@@ -57,6 +59,8 @@ def from_key(path: Path, key: str, array: np.ndarray, raw: Mapping[str, Any]) ->
     name = key.removeprefix(_PREFIX)
     if vocabulary := _VOCABULARY.fullmatch(name):
         name, axes = f"{vocabulary[1]}.{vocabulary[4]}", 2
+    elif name == SCORE:
+        axes = 2
     elif _LINEAR.fullmatch(name := name.removesuffix(".weight")):
         axes = 1 if name.endswith(MAGNITUDE) else 2
     else:

@@ -37,7 +37,9 @@ def model_card(
     """
     config = _read_toml(run / "config.toml")
     data = [str(source) for source in config.get("data", {}).get("data", [])]
-    blocks = [_front_matter(base, data, adapter=adapter), f"# {name.partition('/')[2]}\n", _summary(base, adapter)]
+    scores = config.get("objective", {}).get("objective") == "reward"
+    front = _front_matter(base, data, adapter=adapter, scores=scores)
+    blocks = [front, f"# {name.partition('/')[2]}\n", _summary(base, adapter)]
     if data:
         blocks.append("## Data\n\n" + "".join(f"- `{_public(source)}`\n" for source in data))
     if config:
@@ -53,11 +55,11 @@ def model_card(
     return "\n".join(blocks)
 
 
-def _front_matter(base: BaseReference | None, data: list[str], *, adapter: bool) -> str:
+def _front_matter(base: BaseReference | None, data: list[str], *, adapter: bool, scores: bool) -> str:
     """Return the YAML that the hub reads; JSON's strings and lists are YAML's."""
     fields: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
         "tags": ["jaxglue", *(["lora"] if adapter else [])],
     }
     if base and base.revision:

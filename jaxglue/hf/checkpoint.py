@@ -1,7 +1,7 @@
 """Model folders in Hugging Face's layout: config.json, and safetensors streamed to and from parameters."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
 from jaxglue.ops.quant.formats import Quantized
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 5
 _READERS = min(16, os.cpu_count() or 1)
 """Tensors read concurrently."""
@@ -89,6 +89,7 @@ def load_tensors(
     put: Callable[[str, Any], Any] | None = None,
     *,
     complete: bool = True,
+    ignored: Collection[str] = (),
 ) -> dict[str, Any]:
     """Stream the wanted parameters from a folder, casting each to its wanted dtype.
 
@@ -103,6 +104,7 @@ def load_tensors(
         put: places a cast array without sharding, or a quantized one; by default on the default device. The array is on
             the host unless expanded. Called from several threads.
         complete: refuse further tensors in the folder.
+        ignored: further tensors that it may have.
 
     Raises:
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors, all named before any is loaded.
@@ -110,7 +112,7 @@ def load_tensors(
     files = open_checkpoint(folder)
     sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
     shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
-    _check_tensors(folder, files, shapes, complete=complete)
+    _check_tensors(folder, files, shapes, complete=complete, ignored=ignored)
     for name, source in sources.items():
         if not source.packed and jnp.issubdtype(wanted[name].dtype, jnp.floating):
             _require_floats(files, source.shapes)
@@ -153,9 +155,14 @@ def _require_floats(files: TensorFiles, names: Iterable[str]) -> None:
 
 
 def _check_tensors(
-    folder: str | Path, files: TensorFiles, shapes: Mapping[str, tuple[int, ...]], *, complete: bool
+    folder: str | Path,
+    files: TensorFiles,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    complete: bool,
+    ignored: Collection[str],
 ) -> None:
-    found = files.tensors
+    found = {name: info for name, info in files.tensors.items() if name not in ignored}
     missing = [name for name in shapes if name not in found]
     unknown = [name for name in found if name not in shapes and not _ignored(name, shapes)] if complete else []
     extra = [f"{name} in {found[name].file.name}" for name in unknown]
@@ -168,24 +175,24 @@ def _check_tensors(
     if any(problems.values()):
         lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         raise ValueError("\n".join([f"the tensors in {folder} do not match its config.json:", *lines]))
-    if complete and _HEAD in found and _HEAD not in shapes:
+    if complete and HEAD in found and HEAD not in shapes:
         _check_tied(files)
 
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a tensor is a legacy rotary buffer or the copy of a tied embedding (see `_check_tied`)."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == _HEAD and _EMBEDDING in shapes)
+    return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and _EMBEDDING in shapes)
 
 
 def _check_tied(files: TensorFiles, rows: int = 4096) -> None:
-    head, embedding = files.tensors[_HEAD], files.tensors[_EMBEDDING]
+    head, embedding = files.tensors[HEAD], files.tensors[_EMBEDDING]
     same = head.shape == embedding.shape and all(
-        np.array_equal(files.read_rows(_HEAD, i, i + rows), files.read_rows(_EMBEDDING, i, i + rows))
+        np.array_equal(files.read_rows(HEAD, i, i + rows), files.read_rows(_EMBEDDING, i, i + rows))
         for i in range(0, head.shape[0], rows)
     )
     if not same:
         raise ValueError(
-            f"config.json ties the output projection to the embedding, but {_HEAD} in {head.file} differs from "
+            f"config.json ties the output projection to the embedding, but {HEAD} in {head.file} differs from "
             f'{_EMBEDDING}: set "tie_word_embeddings": false in config.json to use both'
         )
 

@@ -64,7 +64,7 @@ class ExportCheck:
     """Comparison of exported files with their origin on a few rows."""
 
     kl: float
-    """Mean of KL(origin ‖ files) per token, nats."""
+    """Mean of KL(origin ‖ files) per token, nats; of scores, as means of normal distributions of variance 1."""
     max_logit_difference: float
     limit: float
     """Largest KL that passes."""
@@ -193,7 +193,8 @@ def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Arr
     for index in range(config.num_hidden_layers):
         x = _layer(*parts(index), x, context)
     x = _norm(*parts("norm"), x)
-    return _project(*parts("embed_tokens" if config.tie_word_embeddings else "lm_head"), x)
+    head = "score" if config.scores else "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return _project(*parts(head), x)
 
 
 @partial(jax.jit, static_argnums=(0, 3))
@@ -226,7 +227,8 @@ def compare(origin: Array, files: Array, rows: Rows, limit: float) -> ExportChec
 @jax.jit
 def _divergence(origin, files, mask):
     p, q = jax.nn.log_softmax(origin), jax.nn.log_softmax(files)
-    kl = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    scores = origin.shape[-1] == 1
+    kl = (origin - files)[..., 0] ** 2 / 2 if scores else jnp.sum(jnp.exp(p) * (p - q), axis=-1)
     largest = jnp.max(jnp.where(mask[..., None], jnp.abs(origin - files), 0))
     return jnp.maximum(jnp.sum(jnp.where(mask, kl, 0)) / jnp.sum(mask), 0), largest
 
@@ -240,7 +242,8 @@ def rounding_limit(logits: Float[Array, "B T V"], dtypes: Iterable[Any], effect:
         effect: KL between the trained model and its base, of which a quarter may be lost to rounding.
     """
     precision = max([_TF32, *(float(jnp.finfo(dtype).eps) for dtype in dtypes)])
-    floor = (_RELATIVE * precision * float(jnp.std(logits))) ** 2 / 2
+    spread = jnp.sqrt(jnp.mean(logits**2)) if logits.shape[-1] == 1 else jnp.std(logits)
+    floor = (_RELATIVE * precision * float(spread)) ** 2 / 2
     return min(_LARGEST, max(floor, effect / 4))
 
 
@@ -269,7 +272,7 @@ def check_merge(
     rows = rows or random_rows(after.vocab_size)
     apart = predict(config, folder_parts(base, config, dtype=dtype, adapter=adapter), rows, dtype)
     effect = 0.0
-    if adapter.vocab_size <= config.vocab_size:
+    if adapter.vocab_size <= config.vocab_size and not adapter.scores:  # bases have no score
         effect = compare(apart, predict(config, folder_parts(base, config, dtype=dtype), rows, dtype), rows, 0.0).kl
     together = predict(after, folder_parts(merged, after, dtype=dtype), rows, dtype)
     check = replace(compare(apart, together, rows, rounding_limit(apart, dtypes, effect)), storage=config.quantize)

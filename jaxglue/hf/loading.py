@@ -12,8 +12,8 @@ from flax import nnx
 
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
-from jaxglue.hf.adapter_tensors import PATHS
-from jaxglue.hf.checkpoint import load_tensors, read_config
+from jaxglue.hf.adapter_tensors import PATHS, SCORE
+from jaxglue.hf.checkpoint import HEAD, load_tensors, open_checkpoint, read_config
 from jaxglue.hf.identity import Identity
 from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import build_model, config_from_hf
@@ -41,6 +41,8 @@ def load_model(
     fp8_experts: bool = False,
     place: Placement | None = None,
     dtypes: Mapping[str, Any] | None = None,
+    scores: bool = False,
+    seed: int = 0,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
 
@@ -53,6 +55,8 @@ def load_model(
         fp8_experts: multiply MXFP4 experts in FP8.
         place: sharding of each parameter; read directly into place unless quantized while loading.
         dtypes: other dtypes of some parameters, by name.
+        scores: load a reward model; a folder without a score gets a random one.
+        seed: of that.
 
     Raises:
         ValueError: a bad folder, an unsupported config.json, mismatched tensors, or sizes not divisible by NF4 blocks.
@@ -60,10 +64,17 @@ def load_model(
     config = config_from_hf(read_config(folder))
     if expand_experts:
         config = config.expanded
+    if scores:
+        config = config.scored
 
     def load(specs: dict[str, jax.ShapeDtypeStruct], put: Put) -> dict[str, Any]:
         others = {name: specs[name].update(dtype=other) for name, other in (dtypes or {}).items() if name in specs}
-        return load_tensors(folder, specs | others, put)
+        specs = specs | others
+        if not config.scores:
+            return load_tensors(folder, specs, put)
+        missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
+        drawn = _draw(missing, put, config.initializer_range, jax.random.key(seed))
+        return load_tensors(folder, specs, put, ignored=(HEAD,)) | drawn
 
     return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
 
@@ -143,6 +154,8 @@ def add_adapter(model: CausalLM, folder: str | Path, base: Identity | None = Non
     """
     identity = base or {"model_type": model.config.model_type}
     adapter = check_adapter(load_adapter(folder), base_shapes(model), identity, name)
+    if adapter.scores and not model.config.scores:
+        raise ValueError(f"{folder} is the adapter of a reward model, which scores texts and writes none")
     add_lora(model, adapter.linears.config, rngs=nnx.Rngs(0))
     set_adapter(model, adapter.linears)
     for module_name, module in vocabulary_modules(model):

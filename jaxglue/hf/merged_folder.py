@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
-from jaxglue.hf.adapter_tensors import PATHS
-from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.hf.adapter_tensors import PATHS, SCORE
+from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
 from jaxglue.hf.experts import find_source, read_expanded
 from jaxglue.hf.export import copy_texts
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas, vocabulary_matrix
+from jaxglue.hf.reward_model import describe_reward_model
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -72,6 +74,9 @@ def export_adapter(
         copy_texts(base, temporary, merge.specs)
         if merge.adapter.trains_vocabulary:
             _copy_vocabulary(merge.adapter, temporary)
+        if merge.adapter.scores:
+            has_tokenizer = (Path(adapter) / "tokenizer.json").is_file()
+            describe_reward_model(temporary, load_tokenizer(adapter if has_tokenizer else base))
         write_shards(temporary, merge.specs, merge.read, max_shard_bytes)
         return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
 
@@ -83,6 +88,7 @@ class _Merge:
         self._files = files = open_checkpoint(base)
         own = config_from_hf(read_config(base))
         loaded = load_adapter(folder)
+        own = own.scored if loaded.scores else own
         how: Storage = storage or (own.quantize if own.quantize != "none" else loaded.storage)
         self.config: DecoderConfig = own.quantized(how)
         model = nnx.eval_shape(lambda: build_model(self.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -97,17 +103,24 @@ class _Merge:
         for name, delta in self._deltas.items():
             _require_fit(name, delta.shape, self.specs.get(name), folder, base)
         self._grow_specs(own)
+        if self.adapter.scores:
+            self.specs.pop(HEAD, None)
+            norm = self.specs["model.norm.weight"]
+            self.specs[SCORE] = jax.ShapeDtypeStruct((1, own.hidden_size), norm.dtype)
 
     @property
     def dtypes(self) -> set[np.dtype]:
         """Return the dtypes of changed tensors."""
         changed = self._deltas.keys() | (self._vocabulary if self.adapter.trains_vocabulary else {}).keys()
+        changed |= {SCORE} & self.specs.keys()
         return {self.specs[name].dtype for name in changed | self._quantized.keys()}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of the merged folder."""
         if name in self._vocabulary:
             return self._read_vocabulary(name)
+        if name == SCORE and self.adapter.scores:
+            return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
         weight = self._read_base(name)
         return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
 

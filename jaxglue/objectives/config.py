@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveFloat, Range
 from jaxglue.data.answer_task import AnswerTask
 
-Objective = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo"]
+Objective = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "reward"]
 LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]
 _FOR: dict[str, tuple[str, ...]] = {
+    "beta": ("dpo", "ipo", "kto", "orpo", "simpo"),
     "loss_type": ("dpo",),
     "label_smoothing": ("dpo", "simpo"),
     "rpo_alpha": ("dpo", "ipo", "simpo"),
@@ -16,6 +17,7 @@ _FOR: dict[str, tuple[str, ...]] = {
     "simpo_gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "center_rewards_coefficient": ("reward",),
 }
 """Objectives that read a setting."""
 
@@ -26,7 +28,7 @@ class ObjectiveConfig(Config):
 
     objective: Annotated[Objective, Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
-    KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734)."""
+    KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry)."""
     loss_type: LossType = "sigmoid"
     """Form of DPO's loss: sigmoid; sigmoid_norm, of log-probabilities for each token; or another of TRL's."""
     beta: Annotated[PositiveFloat, Alias("pref_beta", "rl_beta")] = 0.1
@@ -43,6 +45,8 @@ class ObjectiveConfig(Config):
     """Weight of KTO's good answers."""
     undesirable_weight: Annotated[NonNegativeFloat, Alias("kto_rejected_weight")] = 1.0
     """Weight of KTO's bad answers."""
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Weight of the squared sum of a pair's rewards, which centers them on 0 (arXiv 2312.09244); 0.01 is usual."""
     reference_cache: Annotated[
         Literal["auto", "on", "off"], Alias("precompute_ref_log_probs", values={True: "on", False: "off"})
     ] = "auto"
@@ -63,6 +67,11 @@ class ObjectiveConfig(Config):
             raise ValueError("--loss-type exo_pair needs --label-smoothing above 0, such as 0.001")
 
     @property
+    def scores(self) -> bool:
+        """Return whether a reward model is trained."""
+        return self.objective == "reward"
+
+    @property
     def needs_reference(self) -> bool:
         """Return whether the loss compares with a reference model."""
         return self.objective in ("dpo", "ipo", "kto")
@@ -72,4 +81,4 @@ class ObjectiveConfig(Config):
         if self.objective == "sft":
             return None
         labeled, prompt_loss = self.objective == "kto", self.objective == "orpo"
-        return AnswerTask(labeled=labeled, shared_prompt=shared_prompt, prompt_loss=prompt_loss)
+        return AnswerTask(labeled=labeled, shared_prompt=shared_prompt, prompt_loss=prompt_loss, scored=self.scores)

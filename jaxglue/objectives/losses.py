@@ -104,6 +104,14 @@ def kto(ratio: Values, desirable: Values, kl: Float[Array, ""], config: Objectiv
     return jnp.where(desirable > 0, good, bad)
 
 
+def reward(chosen: Values, rejected: Values, margin: Values | float, config: ObjectiveConfig) -> Values:
+    """Compute Bradley-Terry losses of scores, with the squared sums that center them."""
+    losses = -log_sigmoid(chosen - rejected - margin)
+    if weight := config.center_rewards_coefficient:
+        losses += weight * (chosen + rejected) ** 2
+    return losses
+
+
 PAIR_LOSSES = {"dpo": dpo, "ipo": ipo, "orpo": orpo, "simpo": simpo}
 """Losses of pairs by objective."""
 

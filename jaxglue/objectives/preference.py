@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxglue.data.answers import CHOSEN, PROMPT, REJECTED, Answers, sum_parts
 from jaxglue.data.batch import Batch
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.losses import PAIR_LOSSES, Pairs, kto, log_odds
+from jaxglue.objectives.losses import PAIR_LOSSES, Pairs, kto, log_odds, reward
 from jaxglue.ops.collectives import BATCH_AXES, psum
 
 _PAIRS = (
@@ -22,6 +22,7 @@ _PAIRS = (
     "logps/chosen",
     "logps/rejected",
 )
+_REWARD = ("mean_reward", "accuracy", "margin")
 _KTO = ("rewards/chosen", "logps/chosen", "desirable", "rewards/rejected", "logps/rejected", "kl")
 
 TokenValues = Float[Array, "B T"]
@@ -42,7 +43,7 @@ class PreferenceLoss:
         """Return [Σ loss, Σ of each metric] over the units of this device's rows.
 
         Args:
-            log_probs: of every target, 0 where it does not count.
+            log_probs: of every target, 0 where it does not count; of reward models, scores of tokens.
             alignment: log-probabilities less log Σ p² over the vocabulary, for WPO.
             batch: with answers, and their reference's log-probabilities where the objective compares.
         """
@@ -51,6 +52,8 @@ class PreferenceLoss:
         assert answers.reference is not None or not self.config.needs_reference
         if self.config.objective == "kto":
             losses, metrics = self._kto(sums, answers)
+        elif self.config.objective == "reward":
+            losses, metrics = self._reward(sums, answers)
         else:
             counts = sum_parts(batch.loss_weights, answers)
             losses, metrics = self._pairs(sums, counts, alignment, answers)
@@ -69,6 +72,8 @@ class PreferenceLoss:
 
     @property
     def _names(self) -> tuple[str, ...]:
+        if self.config.objective == "reward":
+            return _REWARD
         supervised = self.config.objective == "orpo" or self.config.rpo_alpha > 0
         odds = ("log_odds_ratio", "log_odds_chosen") if self.config.objective == "orpo" else ()
         return _PAIRS + odds + (("nll_loss",) if supervised else ())
@@ -105,6 +110,12 @@ class PreferenceLoss:
         )
         values |= {"log_odds_ratio": jax.nn.log_sigmoid(odds), "log_odds_chosen": odds, "nll_loss": supervised}
         return [values[name] for name in self._names]
+
+    def _reward(self, sums, answers: Answers) -> tuple[Array, list[Array]]:
+        """Return Bradley-Terry losses and metrics of the scores of pairs."""
+        chosen, rejected = sums[..., CHOSEN], sums[..., REJECTED]
+        losses = reward(chosen, rejected, 0.0 if answers.margin is None else answers.margin, self.config)
+        return losses, [(chosen + rejected) / 2, (chosen > rejected) * 1.0, chosen - rejected]
 
     def _kto(self, sums, answers: Answers) -> tuple[Array, list[Array]]:
         """Return losses and metrics of labeled answers; the second answer of a unit serves the divergence alone.

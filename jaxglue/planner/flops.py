@@ -14,7 +14,7 @@ def matmul_parameters(config: DecoderConfig) -> int:
     D, H = config.hidden_size, config.head_dim
     attention = D * H * 2 * (config.num_attention_heads + config.num_key_value_heads)
     layers = sum(_feed_forward(config, layer) for layer in range(config.num_hidden_layers))
-    return config.num_hidden_layers * attention + layers + D * config.vocab_size
+    return config.num_hidden_layers * attention + layers + D * (1 if config.scores else config.vocab_size)
 
 
 def _feed_forward(config: DecoderConfig, layer: int) -> int:

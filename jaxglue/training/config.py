@@ -11,7 +11,13 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage, choose_storage
-from jaxglue.training.optimizer_config import LEARNING_RATES, PREFERENCE_RATES, RATE_FACTORS, OptimizerConfig
+from jaxglue.training.optimizer_config import (
+    LEARNING_RATES,
+    PREFERENCE_RATES,
+    RATE_FACTORS,
+    REWARD_RATES,
+    OptimizerConfig,
+)
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -267,6 +273,8 @@ class TrainConfig(Config):
         if self.data.streaming:
             self._check_streaming()
         self._check_trainables()
+        if self.objective.scores and self.run.sample_prompt:
+            raise ValueError("--sample-prompt asks for text, and a reward model writes none: leave it out")
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
@@ -286,6 +294,8 @@ class TrainConfig(Config):
                 f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
             )
         whole = self.lora.modules_to_save
+        if self.objective.scores and "lm_head" in whole:
+            raise ValueError("--modules-to-save lm_head: a reward model has a score in its place, which trains anyway")
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(
                 "--embeddings host needs a frozen table: leave it out, or embed_tokens in --modules-to-save"
@@ -307,7 +317,7 @@ class TrainConfig(Config):
     @property
     def default_learning_rate(self) -> float:
         """Return the learning rate of the method and the objective where none is given."""
-        rates = LEARNING_RATES if self.objective.objective == "sft" else PREFERENCE_RATES
+        rates = {"sft": LEARNING_RATES, "reward": REWARD_RATES}.get(self.objective.objective, PREFERENCE_RATES)
         return rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
 
     @property

@@ -73,6 +73,8 @@ def _objective(setup: Setup) -> str | None:
         return None
     copied = refuse_shared_prompt(setup.config, setup.model)
     prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
+    if objective.scores:
+        return f"reward model, a score of each answer's last token; {prompts}"
     return f"{objective.objective}, beta {objective.beta:g}; {prompts}"
 
 

@@ -8,7 +8,14 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-_SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "KL"}
+_SHOWN = {
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "kl": "KL",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "mean_reward": "reward",
+}
 """Metrics of an objective on a line, and their names there."""
 _BAR = 20
 """Width of the bar, in characters."""

@@ -116,6 +116,13 @@ def read_model(config: TrainConfig) -> DecoderConfig:
     raw = read_config(config.model.folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, raw)
+    if model.scores and not config.objective.scores:
+        raise ValueError(
+            f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
+            "--objective reward, or a causal language model"
+        )
+    if config.objective.scores:
+        model = model.scored
     if config.model.expand_experts:
         model = model.expanded
     model = model.quantized(config.model.storage, **config.model.fp8_products)

@@ -32,6 +32,10 @@ def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, 
     shapes = base_shapes(nnx.eval_shape(lambda: build_model(model, rngs=nnx.Rngs(0))))
     loaded = load_adapter(config.model.adapter)
     adapter = check_adapter(loaded, shapes, base_identity(config, model), config.model.model)
+    if adapter.scores != model.scores:
+        what = "a reward model's" if adapter.scores else "not a reward model's"
+        objective = config.objective.objective
+        raise ValueError(f"--adapter {config.model.adapter} is {what}, so --objective {objective} cannot train it on")
     lora = replace(adapter.config, dropout=config.lora.dropout or adapter.config.dropout)
     if replace(config.lora, dropout=0.0) not in (LoraConfig(), replace(lora, dropout=0.0)):
         raise ValueError(

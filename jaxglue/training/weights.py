@@ -14,12 +14,13 @@ from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.residency import DEVICE
 from jaxglue.engine.transfer import commit, pinned_host
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.adapter_tensors import PATHS
+from jaxglue.hf.adapter_tensors import PATHS, SCORE
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import on_host, save_model
 from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model, set_adapter
+from jaxglue.hf.reward_model import describe_reward_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import MODULES
@@ -65,7 +66,8 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
         options["fp8_experts"] = config.model.fp8_experts
         whole = () if workload.lora is None else workload.lora.modules_to_save
-        options["dtypes"] = {f"{PATHS[module]}.weight": jnp.float32 for module in whole}
+        trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
+        options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": setup.model.scores, "seed": seed}
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
     if setup.vocabulary.changes:
         grow_vocabulary(model, setup.vocabulary.new, setup.vocabulary.size)
@@ -111,8 +113,7 @@ def export_result(
     tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
     if config.model.method == "full":
         dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
-        finish = partial(save_vocabulary, run.vocabulary) if run.vocabulary.changes else None
-        save_model(output, tensors, base, dtype=dtype, write=write, finish=finish)
+        save_model(output, tensors, base, dtype=dtype, write=write, finish=partial(_finish_folder, run))
         return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
@@ -128,14 +129,18 @@ def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True)
     plain = not (setup.remat.streams_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
     random = setup.config.model.random_weights and setup.config.model.method == "lora"
-    plain &= not setup.vocabulary.changes and not setup.config.lora.modules_to_save
+    plain &= not setup.vocabulary.changes and not setup.config.lora.modules_to_save and not setup.model.scores
     if not (random and plain and size <= _MOST_KEPT):
         return None
     save_model(folder, flatten_names(frozen), setup.config.model.folder, write=write)
     return folder
 
 
-def save_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
-    """Write a run's tokenizer, and its number of tokens, into a model folder."""
-    write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})
-    vocabulary.tokenizer.save_pretrained(folder)
+def _finish_folder(run: Exportable, folder: Path) -> None:
+    """Describe a reward model in a model folder; write a changed vocabulary's tokenizer, and its number of tokens."""
+    vocabulary = run.vocabulary
+    if run.config.objective.scores:
+        describe_reward_model(folder, vocabulary.tokenizer)
+    if vocabulary.changes:
+        write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})
+        vocabulary.tokenizer.save_pretrained(folder)
