@@ -105,5 +105,7 @@ def test_margin_that_is_no_number_names_its_row(tmp_path):
     task = ObjectiveConfig(objective="reward").task(shared_prompt=True)
     with pytest.raises(ValueError, match=r"pairs.jsonl:3: 'margin' must be a finite number"):
         select_answers(store, DataConfig(data=(str(data),), seq_len=64), Source(name=str(data)), task)
-    selection = select_answers(replace(store, margins=None), DataConfig(data=("x",), seq_len=64), Source(name="x"), task)
+    selection = select_answers(
+        replace(store, margins=None), DataConfig(data=("x",), seq_len=64), Source(name="x"), task
+    )
     assert (selection.dataset.margins == 0).all()
