@@ -13,7 +13,6 @@ Models are those of `make_models.py` as sequence classifiers, whose score has th
 
 import json
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
