@@ -128,7 +128,7 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER)
+        file = pq.ParquetFile(path, buffer_size=_PARQUET_BUFFER, page_checksum_verification=True)
         groups, begun = _groups_from(file.metadata, skip)
         batches = file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=groups)
     except (pa.ArrowInvalid, OSError) as error:
@@ -138,7 +138,7 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
     try:
         for number, value in enumerate(islice(values, skip - begun, None), skip + 1):
             yield Row(f"{path}, row {number}", without_nulls(value), size)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: damaged Parquet file: {_in_line(error)}") from error
 
 

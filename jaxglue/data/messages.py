@@ -18,6 +18,8 @@ _ROLES = {
     "function_response": "tool",
 }
 """Roles by ShareGPT's names."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of an assistant's reasoning."""
 _WEIGHTS = ("weight", "train", "training")
 """Keys of OpenAI and axolotl that say whether a message or a row is trained on."""
 _FLAGS = {"0": False, "1": True, "true": True, "false": False}
@@ -92,13 +94,17 @@ def _message(message: Any) -> dict[str, Any]:
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     if not isinstance(role, str):
         raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {listed(message)}")
-    content = message.get("content", message.get("value"))
+    content, value = message.get("content", message.get("value")), message.get("value")
+    if value is not None and value != content:
+        raise ValueError(f"a {role!r:.100} message has both 'content' and 'value': remove one")
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": [_tool_call(from_json(content, "function_call"))]}
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"a {role!r:.100} message has no content")
     dropped = ("role", "from", "content", "value", *_WEIGHTS)
     kept = {key: value for key, value in message.items() if key not in dropped and value is not None}
+    if wrong := next((key for key in REASONING if not isinstance(kept.get(key, ""), str)), None):
+        raise ValueError(f"the {wrong!r} of a {role!r:.100} message must be a string, got {type(kept[wrong]).__name__}")
     if "tool_calls" in kept:
         kept["tool_calls"] = _tool_calls(kept["tool_calls"])
     return {"role": _ROLES.get(role, role), "content": _text(content, role), **kept}

@@ -64,8 +64,8 @@ def _pair(row: Mapping[str, Any]) -> Answers:
         if prompt is None:
             raise ValueError("'chosen' and 'rejected' are strings: give their 'prompt' too, or whole conversations")
         return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
-    if not isinstance(prompt, list):  # whole conversations, as in UltraFeedback, where the prompt repeats the first
-        return _divided(chosen, rejected, row.get("tools"))
+    if not isinstance(prompt, list):
+        return _divided(chosen, rejected, row.get("tools"), prompt)
     return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
 
 
@@ -111,13 +111,15 @@ def _continued(prompt: Any, answer: Any, name: str, row: Mapping[str, Any]) -> T
     )
 
 
-def _divided(chosen: Any, rejected: Any, tools: Any) -> Answers:
-    """Return two conversations, whose common first messages are the prompt."""
+def _divided(chosen: Any, rejected: Any, tools: Any, prompt: Any) -> Answers:
+    """Return two conversations, whose common first messages are the prompt; a string `prompt` repeats one of them."""
     chats = read_chat(chosen, tools, "chosen"), read_chat(rejected, tools, "rejected")
     pairs = zip(*(chat.messages for chat in chats), strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chat.messages) for chat in chats))
     if not shared:
         raise ValueError("'chosen' and 'rejected' do not begin with the same message, so they answer no common prompt")
+    if isinstance(prompt, str) and not any(prompt.strip() in m["content"] for m in chats[0].messages[:shared]):
+        raise ValueError("'prompt' is in no message that 'chosen' and 'rejected' begin with: leave it out")
     return _with_prompt(chats[0], shared, "chosen"), _with_prompt(chats[1], shared, "rejected")
 
 

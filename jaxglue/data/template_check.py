@@ -4,7 +4,7 @@ import json
 import logging
 from typing import Any
 
-from jaxglue.data.messages import Messages, Tools
+from jaxglue.data.messages import REASONING, Messages, Tools
 from jaxglue.data.template import ChatTemplate, conversation_shape
 
 Message = dict[str, Any]
@@ -15,7 +15,6 @@ _FIRST_ROWS = 64
 _PROBE = "jaxglue{}probe"
 _THINKING = "</think>"
 """Ends the thinking in a content, which templates drop from earlier turns."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +60,7 @@ class TemplateCheck:
                 raise self._missing(f"tool call {call} of message {index + 1}", probe["role"])
             if probe["content"] not in text:
                 self._miss_content(index, probe)
-            if index == len(probes) - 1 and any(probe.get(key, "") not in text for key in _REASONING):
+            if index == len(probes) - 1 and any(probe.get(key, "") not in text for key in REASONING):
                 self._report("reasonings of assistant messages")
         if any(name not in text for name in _tool_names(tools)):
             self._report("tools")
@@ -111,7 +110,7 @@ def _marked(message: Message, index: int) -> Message:
     """Put unique words in place of a message's content, reasoning and names of tool calls."""
     word = _PROBE.format(index)
     marked = {**message, "content": message["content"] and word}
-    marked |= {key: f"{word}{key}" for key in _REASONING if isinstance(message.get(key), str) and message[key]}
+    marked |= {key: f"{word}{key}" for key in REASONING if message.get(key)}
     if calls := message.get("tool_calls"):
         functions = [{**call["function"], "name": f"{word}call{n}"} for n, call in enumerate(calls)]
         marked["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]

@@ -112,9 +112,14 @@ def test_rows_with_weight_0_are_not_trained_on(trained):
         ({**ANSWER, "train": "yes"}, "'train' must be 0, 1, true or false, got 'yes'"),
         ({**ANSWER, "train_detail": [{"begin_offset": 0}]}, "'train_detail' is not supported"),
         ({**USER, "train": True}, "only an assistant's message can have a weight"),
+        (
+            {**ANSWER, "reasoning_content": 1},
+            "the 'reasoning_content' of a .* must be a string, got int",
+        ),
+        ({**USER, "value": "another"}, "a 'user' message has both 'content' and 'value': remove one"),
     ],
 )
-def test_other_weights_are_refused(trained, message, error):
+def test_other_messages_are_refused(trained, message, error):
     with pytest.raises(ValueError, match=f"data.jsonl:7: {error}"):
         trained(chat(USER, ANSWER, message, ANSWER))
 

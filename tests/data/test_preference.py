@@ -84,6 +84,7 @@ def test_labeled_answers_stand_beside_the_previous_rows(prepare):
         ({**PAIR, "rejected": [said(" ")]}, "the answer is empty"),
         ({**PAIR, "rejected": [USER]}, "expected an assistant's answer after the prompt, got a 'user' message"),
         ({"chosen": [USER, said("1")], "rejected": [said("2")]}, "do not begin with the same message"),
+        ({"prompt": "other", "chosen": [USER, said("1")], "rejected": [USER, said("2")]}, "'prompt' is in no message"),
         ({"chosen": "a", "rejected": "b"}, "give their 'prompt' too"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "'prompt' is empty"),
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "must both be strings or both lists"),

@@ -145,3 +145,18 @@ def test_missing_sources_are_refused(tmp_path):
         values(tmp_path / "missing.jsonl")
     with pytest.raises(ValueError, match="no data file in"):
         values(tmp_path)
+
+
+def test_flipped_bits_of_checksummed_pages_are_found(tmp_path):
+    pq.write_table(pa.table({"text": ["a" * 99]}), tmp_path / "a.parquet", write_page_checksum=True, compression=None)
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content.replace(b"a" * 99, b"a" * 98 + b"b", 1))
+    with pytest.raises(ValueError, match=r"a.parquet: damaged Parquet file: .*CRC"):
+        values(tmp_path / "a.parquet")
+
+
+def test_parquet_text_that_is_not_utf8_is_refused(tmp_path):
+    texts = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: damaged Parquet file: .*utf-8"):
+        values(tmp_path / "a.parquet")

@@ -90,16 +90,29 @@ def _die_before(event: int) -> None:
 
 
 def _compare(whole: Path, killed: Path) -> None:
-    losses = [{line["step"]: line["loss"] for line in read_metrics(run / "metrics.jsonl")} for run in (whole, killed)]
-    assert losses[0] == losses[1], "losses differ"
-    for name in ("adapter/adapter_model.safetensors", "base/model.safetensors"):
-        assert (whole / name).read_bytes() == (killed / name).read_bytes(), f"{name} differs"
-    assert _adapter_config(whole) == _adapter_config(killed), "adapter_config.json differs"
+    assert _losses(whole) == _losses(killed), "losses differ"
+    results, others = _results(whole), _results(killed)
+    assert results, "no result"
+    assert results.keys() == others.keys(), f"{sorted(results)} became {sorted(others)}"
+    assert not (unequal := [name for name in results if results[name] != others[name]]), f"{unequal} differ"
 
 
-def _adapter_config(run: Path) -> dict:
-    """Return the adapter's settings but the path of its base, which every run writes beside it."""
-    return json.loads((run / "adapter/adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+def _losses(run: Path) -> list[tuple]:
+    return [
+        tuple(line.get(key) for key in ("step", "loss", "eval_loss")) for line in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def _results(run: Path) -> dict[str, object]:
+    """Return the weights of adapter, base and model, and the adapter's settings but the path of its base."""
+    found: dict[str, object] = {
+        f"{folder}/{path.name}": path.read_bytes()
+        for folder in ("adapter", "base", "model")
+        for path in (run / folder).glob("*.safetensors")
+    }
+    if (settings := run / "adapter/adapter_config.json").exists():
+        found["settings"] = json.loads(settings.read_text()) | {"base_model_name_or_path": None}
+    return found
 
 
 if __name__ == "__main__":
