@@ -83,8 +83,9 @@ class LayerExecutor:
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
         self._groups: LayerGroups | None = None
+        devices = layout.mesh.size if layout.mesh else 1
+        check_grouped(layers_per_program, policies, devices=devices, stream_weights=stream_weights)
         if layers_per_program > 1:
-            check_grouped(layers_per_program, policies, layout, stream_weights=stream_weights)
             self._groups = LayerGroups(self._layers, self._reference, layers_per_program)
         self._stream_weights = stream_weights
         self._prefetch_depth = (

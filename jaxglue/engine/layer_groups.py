@@ -14,7 +14,6 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import SavedLayer
 from jaxglue.models.parameters import ParamKey, Params
-from jaxglue.sharding.rules import Layout
 
 _Layers = list[Params]
 """Parameters of consecutive layers."""
@@ -22,9 +21,9 @@ _Sums = list[Params | None]
 """Gradients of layers, accumulated so far."""
 
 
-def why_not_grouped(policies: Sequence[RematPolicy], layout: Layout, *, stream_weights: bool) -> str | None:
+def why_not_grouped(policies: Sequence[RematPolicy], *, devices: int, stream_weights: bool) -> str | None:
     """Return why layers need programs of their own; None where they may share one."""
-    if layout.mesh:
+    if devices > 1:
         return "the model is spread over several devices"
     if stream_weights:
         return "weights are streamed from host memory"
@@ -33,9 +32,10 @@ def why_not_grouped(policies: Sequence[RematPolicy], layout: Layout, *, stream_w
     return None
 
 
-def check_grouped(size: int, policies: Sequence[RematPolicy], layout: Layout, *, stream_weights: bool) -> None:
+def check_grouped(size: int, policies: Sequence[RematPolicy], *, devices: int, stream_weights: bool) -> None:
     """Raise ValueError where `size` layers cannot share a program."""
-    if reason := why_not_grouped(policies, layout, stream_weights=stream_weights):
+    reason = why_not_grouped(policies, devices=devices, stream_weights=stream_weights)
+    if size > 1 and reason:
         raise ValueError(f"--layers-per-program {size} is for one GPU that keeps everything, but {reason}: use 1")
 
 

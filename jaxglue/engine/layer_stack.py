@@ -38,6 +38,8 @@ class LayerStack:
             names values with `jax.ad_checkpoint.checkpoint_name`, by any name of `jaxglue.ops.names`.
         stream_weights: frozen layers' weights are in pinned host memory.
         prefetch_depth: layers by which copies from the host are requested ahead; None chooses.
+        layers_per_program: consecutive layers dispatched as one program; for small layers, where everything stays on
+            the device.
 
     Raises:
         ValueError: a bad policy, another number of policies than of layers, or a device without pinned host memory.
@@ -52,6 +54,7 @@ class LayerStack:
         policy: str | Sequence[RematPolicy] = "full",
         stream_weights: bool = False,
         prefetch_depth: int | None = None,
+        layers_per_program: int = 1,
     ):
         self._count = len(layers)
         self._executor = LayerExecutor(
@@ -60,6 +63,7 @@ class LayerStack:
             policy=parse_policies(policy, self._count) if isinstance(policy, str) else policy,
             stream_weights=stream_weights,
             prefetch_depth=prefetch_depth,
+            layers_per_program=layers_per_program,
         )
 
     def loss_and_gradients(

@@ -32,6 +32,8 @@ class Plan:
     """Bytes of pinned host memory."""
     tile: int | None = None
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    layers_per_program: int = 1
+    """Consecutive layers dispatched as one program."""
     compile_seconds: float = 0.0
     """Seconds that the first step takes longer than others: compilation without a cache, and pinning host memory."""
 

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import psutil
 
+from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
@@ -37,6 +38,8 @@ class RematChoice:
     """Attention's backend."""
     tile: int | None = None
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    layers_per_program: int = 1
+    """Consecutive layers dispatched as one program."""
     note: str = ""
     """Reason, and predicted time and memory."""
 
@@ -66,12 +69,13 @@ def choose_remat(
     """
     remat = config.model.remat
     if jax.default_backend() == "cpu":
-        return _choose_on_cpu(config, model)
+        return _choose_on_cpu(config, model, mesh.devices)
     if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
     planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
     plan = planner.resolve(remat, weights=config.model.weights, host_memory=host_memory())
+    plan = _with_programs(plan, config.model.layers_per_program, mesh.devices)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(
         policies=plan.policies,
@@ -79,6 +83,7 @@ def choose_remat(
         remat=plan.remat,
         attention=planner.workload.attention,
         tile=plan.tile,
+        layers_per_program=plan.layers_per_program,
         note=note,
     )
 
@@ -95,25 +100,37 @@ def raise_pinned_limit(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(HOST_LIMIT, str(free))
 
 
-def _choose_on_cpu(config: TrainConfig, model: DecoderConfig) -> RematChoice:
+def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, devices: int) -> RematChoice:
     """Return the run's policy unchecked, as a CPU's memory is not planned for."""
     auto = config.model.remat == AUTO
     remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (config.model.remat, "")
     policies = parse_policies(remat, model.num_hidden_layers)
     weights = parse_weights(DEVICE if config.model.weights == AUTO else config.model.weights, model.num_hidden_layers)
+    size = config.model.layers_per_program or 1
+    check_grouped(size, policies, devices=devices, stream_weights=is_streamed(weights))
     return RematChoice(
         policies=policies,
         weights=weights,
         remat=remat,
         attention=config.model.attention,
         tile=config.model.tile,
+        layers_per_program=size,
         note=note,
     )
+
+
+def _with_programs(plan: Plan, size: int | None, devices: int) -> Plan:
+    """Return the plan with the layers in a program that were asked for, if any."""
+    if size is None:
+        return plan
+    check_grouped(size, plan.policies, devices=devices, stream_weights=is_streamed(plan.weights))
+    return replace(plan, layers_per_program=size)
 
 
 def _predicted(plan: Plan) -> str:
     host = f" and {plan.host_bytes / GIB:.1f} GiB on the host" if plan.host_bytes else ""
     weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
     tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
+    tile += f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
     needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
     return f"{weights}{tile}predicted {needs}; the first step, uncached, takes {plan.compile_seconds:.0f} s longer"

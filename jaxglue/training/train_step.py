@@ -50,6 +50,7 @@ class TrainStep:
             dtype=setup.config.model.compute_dtype,
             attention=setup.remat.attention,
             tile=setup.remat.tile,
+            layers_per_program=setup.remat.layers_per_program,
             stream_weights=setup.remat.streams_weights,
             router_losses=setup.config.model.router_losses,
             objective=self._objective,
