@@ -19,7 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def set_aside(folder: Path) -> None:
-    """Move the files of the folder's run into a folder of their own inside it."""
+    """Move the files of the folder's run, if there is one, into a folder of their own inside it."""
+    if not (folder / MANIFEST).exists():
+        return
     names = RunFiles(folder).present()
     moving = Path(tempfile.mkdtemp(prefix=ASIDE, suffix=_MOVING, dir=folder))
     _move(folder, moving, [*names, MANIFEST])

@@ -67,6 +67,16 @@ def test_failure_before_a_checkpoint_restores_the_old_run(run):
     assert contents(run) == OLD
 
 
+def test_killed_first_run_can_be_replaced(tmp_path):
+    folder = tmp_path / "run"
+    with output_folder(folder, overwrite=True), RunFolder(folder, overwrite=True).replacing():
+        RunFolder(folder).begin("first")
+        (folder / "checkpoints").mkdir()
+        killed = contents(folder)
+    with output_folder(folder, overwrite=True):
+        assert contents(folder) == killed == {"config.toml": "first"}
+
+
 def test_kill_at_any_moment_leaves_one_whole_run(run, tmp_path, monkeypatch):
     """Stop before each rename, deletion and write, and open the folder again."""
     outcomes = []
