@@ -35,8 +35,11 @@ Update = Callable[[ParamKey, Params], None]
 
 _Weights = tuple[Params, Params]
 """Trainable and frozen parameters of a layer."""
-_Backward = Callable[[Array, list[Params | None], Update], Array]
-"""(gradient to the last layer's output, layers' sums, receiver of their gradients) → gradient to the first input."""
+_Backward = Callable[[list[Array], list[Params | None], Update], Array]
+"""([gradient to the last layer's output], layers' sums, receiver of their gradients) → gradient to the first input.
+
+The list is emptied, so that no caller's variable keeps the gradient on the device.
+"""
 
 
 class LayerExecutor:
@@ -202,13 +205,13 @@ class LayerExecutor:
         x, z, backward = self._run_layers(trainable, frozen, x, contexts, z)
         if z is not None:
             batch = self._entry_head.with_reference(trainable, frozen, z, batch)
-        loss, dx, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
+        loss, *dy, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
         del x, z
         entry = self._entry_head.entry
         entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
             finish(name, head.pop(name))
-        dx = backward(dx, sums["layers"], finish)
+        dx = backward(dy, sums["layers"], finish)
         finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
 
@@ -262,9 +265,17 @@ class LayerExecutor:
         return x, saved, kept, z
 
     def _backward(
-        self, saved: list[SavedLayer], kept: list[_Weights], trainable, frozen, contexts, dx, sums, finish: Update
+        self,
+        saved: list[SavedLayer],
+        kept: list[_Weights],
+        trainable,
+        frozen,
+        contexts,
+        dy: list[Array],
+        sums,
+        finish: Update,
     ) -> Array:
-        """Return the gradient to the first layer's input; empty `saved`, `kept` and `sums` on the way."""
+        """Return the gradient to the first layer's input; empty `saved`, `kept`, `dy` and `sums` on the way."""
         moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen["layers"]]
         weights_ahead = self._prefetch_weights(kept, moving)
         functions = tuple(zip(self._layers, trainable["layers"], frozen["layers"], contexts, strict=True))
@@ -272,7 +283,7 @@ class LayerExecutor:
         running, count = self._run_ahead(), len(saved)
         values = transfer.prefetch([partial(self._prefetch, saved, restore)] * count, self._prefetch_depth)
         layers = transfer.Lookahead(zip(weights_ahead, values, strict=True), early=self._layout.gathers)
-        gathered = None
+        gathered, dx = None, dy.pop()
         for i in reversed(range(count)):
             stored, (x, residuals) = layers.take()
             weights = merge_gathered(gathered, stored)

@@ -156,14 +156,15 @@ class LayerGroups:
         trainable: _Layers,
         frozen: _Layers,
         contexts: list,
-        dx: Float[Array, "B T D"],
+        dy: list[Float[Array, "B T D"]],
         sums: _Sums,
         finish: Callable[[ParamKey, Params], None],
     ) -> Float[Array, "B T D"]:
-        """Return the gradient to the first layer's input; empty `saved` and `sums` on the way.
+        """Return the gradient to the first layer's input; empty `saved`, `dy` and `sums` on the way.
 
         Pass each layer's gradients to `finish`, the last layer's first.
         """
+        dx = dy.pop()
         for group in reversed(self._groups):
             (first, *others), part = saved.pop(), group.layers
             inputs = trainable[part], frozen[part], first.x, *_shared(contexts[part])

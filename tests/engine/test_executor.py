@@ -1,6 +1,7 @@
 """The layer-by-layer executor computes the loss and gradients of the whole model."""
 
 import dataclasses
+import weakref
 from functools import partial
 
 import chex
@@ -93,6 +94,23 @@ def test_update_gets_every_gradient_last_layer_first(split_parts, random_batch):
     assert [part for part, _ in seen] == ["norm", 2, 1, 0, "embed_tokens"]
     for part, tree in seen:
         chex.assert_trees_all_equal(tree, gradients["layers"][part] if isinstance(part, int) else gradients[part])
+
+
+def test_gradient_of_the_last_output_is_freed(split_parts, random_batch, monkeypatch):
+    parts = split_parts("lora")
+    executor, batch, seen = parts.executor("full"), random_batch(LENGTHS, 14), []
+    head_backward = executor._entry_head.head_backward
+
+    def watched(*arguments):
+        loss, dx, head = head_backward(*arguments)
+        seen.append(weakref.ref(dx))
+        return loss, dx, head
+
+    monkeypatch.setattr(executor._entry_head, "head_backward", watched)
+    freed = {}
+    arguments = (parts.trainable, parts.frozen, [batch], total_weight([batch]))
+    executor.loss_and_update(*arguments, lambda part, _: freed.update({part: seen[0]() is None}))
+    assert freed[0]
 
 
 def test_dropout_follows_its_key(split_parts, random_batch):
