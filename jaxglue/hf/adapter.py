@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ TENSORS = "adapter_model.safetensors"
 
 _BASE = "jaxglue.base"
 """Key of the base's identity in the tensors' file, where PEFT does not look."""
+_DIGEST = "jaxglue.digest"
+"""Key of the tensors' digest there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def save_adapter(
     experts = target_parameters(tensors)
     by_key = to_keys(tensors, experts, tied=tied)
     _require_finite(folder / TENSORS, by_key)
-    metadata = {} if base is None else {_BASE: json.dumps(base)}
+    metadata = {_DIGEST: _digest(by_key)} | ({} if base is None else {_BASE: json.dumps(base)})
     specs = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in by_key.items()}
     with atomic_file(folder / TENSORS) as temporary:
         write_file(temporary, specs, by_key.__getitem__, metadata)
@@ -120,7 +123,7 @@ def load_adapter(folder: str | Path) -> Adapter:
 
     Raises:
         ValueError: not an adapter folder, a corrupt file, an unsupported PEFT feature by name, a wrong value in
-            adapter_config.json, or tensors that are not finite.
+            adapter_config.json, or tensors that are damaged or not finite.
     """
     folder = Path(folder)
     for name in (CONFIG, TENSORS):
@@ -129,9 +132,16 @@ def load_adapter(folder: str | Path) -> Adapter:
     raw = read_json(folder / CONFIG)
     refuse_unsupported(folder / CONFIG, raw)
     files = TensorFiles([folder / TENSORS])
-    tensors = dict(from_key(folder / TENSORS, key, _read_float(files, key), raw) for key in files.tensors)
-    if not tensors:
+    stored = {key: files.read(key) for key in files.tensors}
+    if not stored:
         raise ValueError(f"{folder / TENSORS} holds no tensors")
+    if files.metadata().get(_DIGEST, found := _digest(stored)) != found:
+        raise ValueError(
+            f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
+        )
+    tensors = dict(
+        from_key(folder / TENSORS, key, _as_float(files, key, stored.pop(key)), raw) for key in files.tensors
+    )
     _require_finite(folder / TENSORS, tensors)
     tensors = join_rows(folder / TENSORS, tensors, _row_order(folder / CONFIG, tensors, raw))
     config = config_from_peft(folder / CONFIG, raw, tensors)
@@ -148,11 +158,21 @@ def _row_order(path: Path, tensors: Mapping[str, Any], raw: Mapping[str, Any]) -
         raise ValueError(f"{path}: {error}") from None
 
 
-def _read_float(files: TensorFiles, key: str) -> np.ndarray:
-    if (info := files.tensors[key]).dtype.kind in "iub":
-        raise ValueError(f"{info.file}: {key} holds {info.dtype}, expected floating-point numbers")
+def _digest(tensors: Mapping[str, Any]) -> str:
+    """Return a digest of names, types and values."""
+    total = hashlib.sha256()
+    for key, tensor in sorted(tensors.items()):
+        array = np.asarray(tensor, order="C")
+        total.update(f"{key} {array.dtype} {array.shape}".encode())
+        total.update(array.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()[:32]
+
+
+def _as_float(files: TensorFiles, key: str, tensor: np.ndarray) -> np.ndarray:
+    if tensor.dtype.kind in "iub":
+        raise ValueError(f"{files.tensors[key].file}: {key} holds {tensor.dtype}, expected floating-point numbers")
     with np.errstate(over="ignore"):  # found by the check for finite values
-        return files.read(key).astype(np.float32)
+        return tensor.astype(np.float32, copy=False)
 
 
 def _require_finite(path: Path, tensors: Mapping[str, Any]) -> None:

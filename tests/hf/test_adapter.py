@@ -182,6 +182,15 @@ def test_tensors_that_are_not_finite_are_neither_written_nor_read(folder, tensor
     assert not (folder.parent / "new").exists()
 
 
+def test_a_flipped_bit_is_found(folder):
+    path = folder / "adapter_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged: its tensors differ from their digest"):
+        load_adapter(folder)
+
+
 def test_integers_are_no_weights(folder):
     path = folder / "adapter_model.safetensors"
     save_file({name: array.astype(np.int8) for name, array in load_file(path).items()}, path)
