@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.quant.fp8 import E4M3, LARGEST, FP8Weight
 
 
@@ -36,11 +35,9 @@ def rescale(product: Float[Array, "*B n"], *scales: Float[Array, "..."], dtype=N
 
 
 def input_gradient(
-    cotangents: Sequence[Float[Array, "*B out"]], weights: Sequence[FP8Weight], scales: Float[Array, "*B 1"]
+    codes: Sequence[Float[Array, "*B out"]], weights: Sequence[FP8Weight], scales: Float[Array, "*B 1"], dtype
 ) -> Float[Array, "*B in"]:
-    """Compute Σ dy·W, with every dy·(W's scales) quantized by the same row scales so that matmuls accumulate."""
-    codes = [encode(dy, weight.scales, scales)[0] for dy, weight in zip(cotangents, weights, strict=True)]
-    dtype = cotangents[0].dtype
+    """Compute Σ dy·W from codes of dy·(W's scales) that share their rows' scales, so that matmuls accumulate."""
     total, *others = (dot(dy, weight.codes, 0, dtype) for dy, weight in zip(codes, weights, strict=True))
     for other in others:
         total = other + total

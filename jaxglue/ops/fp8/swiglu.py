@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops import names
 from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.fp8.products import dot, dot_to_e4m3, input_gradient, rescale
-from jaxglue.ops.lora import lora_expand_gradients
+from jaxglue.ops.lora import Quantizer, lora_expand_gradients_and_codes
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import ScaledProducts
@@ -121,8 +121,10 @@ def _backward(backend: ScaledSwigluBackend, residuals, cotangents):
     codes, scales = encode(dout, down.scales)
     dy = dot(codes, down.codes, 0, dout.dtype)
     dgate, dup, ddown, absmax = backend.scaled_backward(products, hidden, matrices, dy, scales, dlow)
-    dx = input_gradient((dgate, dup), (gate, up), row_scales(absmax))
-    dhidden, dsecond = lora_expand_gradients(hidden, matrices[:2], (dgate, dup))
+    shared = row_scales(absmax)
+    quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
+    dhidden, dsecond, dcodes = lora_expand_gradients_and_codes(hidden, matrices[:2], (dgate, dup), quantizers)
+    dx = input_gradient(dcodes, (gate, up), shared, hidden.dtype)
     return dx, dhidden, None, (*dsecond, ddown)
 
 

@@ -26,7 +26,9 @@ def _backward(weights, cotangents):
         return rescale(dot(codes, weights[0].codes, 0, cotangents[0].dtype), scales), None
     folded = [dy.astype(jnp.float32) * weight.scales for dy, weight in zip(cotangents, weights, strict=True)]
     absmax = jnp.stack([jnp.abs(dy).max(axis=-1, keepdims=True) for dy in folded]).max(axis=0)
-    return input_gradient(cotangents, weights, row_scales(absmax)), None
+    scales = row_scales(absmax)
+    codes = [encode(dy, weight.scales, scales)[0] for dy, weight in zip(cotangents, weights, strict=True)]
+    return input_gradient(codes, weights, scales, cotangents[0].dtype), None
 
 
 project_rows.defvjp(_forward, _backward)

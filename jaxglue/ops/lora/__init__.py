@@ -7,9 +7,17 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.lora.reference import ReferenceLora
-from jaxglue.ops.lora.vjp import LoraBackend, expand, expand_gradients, lora_shrink
+from jaxglue.ops.lora.vjp import LoraBackend, Quantizer, expand, expand_gradients, lora_shrink
 
-__all__ = ["LORA", "ReferenceLora", "lora_expand", "lora_expand_gradients", "lora_shrink"]
+__all__ = [
+    "LORA",
+    "Quantizer",
+    "ReferenceLora",
+    "lora_expand",
+    "lora_expand_gradients",
+    "lora_expand_gradients_and_codes",
+    "lora_shrink",
+]
 
 _check = partial(check_triton_rank, largest=64)
 
@@ -53,7 +61,17 @@ def lora_expand_gradients(
     cotangents: Sequence[Float[Array, "M out"]],
 ) -> tuple[Float[Array, "M ranks"], tuple[Float[Array, "out R"], ...]]:
     """Compute the gradients of `lora_expand` to hidden and, in float32, to the matrices."""
-    return expand_gradients(_implementation(hidden, matrices, "auto"), hidden, matrices, cotangents)
+    return expand_gradients(_implementation(hidden, matrices, "auto"), hidden, matrices, cotangents)[:2]
+
+
+def lora_expand_gradients_and_codes(
+    hidden: Float[Array, "M ranks"],
+    matrices: Sequence[Float[Array, "out R"]],
+    cotangents: Sequence[Float[Array, "M out"]],
+    quantizers: Sequence[Quantizer],
+) -> tuple[Float[Array, "M ranks"], tuple[Float[Array, "out R"], ...], list[Float[Array, "M out"]]]:
+    """Compute `lora_expand_gradients`, and the cotangents' e4m3 codes while they are read."""
+    return expand_gradients(_implementation(hidden, matrices, "auto"), hidden, matrices, cotangents, quantizers)
 
 
 def _implementation(hidden, matrices, backend: str) -> LoraBackend:

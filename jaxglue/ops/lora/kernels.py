@@ -3,28 +3,39 @@
 import triton
 import triton.language as tl
 
+LARGEST_E4M3 = tl.constexpr(448.0)
+
 
 @triton.jit
 def gradients_kernel(
-    dy, matrix, hidden, dhidden, dmatrix,
+    dy, matrix, hidden, column_factors, row_scales, dhidden, dmatrix, codes,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute partial sums over rows and COLUMNS of dy [M, N]; grid (M / BLOCK_M, N / COLUMNS).
 
     Sum dhidden [N / COLUMNS, M, R] over columns and dmatrix [M / BLOCK_M, N, R] over rows afterwards. hidden
-    [M, STRIDE] has this product's ranks from FIRST on.
+    [M, STRIDE] has this product's ranks from FIRST on. With QUANTIZE, codes [M, N] are dy · column_factors [N] /
+    row_scales [M] in e4m3.
     """
     rows, ranks = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     inside = (rows < M)[:, None] & (ranks < R)[None, :]
     own = tl.load(hidden + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    if QUANTIZE:
+        inverse = 1.0 / tl.load(row_scales + rows, mask=rows < M, other=1.0)
     first = tl.program_id(1) * COLUMNS
     for start in range(first, min(first + COLUMNS, N), BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
-        tile = tl.load(dy + rows[:, None].to(tl.int64) * N + columns[None, :], mask=mask, other=0.0)
+        wide = rows[:, None].to(tl.int64) * N + columns[None, :]
+        tile = tl.load(dy + wide, mask=mask, other=0.0)
+        if QUANTIZE:
+            factors = tl.load(column_factors + columns, mask=columns < N, other=0.0)
+            values = tile.to(tl.float32) * factors[None, :] * inverse[:, None]
+            values = tl.minimum(tl.maximum(values, -LARGEST_E4M3), LARGEST_E4M3)
+            tl.store(codes + wide, values.to(codes.dtype.element_ty), mask=mask)
         at, mask = columns[:, None] * R + ranks[None, :], (columns < N)[:, None] & (ranks < R)[None, :]
         factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)
         product = tl.dot(tile, factor, product, input_precision=PRECISION)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxglue.ops.quant.fp8 import encode_rows
+
 
 @dataclass(frozen=True)
 class ReferenceLora:
@@ -15,8 +17,9 @@ class ReferenceLora:
         ranks = ((0, 0), (first, hidden.shape[1] - first - matrix.shape[1]))
         return jax.lax.dot_general(hidden, jnp.pad(matrix.astype(hidden.dtype), ranks), (((1,), (1,)), ((), ())))
 
-    def gradients(self, dy, matrix, hidden, first: int):
+    def gradients(self, dy, matrix, hidden, first: int, quantizer=None):
         """See `LoraBackend`."""
         own = hidden[:, first : first + matrix.shape[1]]
         dmatrix = jax.lax.dot_general(dy, own, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return dy @ matrix.astype(dy.dtype), dmatrix
+        codes = None if quantizer is None else encode_rows(dy * quantizer.columns, quantizer.rows)[0]
+        return dy @ matrix.astype(dy.dtype), dmatrix, codes

@@ -9,6 +9,8 @@ import triton
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.lora import kernels
 from jaxglue.ops.lora.tiles import PRODUCT_TILES, GradientTiles, LoraTiles, block_constants, fitting_tiles
+from jaxglue.ops.lora.vjp import Quantizer
+from jaxglue.ops.quant.fp8 import E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +31,19 @@ class TritonLora(Launcher):
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
         return self._launch(kernels.product_kernel, (hidden, matrix), out_type, grid, constants, **compiled)[0]
 
-    def gradients(self, dy, matrix, hidden, first: int):
+    def gradients(self, dy, matrix, hidden, first: int, quantizer: Quantizer | None = None):
         """See `LoraBackend`."""
         (M, N), R = dy.shape, matrix.shape[1]
         tiles = self.gradient_tiles or fitting_tiles(M, N)
         grid = triton.cdiv(M, tiles.block_m), triton.cdiv(N, tiles.columns)
-        out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((grid[1], M, R), (grid[0], N, R)))
+        sums = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((grid[1], M, R), (grid[0], N, R))]
+        codes = jax.ShapeDtypeStruct((M, N) if quantizer else (1,), E4M3)
         sizes = {"M": M, "N": N, "R": R, "STRIDE": hidden.shape[1], "FIRST": first}
-        constants = sizes | block_constants(tiles, R, dy.dtype) | {"COLUMNS": tiles.columns}
-        arrays = (dy, matrix, hidden)
+        constants = sizes | block_constants(tiles, R, dy.dtype)
+        constants |= {"COLUMNS": tiles.columns, "QUANTIZE": quantizer is not None}
+        arrays = dy, matrix, hidden, *(quantizer or (hidden, hidden))
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 4 * M * N * R}
-        dhidden, dmatrix = self._launch(kernels.gradients_kernel, arrays, out_type, grid, constants, **compiled)
-        return dhidden.sum(axis=0).astype(dy.dtype), dmatrix.sum(axis=0)
+        dhidden, dmatrix, codes = self._launch(
+            kernels.gradients_kernel, arrays, (*sums, codes), grid, constants, **compiled
+        )
+        return dhidden.sum(axis=0).astype(dy.dtype), dmatrix.sum(axis=0), codes if quantizer else None

@@ -1,12 +1,20 @@
 """Differentiation rules of both halves of adapters; the gradients to their matrices stay in float32."""
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+class Quantizer(NamedTuple):
+    """How cotangents dy [M, N] become e4m3: dy · columns / rows."""
+
+    columns: Float[Array, " N"]
+    rows: Float[Array, "M 1"]
 
 
 class LoraBackend(Protocol):
@@ -15,8 +23,10 @@ class LoraBackend(Protocol):
     def product(self, hidden, matrix, first: int) -> Float[Array, "M N"]:
         """Return hidden[:, first : first + R]·matrixᵀ in hidden's dtype."""
 
-    def gradients(self, dy, matrix, hidden, first: int) -> tuple[Float[Array, "M R"], Float[Array, "N R"]]:
-        """Return dy·matrix in dy's dtype and dyᵀ·hidden[:, first : first + R] in float32, of dy [M, N]."""
+    def gradients(
+        self, dy, matrix, hidden, first: int, quantizer: Quantizer | None = None
+    ) -> tuple[Float[Array, "M R"], Float[Array, "N R"], Float[Array, "M N"] | None]:
+        """Return dy·matrix in dy's dtype, dyᵀ·hidden[:, first : first + R] in float32, and dy's codes if quantized."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -34,18 +44,21 @@ def _expand_forward(backend, hidden, matrices):
 
 def _expand_backward(backend, residuals, cotangents):
     hidden, matrices = residuals
-    return expand_gradients(backend, hidden, matrices, cotangents)
+    return expand_gradients(backend, hidden, matrices, cotangents)[:2]
 
 
-def expand_gradients(backend: LoraBackend, hidden, matrices, cotangents):
+def expand_gradients(
+    backend: LoraBackend, hidden, matrices, cotangents, quantizers: Sequence[Quantizer | None] | None = None
+):
     """See `lora_expand_gradients`."""
-    dhidden, dmatrices, first = [], [], 0
-    for dy, matrix in zip(cotangents, matrices, strict=True):
-        part, dmatrix = backend.gradients(dy, matrix, hidden, first)
+    dhidden, dmatrices, codes, first = [], [], [], 0
+    for dy, matrix, quantizer in zip(cotangents, matrices, quantizers or [None] * len(matrices), strict=True):
+        part, dmatrix, code = backend.gradients(dy, matrix, hidden, first, quantizer)
         dhidden.append(part)
         dmatrices.append(dmatrix)
+        codes.append(code)
         first += matrix.shape[1]
-    return jnp.concatenate(dhidden, axis=-1), tuple(dmatrices)
+    return jnp.concatenate(dhidden, axis=-1), tuple(dmatrices), codes
 
 
 expand.defvjp(_expand_forward, _expand_backward)
