@@ -22,8 +22,8 @@ def _forward(x, weights):
 
 def _backward(weights, cotangents):
     if len(weights) == 1:
-        codes, scales = encode(cotangents[0], weights[0].scales)
-        return rescale(dot(codes, weights[0].codes, 0, cotangents[0].dtype), scales), None
+        single = encode(cotangents[0], weights[0].scales)
+        return input_gradient(single[:1], weights, single[1], cotangents[0].dtype), None
     folded = [dy.astype(jnp.float32) * weight.scales for dy, weight in zip(cotangents, weights, strict=True)]
     absmax = jnp.stack([jnp.abs(dy).max(axis=-1, keepdims=True) for dy in folded]).max(axis=0)
     scales = row_scales(absmax)
