@@ -4,12 +4,19 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
+import tempfile
 import threading
 from contextlib import contextmanager
 from unittest import mock
 
+_XLA_CACHE = None
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes, which compile the same programs
+        _XLA_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxglue-tests-xla-")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +35,11 @@ from jaxglue.ops.segments import pack_segments
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=10, help="kills of the campaign in tests/training/test_kills.py")
     parser.addoption("--flips", type=int, default=40, help="flipped bits in tests/training/test_checkpoint.py")
+
+
+def pytest_unconfigure():
+    if _XLA_CACHE:
+        shutil.rmtree(_XLA_CACHE, ignore_errors=True)
 
 
 TINY = {
