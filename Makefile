@@ -22,7 +22,7 @@ train: .venv/installed
 	.venv/bin/python scripts/train.py --config $(RECIPE)
 
 test: .venv/dev
-	JAX_PLATFORMS=cpu .venv/bin/pytest -n 2 -m "not gpu"
+	JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla .venv/bin/pytest -n 2 -m "not gpu" --dist=worksteal
 
 check: .venv/dev
 	.venv/bin/ruff format --check

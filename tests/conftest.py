@@ -13,10 +13,10 @@ from unittest import mock
 _XLA_CACHE = None
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes, which compile the same programs
         _XLA_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxglue-tests-xla-")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import jax.numpy as jnp
