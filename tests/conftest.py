@@ -4,19 +4,14 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
 import threading
 from contextlib import contextmanager
 from unittest import mock
 
-_XLA_CACHE = None
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes, which compile the same programs
-        _XLA_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxglue-tests-xla-")
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +32,8 @@ def pytest_addoption(parser):
     parser.addoption("--flips", type=int, default=40, help="flipped bits in tests/training/test_checkpoint.py")
 
 
-def pytest_unconfigure():
-    if _XLA_CACHE:
-        shutil.rmtree(_XLA_CACHE, ignore_errors=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # a long one at the end would run alone
 
 
 TINY = {
