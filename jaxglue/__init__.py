@@ -17,7 +17,7 @@ if HIDES_TORCH in os.environ:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
 
 _MODULES = {
-    "api": ("generate", "plan", "train"),
+    "api": ("generate", "plan", "score", "train"),
     "training.config": ("TrainConfig",),
     "generation.config": ("GenerateConfig",),
     "engine.layer_stack": ("LayerStack",),

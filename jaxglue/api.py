@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
-from jaxglue.generation import chat
-from jaxglue.generation.config import GenerateConfig
+from jaxglue.generation import chat, rewards
+from jaxglue.generation.config import GenerateConfig, ScoreConfig
 from jaxglue.planner import plan as planner_plan
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plans import Plan
@@ -53,6 +53,22 @@ def generate(config: GenerateConfig | None = None, **settings: Any) -> Iterator[
     if config is not None:
         _refuse_settings(None, settings)
     return chat.generate(config or from_settings(GenerateConfig, settings))
+
+
+def score(config: ScoreConfig | None = None, **settings: Any) -> Iterator[tuple[dict[str, Any], tuple[float, ...]]]:
+    """Yield each row of data with its score by a reward model, or the scores of its two answers.
+
+    Args:
+        config: model and data.
+        settings: instead, by the names of the command's flags: `model`, `adapter`, `data`, …
+
+    Raises:
+        ValueError: bad settings, folders, tensors, tokenizer or data.
+    """
+    if config is not None:
+        _refuse_settings(None, settings)
+    found = rewards.score_rows(config or from_settings(ScoreConfig, settings))
+    return ((row.value, scores) for row, scores in found)
 
 
 def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = None, **settings: Any) -> Plan:

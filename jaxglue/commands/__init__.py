@@ -42,6 +42,7 @@ COMMANDS = {
     "generate": Command(
         summary="answer prompts with a model and an adapter", config="jaxglue.generation.config:GenerateConfig"
     ),
+    "score": Command(summary="score data with a reward model", config="jaxglue.generation.config:ScoreConfig"),
     "evaluate": Command(
         summary="run tasks of lm-evaluation-harness",
         config="jaxglue.generation.config:EvaluateConfig",

@@ -18,6 +18,7 @@ from jaxglue.generation.batch import Request
 from jaxglue.generation.config import STDIN, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
 from jaxglue.generation.scoring import Scorer
+from jaxglue.hf.adapter import is_reward_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
@@ -60,12 +61,10 @@ class Assistant:
 
     def __init__(self, config: AssistantConfig):
         folder = config.folder
-        if config_from_hf(read_config(folder)).scores:  # before transformers reads the folder
-            raise ValueError(f"{folder} is a reward model, which scores texts and writes none")
-        self.tokenizer = load_tokenizer(_tokenizer_folder(config, folder))
+        if is_reward_model(config):
+            raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
+        self.tokenizer, model, dtype = load_parts(config)
         self._stops = stop_tokens(self.tokenizer) | _generation_stops(folder)
-        dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
-        model = _load(config, folder, dtype)
         graphdefs, self._adapter, self._frozen = split_model(model, nnx.LoRAParam)
         self._generator = Generator(graphdefs, model.config, dtype=dtype)
         self.scorer = partial(Scorer, graphdefs, model.config, self._adapter, self._frozen, dtype=dtype)
@@ -162,15 +161,29 @@ def _in_float32(dtype: str) -> bool:
     return dtype == "float32" or (dtype == "auto" and jax.default_backend() == "cpu")
 
 
-def _load(config: AssistantConfig, folder: Path, dtype) -> CausalLM:
+def is_reward_model(config: AssistantConfig) -> bool:
+    """Tell whether a model, or the adapter on it, scores texts; raise ValueError for a bad config.json."""
+    scores = config_from_hf(read_config(config.folder)).scores  # before transformers reads the folder
+    return scores or (config.adapter is not None and is_reward_adapter(config.adapter))
+
+
+def load_parts(config: AssistantConfig, *, scores: bool = False) -> tuple[PreTrainedTokenizerBase, CausalLM, Any]:
+    """Load a tokenizer and a model with its adapter, a reward model's if it `scores`; return also the dtype."""
+    folder = config.folder
+    tokenizer = load_tokenizer(_tokenizer_folder(config, folder))
+    dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
+    return tokenizer, _load(config, folder, dtype, scores), dtype
+
+
+def _load(config: AssistantConfig, folder: Path, dtype, scores: bool) -> CausalLM:
     seed = config.seed
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
     if seed is None:
-        model = load_model(folder, dtype=dtype, quantize=config.storage)
+        model = load_model(folder, dtype=dtype, quantize=config.storage, scores=scores)
     else:
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
-        model = random_model(shape, dtype=dtype, seed=seed)
+        model = random_model(shape.scored if scores else shape, dtype=dtype, seed=seed)
     if config.adapter:
         identity = identify(folder) if seed is None else identify_random(model.config, seed)
         add_adapter(model, config.adapter, identity, str(folder))

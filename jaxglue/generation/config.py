@@ -115,6 +115,24 @@ class GenerateConfig(AssistantConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreConfig(AssistantConfig):
+    """Score texts, conversations or pairs of answers with a reward model."""
+
+    data: tuple[str, ...]
+    """Files, folders or data sets, as of `jaxglue train`; rows may have two answers."""
+    columns: str = ""
+    """New and old names of columns to rename, such as prompt=question,completion=answer."""
+    output: Path | None = None
+    """JSONL file for the rows with their scores; by default scores are printed."""
+
+    def validate(self) -> None:
+        """Refuse sampling."""
+        super().validate()
+        if self.sampling != SamplingConfig():
+            raise ValueError("nothing is sampled: leave out --max-tokens, --temperature, --top-p, --seed")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(AssistantConfig):
     """Run tasks of lm-evaluation-harness on a model with an optional adapter."""
 

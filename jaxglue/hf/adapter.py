@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxglue.hf.adapter_config import config_from_peft, config_to_peft, refuse_unsupported, token_indices
+from jaxglue.hf.adapter_config import (
+    SEQUENCE_CLASSIFIER,
+    config_from_peft,
+    config_to_peft,
+    refuse_unsupported,
+    token_indices,
+)
 from jaxglue.hf.adapter_tensors import PATHS, SCORE, check_shapes, from_key, is_adapter, join_rows, to_keys
 from jaxglue.hf.expert_adapter import target_parameters
 from jaxglue.hf.files import atomic_file, write_json
@@ -199,6 +205,12 @@ def find_base(folder: str | Path, *, weights: bool = True) -> Path:
     if not Path(name).is_dir() and not is_hub_id(name):
         raise ValueError(f"{folder} names {name or 'no'} base, which is not a folder here: give the base model's")
     return model_path(name, raw.get("revision"), weights=weights)
+
+
+def is_reward_adapter(folder: str | Path) -> bool:
+    """Tell from its configuration whether an adapter makes its base a reward model."""
+    path = Path(folder) / CONFIG
+    return path.is_file() and read_json(path).get("task_type") == SEQUENCE_CLASSIFIER
 
 
 def random_seed(folder: str | Path) -> int | None:

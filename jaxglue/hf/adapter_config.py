@@ -37,6 +37,8 @@ _HARMLESS = {  # provenance
     "revision",
     "task_type",
 }
+SEQUENCE_CLASSIFIER = "SEQ_CLS"
+"""PEFT's task type of reward models."""
 _SCORES = ("score", "classifier")
 """Names under which PEFT saves a sequence classifier's head."""
 _NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) also change the base weights
@@ -91,7 +93,7 @@ def config_to_peft(
         **_vocabulary(config, names, tied=tied),
         "target_modules": _target_modules(linears, config),
         **({"target_parameters": experts} if experts else {}),
-        "task_type": "SEQ_CLS" if SCORE in names else "CAUSAL_LM",
+        "task_type": SEQUENCE_CLASSIFIER if SCORE in names else "CAUSAL_LM",
         "use_dora": config.dora,
         "use_rslora": config.rslora,
         **_patterns(config),
@@ -146,7 +148,7 @@ def _check_lists(path: Path, raw: Mapping[str, Any]) -> None:
 
 def _scores(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the head that an adapter of a sequence classifier saves."""
-    return _SCORES if raw.get("task_type") == "SEQ_CLS" else ()
+    return _SCORES if raw.get("task_type") == SEQUENCE_CLASSIFIER else ()
 
 
 def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str]) -> LoraConfig:
@@ -156,7 +158,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         indices = sorted(token_indices(raw, rows[0])) if rows else ()
         whole: list[VocabularyModule] = [module for module, path in PATHS.items() if f"{path}.weight" in tensors]
         if _scores(raw) and SCORE not in tensors:
-            raise ValueError(f"task_type SEQ_CLS needs {SCORE}, which {path.parent} does not hold")
+            raise ValueError(f"task_type {SEQUENCE_CLASSIFIER} needs {SCORE}, which {path.parent} does not hold")
         if missing := sorted({_last(name) for name in raw.get("modules_to_save") or ()} - {*whole, *_scores(raw)}):
             raise ValueError(f"modules_to_save names {missing[0]}, which {path.parent} does not hold")
         if raw.get("trainable_token_indices") and not (rows or whole):
