@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,14 @@ import numpy as np
 from jaxglue.hf.experts import find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
+from jaxglue.hf.upload import UploadBuffers
 from jaxglue.json_file import read_json
+from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized
 
 HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 5
-_READERS = min(16, os.cpu_count() or 1)
+_READERS = min(8, os.cpu_count() or 1)
 """Tensors read concurrently."""
 
 
@@ -95,14 +98,14 @@ def load_tensors(
 
     Experts are stacked, or expanded from MXFP4, as needed (see `find_source`); matrices quantized by bitsandbytes
     arrive as `Quantized` with the wanted dtype. Only a few tensors are on the host at a time: reads overlap transfers,
-    and each transfer completes before the next read takes its slot.
+    and each transfer completes before the next read takes its slot. A GPU copies from buffers of its own.
 
     Args:
         folder: a local Hugging Face model folder.
         wanted: shape and dtype by Hugging Face's full name (`model.layers.0.…`); with a `sharding`, each row needed by
             this process's devices is read once and placed accordingly.
         put: places a cast array without sharding, or a quantized one; by default on the default device. The array is on
-            the host unless expanded. Called from several threads.
+            the host or, if expanded or uploaded as it is, on the default device. Called from several threads.
         complete: refuse further tensors in the folder.
         ignored: further tensors that it may have.
 
@@ -119,15 +122,16 @@ def load_tensors(
     put = put or (lambda name, array: jax.device_put(array))
 
     def load(name: str) -> Any:
-        read_rows = sources[name].read_rows
-        if wanted[name].sharding is not None and read_rows is not None:
-            return jax.block_until_ready(_load_parts(partial(read_rows, files), wanted[name]))
-        array = sources[name].read(files)
-        dtype = wanted[name].dtype
+        source, dtype = sources[name], wanted[name].dtype
+        if wanted[name].sharding is not None and source.read_rows is not None:
+            return jax.block_until_ready(_load_parts(partial(source.read_rows, files), wanted[name]))
+        as_it_is = name in source.shapes and not source.packed and files.tensors[name].dtype == dtype
+        array = buffers.upload(files, name) if buffers and as_it_is else source.read(files)
         cast = replace(array, dtype=dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
         return jax.block_until_ready(put(name, cast))
 
-    with ThreadPoolExecutor(_READERS) as readers:
+    on_gpu = compute_capability() is not None
+    with UploadBuffers(_READERS) if on_gpu else nullcontext() as buffers, ThreadPoolExecutor(_READERS) as readers:
         return dict(zip(wanted, readers.map(load, wanted), strict=True))
 
 

@@ -72,22 +72,23 @@ class TensorFiles:
         """Return the texts that the files hold beside their tensors."""
         return self._metadata
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read rows `start:stop` of a tensor, clipped to its end."""
+    def read_rows(self, name: str, start: int, stop: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        """Read rows `start:stop` of a tensor, clipped to its end, into the bytes of a buffer if one is given."""
         rows, *rest = self.tensors[name].shape
-        return self._read(name, start * math.prod(rest), (min(stop, rows) - start, *rest))
+        return self._read(name, start * math.prod(rest), (min(stop, rows) - start, *rest), buffer)
 
     def read_line(self, name: str, index: tuple[int, ...]) -> np.ndarray:
         """Read the values along a tensor's last axis at an index of the others."""
         *others, length = self.tensors[name].shape
         return self._read(name, int(np.ravel_multi_index(index, others)) * length, (length,))
 
-    def _read(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
+    def _read(self, name: str, first: int, shape: tuple[int, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         """Read an array that begins at the tensor's element `first`; other threads run meanwhile."""
         info = self.tensors[name]
-        array = np.empty(shape, info.dtype)
-        _read_into(array.reshape(-1).view(np.uint8), info.file, info.start + first * info.dtype.itemsize)
-        return array
+        size = math.prod(shape) * info.dtype.itemsize
+        data = np.empty(size, np.uint8) if buffer is None else buffer[:size]
+        _read_into(data, info.file, info.start + first * info.dtype.itemsize)
+        return data.view(info.dtype).reshape(shape)
 
 
 def _read_into(target: np.ndarray, path: Path, offset: int) -> None:
