@@ -125,6 +125,7 @@ class Run:
             stream_weights=plan is not None and is_streamed(plan.weights),
             prefetch_depth=depth,
             tile=plan.tile if plan else None,
+            layers_per_program=plan.layers_per_program if plan else 1,
         )
         optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
         self._optimizer = Optimizer(optimizer, steps)

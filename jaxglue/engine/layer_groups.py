@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxglue.engine.compiler import jit_step
@@ -80,9 +81,11 @@ class GroupFunctions:
         """Return (dx, every layer's accumulated + dtrainable)."""
         gradients: list[Params] = []
         for i in reversed(range(len(self._layers))):
-            own, inputs = saved[i], (trainable[i], frozen[i], saved[i].x if i else x)
-            context_here = replace(context, dropout_key=keys[i])
-            dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, context_here, dy, accumulated[i])
+            own = saved[i] if i else SavedLayer(x, saved[0].residuals)
+            # Without the barrier XLA recomputes several layers' values at once.
+            (x_here, residuals), dy = jax.lax.optimization_barrier((own, dy))
+            inputs = trainable[i], frozen[i], x_here, replace(context, dropout_key=keys[i])
+            dy, gradient, *_ = self._layers[i].backward(residuals, *inputs, dy, accumulated[i])
             gradients.append(gradient)
         return dy, gradients[::-1]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, is_streamed, parse_weights, stream_evenly
@@ -14,7 +15,7 @@ from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import group_policies, restore_work, restored_groups, restored_inputs
-from jaxglue.planner.overheads import compile_seconds, with_dispatch
+from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, gib
 from jaxglue.planner.resident import resident_bytes
@@ -86,15 +87,17 @@ class Planner:
             run_ahead=self._run_ahead,
             restored=restored_inputs(chosen, depth),
         )
+        size = self._layers_per_program(chosen, costs, streamed)
         return Plan(
             policies=chosen,
             weights=places,
-            seconds=self._seconds(chosen, costs, streamed, depth),
+            seconds=self._seconds(chosen, costs, streamed, depth, size),
             device_bytes=peak.total(),
             tile=self.workload.tile,
+            layers_per_program=size,
             host_bytes=self._resident.host_ends + sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
             compile_seconds=compile_seconds(
-                self.workload.config, chosen, sum(c.offloaded for c in costs[: -1 - depth])
+                self.workload.config, chosen, sum(c.offloaded for c in costs[: -1 - depth]), size
             ),
         )
 
@@ -295,7 +298,13 @@ class Planner:
         starts_sooner = kept is not None and kept.compile_seconds < plan.compile_seconds
         return kept if kept and (starts_sooner or plan.host_bytes > host_memory) else plan
 
-    def _seconds(self, policies, costs: list[LayerCost], streamed: list[int], depth: int) -> float:
+    def _layers_per_program(self, policies, costs: list[LayerCost], streamed: list[int]) -> int:
+        """Return the layers of a program; one where gradients of several layers should not exist at once."""
+        work = self.workload
+        alone = why_not_grouped(policies, devices=work.mesh.devices, stream_weights=any(streamed))
+        return 1 if alone or work.update_in_backward else choose_group(costs)
+
+    def _seconds(self, policies, costs: list[LayerCost], streamed: list[int], depth: int, size: int) -> float:
         """Predict the time of an optimizer step."""
         forward, backward = self._work(costs, streamed, depth)
         for group in restored_groups(policies):
@@ -303,7 +312,7 @@ class Planner:
             backward[group.stop] = backward[group.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
-        micro_batch = with_dispatch(layers + self._model.head.seconds, costs)
+        micro_batch = with_dispatch(layers + self._model.head.seconds, costs, size)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     @property

@@ -6,7 +6,7 @@ import pytest
 
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.overheads import compile_seconds, with_dispatch
+from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
 
 
 def _layers(count: int, offloaded: int = 0):
@@ -17,12 +17,21 @@ def test_short_steps_take_the_hosts_time():
     assert with_dispatch(10.0, _layers(32)) == pytest.approx(10, rel=0.01)
     assert with_dispatch(0.001, _layers(32)) == pytest.approx(64 * 0.45e-3, rel=0.01)
     assert with_dispatch(0.001, _layers(32, offloaded=1)) > with_dispatch(0.001, _layers(32))
+    assert with_dispatch(0.001, _layers(32), 8) < with_dispatch(0.001, _layers(32))
+
+
+@pytest.mark.parametrize(("layers", "size"), [(2, 2), (28, 14), (36, 12), (32, 8), (61, 14), (19, 14)])
+def test_only_short_layers_share_programs(layers, size):
+    short, long = (SimpleNamespace(seconds=seconds) for seconds in (1e-3, 2e-3))
+    assert choose_group([SimpleNamespace(forward=short, backward=short)] * layers) == size
+    assert choose_group([SimpleNamespace(forward=short, backward=long)] * layers) == 1
 
 
 def test_compiling_takes_longer_for_more_kinds_of_layers():
-    def seconds(remat, moe=None, pinned=0):
+    def seconds(remat, moe=None, pinned=0, **options):
         config = SimpleNamespace(first_of_kind=(0, 0, 0, 0), moe=moe)
-        return compile_seconds(config, parse_policies(remat, 4), pinned)
+        return compile_seconds(config, parse_policies(remat, 4), pinned, **options)
 
     assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
+    assert seconds("full") < seconds("full", layers_per_program=4)
     assert seconds("full", pinned=10 * GIB) == pytest.approx(seconds("full") + 10)

@@ -14,9 +14,10 @@ def _scales(column_scales, columns, V: tl.constexpr):
 
 @triton.jit
 def _cross_entropy(
-    row, logits, row_scales, column_scales, targets, weights, losses, dlogits, dscales,
+    logits, row_scales, column_scales, targets, weights, losses, dlogits, dscales,
     V: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     logits, dlogits, lanes = logits + row * V, dlogits + row * V, tl.arange(0, BLOCK)
     target, weight = tl.load(targets + row), tl.load(weights + row)
     counted = tl.where(weight != 0.0, V, 0)
@@ -26,7 +27,7 @@ def _cross_entropy(
     if SCALED:
         row_scale, widest = tl.load(row_scales + row), tl.full((BLOCK,), -1e30, tl.float32)
     for start in range(0, counted, BLOCK):
-        x = tl.load(logits + start + lanes, mask=start + lanes < V, other=-1e30, eviction_policy="evict_last")
+        x = tl.load(logits + start + lanes, mask=start + lanes < V, other=-1e30)
         if SCALED:
             scales = _scales(column_scales, start + lanes, V)
             x *= row_scale * scales
@@ -48,42 +49,32 @@ def _cross_entropy(
     dtype = dlogits.dtype.element_ty
     for start in range(0, counted, BLOCK):
         columns = start + lanes
-        x = tl.load(logits + columns, mask=columns < V, other=-1e30, eviction_policy="evict_first")
+        x = tl.load(logits + columns, mask=columns < V, other=-1e30)
         if SCALED:
             scales = _scales(column_scales, columns, V)
             x *= row_scale * scales
         gradient = (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0)) * weight
         if SCALED:
             gradient = tl.minimum(tl.maximum(gradient * scales / dscale, -LARGEST), LARGEST)
-        tl.store(dlogits + columns, gradient.to(dtype), mask=columns < V, cache_modifier=".cs")
+        tl.store(dlogits + columns, gradient.to(dtype), mask=columns < V)
     for start in range(counted, V, BLOCK):
         tl.store(dlogits + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)
 
 
 @triton.jit
-def cross_entropy_kernel(
-    logits, targets, weights, losses, dlogits, M: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute losses [M] and dlogits [M, V] of logits [M, V]; weight 0 skips a token. Grid (programs)."""
-    first = tl.program_id(0).to(tl.int64)
-    for start in range(0, M - tl.program_id(0), tl.num_programs(0)):
-        _cross_entropy(
-            first + start, logits, weights, weights, targets, weights, losses, dlogits, losses, V, BLOCK, False
-        )  # fmt: skip
+def cross_entropy_kernel(logits, targets, weights, losses, dlogits, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute losses [M] and dlogits [M, V] of logits [M, V], one token in a program; weight 0 skips it. Grid (M)."""
+    _cross_entropy(logits, weights, weights, targets, weights, losses, dlogits, losses, V, BLOCK, False)
 
 
 @triton.jit
 def scaled_cross_entropy_kernel(
-    products, row_scales, column_scales, targets, weights, losses, dcodes, dscales,
-    M: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V: tl.constexpr, BLOCK: tl.constexpr
+):
     """Compute as `cross_entropy_kernel`, of logits without their scales of rows [M] and columns [V].
 
     Write the gradient times the columns' scales as e4m3 dcodes [M, V], by its largest value in a row, dscales [M].
     """
-    first = tl.program_id(0).to(tl.int64)
-    for start in range(0, M - tl.program_id(0), tl.num_programs(0)):
-        _cross_entropy(
-            first + start, products, row_scales, column_scales, targets, weights, losses, dcodes, dscales,
-            V, BLOCK, True,
-        )  # fmt: skip
+    _cross_entropy(
+        products, row_scales, column_scales, targets, weights, losses, dcodes, dscales, V, BLOCK, True
+    )  # fmt: skip

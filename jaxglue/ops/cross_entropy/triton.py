@@ -14,8 +14,6 @@ from jaxglue.ops.quant.fp8 import E4M3
 class TritonCrossEntropy(Launcher):
     """`CrossEntropy` by our own kernels."""
 
-    programs: int | None = None
-    """Programs, each of several tokens; None for one a token."""
     block: int = 4096
     """Logits in a step of a program."""
     num_warps: int = 8
@@ -37,5 +35,5 @@ class TritonCrossEntropy(Launcher):
 
     def _call(self, kernel, arrays, out_type):
         M, V = arrays[0].shape
-        constants, grid = {"M": M, "V": V, "BLOCK": self.block}, (min(M, self.programs or M),)
-        return self._launch(kernel, arrays, out_type, grid, constants, num_warps=self.num_warps, num_stages=2)
+        constants = {"V": V, "BLOCK": self.block}
+        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=self.num_warps, num_stages=2)

@@ -46,10 +46,10 @@ def test_chunk_is_the_largest_power_of_two_that_fits():
 
 @pytest.fixture
 def interpreted_cross_entropy(interpreted):
-    """The kernel on the CPU, with small blocks and several tokens in a program."""
+    """The kernel on the CPU, with small blocks."""
     from jaxglue.ops.cross_entropy.triton import TritonCrossEntropy
 
-    return interpreted(TritonCrossEntropy)(compute_capability=90, block=8, programs=3)
+    return interpreted(TritonCrossEntropy)(compute_capability=90, block=8)
 
 
 @pytest.mark.parametrize("scale", [1.0, 200.0])
