@@ -171,6 +171,7 @@ def predicted_anew(results: list[dict]) -> Iterator[dict]:
 def _run(context, setting: dict, fraction: float) -> dict:
     environment = {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.4f}",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(PINNED_GIB + 8),
         "JAX_PLATFORMS": "cuda",
     }

@@ -283,7 +283,7 @@ def measure(args) -> dict:
         loss, gradients = jax.block_until_ready(step())
         first = time.perf_counter() - begun
     del gradients
-    report(f"{args.steps} steps; the first took {first:.1f} s")
+    report(" ".join([f"{args.steps} steps; the first took {first:.1f} s", *(f"{k} {v}" for k, v in found.items())]))
     if args.warm_up:
         jax.block_until_ready(step())
     times = step_times(step, args.steps) or [(found["busy_ms"] / 1e3, first)]

@@ -284,9 +284,11 @@ class Planner:
     def _keep_on_device(self, plan: Plan, host_memory: float) -> Plan:
         """Return the plan with what it offloads kept on the GPU, for as many layers as fit: pinning takes time.
 
-        A second policy takes time to compile, though.
+        So do further programs to compile: several policies are doubled only where host memory is short.
         """
-        layers = self._model.layers
+        layers, short = self._model.layers, plan.host_bytes > host_memory
+        if not short and (not plan.host_bytes or len(set(plan.policies)) > 1):
+            return plan
 
         def keep(count: int) -> Plan:
             chosen = zip(plan.policies, interleave(False, True, layers, count), strict=True)
@@ -294,9 +296,8 @@ class Planner:
                 [policy.on_device() if keeps else policy for policy, keeps in chosen], weights=plan.weights
             )
 
-        kept = most(keep, range(1, layers + 1), lambda kept: self.fits(kept, math.inf)) if plan.host_bytes else None
-        starts_sooner = kept is not None and kept.compile_seconds < plan.compile_seconds
-        return kept if kept and (starts_sooner or plan.host_bytes > host_memory) else plan
+        kept = most(keep, range(1, layers + 1), lambda kept: self.fits(kept, math.inf))
+        return kept if kept and (short or kept.compile_seconds < plan.compile_seconds) else plan
 
     def _layers_per_program(self, policies, costs: list[LayerCost], streamed: list[int]) -> int:
         """Return the layers of a program; one where gradients of several layers should not exist at once."""
