@@ -4,7 +4,8 @@
         --peer unsloth --peers-path DIR --scratch /dev/shm/alternate --json benchmarks/results/fp8_alternate.json
 
 All settings stay loaded, ours in this process with random weights, the peer in its own; a turn is some steps with AdamW
-while the others wait. Results are written after every round.
+while the others wait. A setting of another shape than the peer's (SHAPE:LABEL@GIB) takes its turns by itself, while the
+peer loads. Results are written as they arrive.
 """
 
 import argparse
@@ -39,14 +40,22 @@ FORMATS = {**FORMATS, "NF4": ("nf4", False)}
 LEARNING_RATE = 1e-4
 
 
+def parse_setting(setting: str, args: argparse.Namespace) -> tuple[str, str, str]:
+    """Return (shape, label, limit in GiB or nothing)."""
+    name, _, limit = setting.partition("@")
+    shape, _, label = name.rpartition(":")
+    return shape or args.shape, label, limit
+
+
 class Ours:
     """A setting of ours with random weights, planned for a memory limit, and its facts."""
 
     def __init__(self, setting: str, args: argparse.Namespace):
+        (self.shape, label, limit), args.batches = parse_setting(setting, args), args.scratch / "batches.npz"
+        make_batches(args.batches, Row(shape=self.shape, tokens=args.tokens), 3)
         self._batches = read_batches(args.batches)
-        label, _, limit = setting.partition("@")
         storage, fp8_head = FORMATS[label]
-        config = replace(config_from_hf(SHAPES[args.shape]), quantize=storage, fp8_head=fp8_head)
+        config = replace(config_from_hf(SHAPES[self.shape]), quantize=storage, fp8_head=fp8_head)
         host_embeddings = bool(limit) and not config.tie_word_embeddings
         work = Workload(
             config=config,
@@ -72,7 +81,7 @@ class Ours:
         self.turn(1)
         peak = memory(device, "peak_bytes_in_use") - before  # at most: others' peaks may have been higher
         self.facts |= {"peak_gib": peak, "plan_s": planned - begun, "weights_s": filled - planned}
-        self.facts |= {"first_step_s": first - filled}
+        self.facts |= {"first_step_s": first - filled, "shape": self.shape}
         if plan:
             self.facts |= {"plan": str(plan), "planned_ms": plan.seconds * 1e3}
             self.facts["planned_gib"] = plan.device_bytes / GIB
@@ -99,10 +108,12 @@ class Peer:
 
     def _load(self) -> None:
         args, folder = self._args, self._args.scratch / self._args.shape
+        batches = args.scratch / "peer_batches.npz"
+        make_batches(batches, Row(shape=args.shape, tokens=args.tokens), 3)
         make_adapter(args.scratch / "adapter", SHAPES[args.shape], LoraConfig())
         maker = [sys.executable, str(HERE / "inputs.py"), "--shape", args.shape, "--output", str(folder)]
         command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", args.peer, "--turns"]
-        flags = {"model": folder, "adapter": args.scratch / "adapter", "batches": args.batches, "warm-up": 2}
+        flags = {"model": folder, "adapter": args.scratch / "adapter", "batches": batches, "warm-up": 2}
         flags |= {"quantize": args.peer_quantize, "checkpointing": "offload", "learning-rate": LEARNING_RATE}
         command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -118,7 +129,8 @@ class Peer:
         """Wait until it has warmed up; print why not if it ended."""
         self._start.join()
         if not self.facts:
-            print(f"{self._args.peer} ended: {self._log.read_text()[-2000:]}", flush=True)
+            status = self._process and self._process.wait()
+            print(f"{self._args.peer} ended with {status}: {self._log.read_text()[-2000:]}", flush=True)
         return bool(self.facts)
 
     def turn(self, steps: int) -> float:
@@ -142,7 +154,7 @@ class Peer:
             self._process.kill()
 
 
-def take_turns(engines: dict[str, Ours | Peer], args: argparse.Namespace) -> list[dict]:
+def take_turns(engines: dict[str, Ours | Peer], args: argparse.Namespace, earlier: list[dict]) -> list[dict]:
     """Return each engine's facts and the times of its turns, written and printed after every round."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(args.rounds):
@@ -152,10 +164,10 @@ def take_turns(engines: dict[str, Ours | Peer], args: argparse.Namespace) -> lis
             {"setting": name, "ms": statistics.median(times[name]), "ms_all": times[name], **engine.facts}
             for name, engine in engines.items()
         ]
-        shown = ("setting", "ms", "peak_gib", "planned_ms", "planned_gib", "plan")
+        shown = ("setting", "ms", "peak_gib", "planned_ms", "planned_gib")
         print(table([{key: row.get(key, "-") for key in shown} for row in rows]), flush=True)
         if args.json:
-            write_results(args.json, [{"shape": args.shape, "tokens": args.tokens, **row} for row in rows])
+            write_results(args.json, [{"tokens": args.tokens, **row} for row in earlier + rows])
     return rows
 
 
@@ -163,7 +175,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--settings", nargs="+", required=True, help=f"one of {', '.join(FORMATS)}, with @GIB a limit")
+    parser.add_argument(
+        "--settings", nargs="+", required=True, help=f"[SHAPE:]LABEL[@GIB], a LABEL of {', '.join(FORMATS)}"
+    )
     parser.add_argument("--peer", choices=ENGINES[1:], help="take turns with this engine too")
     parser.add_argument("--peer-quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--peers-python", default=sys.executable)
@@ -179,17 +193,22 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     args = arguments().parse_args()
     args.scratch.mkdir(parents=True, exist_ok=True)
-    args.batches, folder = args.scratch / f"{args.shape}.npz", args.scratch / args.shape
-    make_batches(args.batches, Row(shape=args.shape, tokens=args.tokens), 3)
+    folder = args.scratch / args.shape
     made, peer = not folder.exists(), Peer(args) if args.peer else None
     try:
         engines: dict[str, Ours | Peer] = {}
+        rows: list[dict] = []
         for setting in args.settings:
-            engines[setting] = Ours(setting, args)
-            print(json.dumps({"setting": setting, **engines[setting].facts}), flush=True)
+            ours = Ours(setting, args)
+            print(json.dumps({"setting": setting, **ours.facts}), flush=True)
+            if ours.shape == args.shape:
+                engines[setting] = ours
+            else:
+                rows += take_turns({setting: ours}, args, rows)
+            del ours
         if peer is not None and peer.is_ready():
             engines[args.peer] = peer
-        take_turns(engines, args)
+        take_turns(engines, args, rows)
     finally:
         if peer is not None:
             peer.close()
