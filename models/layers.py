@@ -18,7 +18,7 @@ from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import copy_to, reduce_from
-from jaxglue.ops.fp8 import project_fp8, swiglu_fp8
+from jaxglue.ops.fp8 import project_adapted_fp8, project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_expand, lora_shrink
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
@@ -119,7 +119,23 @@ def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], conte
 
     Each base matmul accumulates onto its adapter's product.
     """
+    if len(linears) > 1 and (down := _frozen_fp8_adapters(linears, context)) is not None:
+        weights, ups = [linear.weight.get_value() for linear in linears], [linear.scaled_b for linear in linears]
+        return _add_adapters(linears, project_adapted_fp8(x, weights, down, ups), None)
     return _add_adapters(linears, *_project_base(linears, x, context))
+
+
+def _frozen_fp8_adapters(linears: Sequence[Linear], context: LayerContext) -> Float[Array, "ranks in"] | None:
+    """Return the adapters' first matrices, one below the other, of frozen FP8 weights; None if something intervenes."""
+    matrices = [
+        linear.lora_A[...]
+        for linear in linears
+        if is_multiplied_in_fp8(linear.weight.get_value())
+        and linear.lora_A is not None
+        and linear.lora_magnitude_vector is None
+        and (context.dropout_key is None or linear.lora_dropout == 0.0)
+    ]
+    return jnp.concatenate(matrices) if len(matrices) == len(linears) else None
 
 
 def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None) -> list[Array]:
@@ -267,11 +283,11 @@ class GatedMLP(nnx.Module):
         """Apply the feed-forward with the adapters' products computed inside `lora_swiglu`."""
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights: Any = tuple(linear.weight.get_value() for linear in linears)
-        if all(map(is_multiplied_in_fp8, weights)):
-            x, copy = fan_out(x, 2)
-            hidden = _shrink_to_ranks(linears[:2], x, context)
-            assert hidden is not None
-            out, hidden = swiglu_fp8(copy, hidden, weights, matrices)
+        if (
+            all(map(is_multiplied_in_fp8, weights))
+            and (first := _frozen_fp8_adapters(linears[:2], context)) is not None
+        ):
+            out, hidden = swiglu_fp8(x, weights, first, matrices)
             return _add_adapters((self.down_proj,), [out], checkpoint_name(hidden, names.LORA_HIDDEN))[0]
         (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None

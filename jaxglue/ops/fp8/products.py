@@ -34,11 +34,11 @@ def rescale(product: Float[Array, "*B n"], *scales: Float[Array, "..."], dtype=N
     return total.astype(dtype or product.dtype)
 
 
-def input_gradient(
-    codes: Sequence[Float[Array, "*B out"]], weights: Sequence[FP8Weight], scales: Float[Array, "*B 1"], dtype
+def input_products(
+    codes: Sequence[Float[Array, "*B out"]], weights: Sequence[FP8Weight], dtype
 ) -> Float[Array, "*B in"]:
-    """Compute Σ dy·W from codes of dy·(W's scales) that share their rows' scales, so that matmuls accumulate."""
+    """Compute Σ dy·W from codes of dy·(W's scales), without their rows' shared scales: matmuls accumulate."""
     total, *others = (dot(dy, weight.codes, 0, dtype) for dy, weight in zip(codes, weights, strict=True))
     for other in others:
         total = other + total
-    return rescale(total, scales)
+    return total

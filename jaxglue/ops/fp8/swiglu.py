@@ -13,9 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
+from jaxglue.ops.fp8.adapted import adapted_input_gradient
 from jaxglue.ops.fp8.encode import encode
-from jaxglue.ops.fp8.products import dot, dot_to_e4m3, input_gradient, rescale
-from jaxglue.ops.lora import Quantizer, lora_expand_gradients_and_codes
+from jaxglue.ops.fp8.products import dot, dot_to_e4m3, rescale
+from jaxglue.ops.lora import Quantizer, lora_expand_gradients_and_codes, shrink, shrink_gradient
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import ScaledProducts
@@ -68,19 +69,18 @@ def _absmax(x) -> Float[Array, "M 1"]:
 
 
 def swiglu_fp8(
-    x: Float[Array, "*B D"], hidden: Float[Array, "*B ranks"], weights: Weights, matrices: Matrices
+    x: Float[Array, "*B D"], weights: Weights, first: Float[Array, "ranks D"], matrices: Matrices
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B R"]]:
     """Compute (y·Wᵀ, y·downᵀ) of y = `lora_swiglu` of x's FP8 products with gate and up.
 
     Args:
         x: the feed-forward's input.
-        hidden: x projected to the ranks of gate's and up's adapters, side by side.
         weights: gate and up [F, D], and down W [D, F]; frozen.
+        first: the first matrices of gate's and up's adapters, one below the other, float32.
         matrices: see `lora_swiglu`.
     """
     backend: Any = LORA_SWIGLU.load(x.dtype, matrices[0].shape[1]) or _REFERENCE
-    rows = (array.reshape(-1, array.shape[-1]) for array in (x, hidden))
-    out, low = _feed_forward(backend, *rows, weights, matrices)
+    out, low = _feed_forward(backend, x.reshape(-1, x.shape[-1]), weights, first, matrices)
     return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)
 
 
@@ -88,12 +88,13 @@ _REFERENCE = ReferenceScaledSwiglu()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _feed_forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices: Matrices) -> tuple[Array, Array]:
-    return _forward(backend, x, hidden, weights, matrices)[0]
+def _feed_forward(backend: ScaledSwigluBackend, x, weights: Weights, first, matrices: Matrices) -> tuple[Array, Array]:
+    return _forward(backend, x, weights, first, matrices)[0]
 
 
-def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices: Matrices):
+def _forward(backend: ScaledSwigluBackend, x, weights: Weights, first, matrices: Matrices):
     gate, up, down = weights
+    hidden = checkpoint_name(shrink(x, first), names.LORA_HIDDEN)
     codes, scales = encode(x)
     (gated, factor), (raised, _) = (dot_to_e4m3(codes, weight.codes) for weight in (gate, up))
     products = ScaledProducts(
@@ -106,7 +107,7 @@ def _forward(backend: ScaledSwigluBackend, x, hidden, weights: Weights, matrices
     y, low, absmax = backend.scaled_forward(products, hidden, matrices)
     codes, scales = encode(y, scales=row_scales(absmax))
     out = rescale(dot(codes, down.codes, 1, x.dtype), scales, down.scales)
-    return (out, low), (products, hidden, weights, matrices)
+    return (out, low), (products, x, hidden, weights, first, matrices)
 
 
 def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
@@ -116,7 +117,7 @@ def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
 
 
 def _backward(backend: ScaledSwigluBackend, residuals, cotangents):
-    products, hidden, (gate, up, down), matrices = residuals
+    products, x, hidden, (gate, up, down), first, matrices = residuals
     dout, dlow = cotangents
     codes, scales = encode(dout, down.scales)
     dy = dot(codes, down.codes, 0, dout.dtype)
@@ -124,8 +125,8 @@ def _backward(backend: ScaledSwigluBackend, residuals, cotangents):
     shared = row_scales(absmax)
     quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
     dhidden, dsecond, dcodes = lora_expand_gradients_and_codes(hidden, matrices[:2], (dgate, dup), quantizers)
-    dx = input_gradient(dcodes, (gate, up), shared, hidden.dtype)
-    return dx, dhidden, None, (*dsecond, ddown)
+    dx = adapted_input_gradient(dcodes, (gate, up), shared, dhidden, first)
+    return dx, None, shrink_gradient(x, dhidden), (*dsecond, ddown)
 
 
 _feed_forward.defvjp(_forward, _backward)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.fp8.encode import encode
-from jaxglue.ops.fp8.products import dot, input_gradient, rescale
+from jaxglue.ops.fp8.products import dot, input_products, rescale
 from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
 
 
@@ -22,13 +22,20 @@ def _forward(x, weights):
 
 def _backward(weights, cotangents):
     if len(weights) == 1:
-        single = encode(cotangents[0], weights[0].scales)
-        return input_gradient(single[:1], weights, single[1], cotangents[0].dtype), None
+        single, scales = encode(cotangents[0], weights[0].scales)
+        codes = [single]
+    else:
+        scales = shared_scales(cotangents, weights)
+        codes = [encode(dy, weight.scales, scales)[0] for dy, weight in zip(cotangents, weights, strict=True)]
+    return rescale(input_products(codes, weights, cotangents[0].dtype), scales), None
+
+
+def shared_scales(
+    cotangents: tuple[Float[Array, "*B out"], ...], weights: tuple[FP8Weight, ...]
+) -> Float[Array, "*B 1"]:
+    """Return one scale for each row of all cotangents times their weights' scales."""
     folded = [dy.astype(jnp.float32) * weight.scales for dy, weight in zip(cotangents, weights, strict=True)]
-    absmax = jnp.stack([jnp.abs(dy).max(axis=-1, keepdims=True) for dy in folded]).max(axis=0)
-    scales = row_scales(absmax)
-    codes = [encode(dy, weight.scales, scales)[0] for dy, weight in zip(cotangents, weights, strict=True)]
-    return input_gradient(codes, weights, scales, cotangents[0].dtype), None
+    return row_scales(jnp.stack([jnp.abs(dy).max(axis=-1, keepdims=True) for dy in folded]).max(axis=0))
 
 
 project_rows.defvjp(_forward, _backward)

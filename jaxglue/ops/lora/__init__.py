@@ -7,16 +7,29 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
 from jaxglue.ops.lora.reference import ReferenceLora
-from jaxglue.ops.lora.vjp import LoraBackend, Quantizer, expand, expand_gradients, lora_shrink
+from jaxglue.ops.lora.vjp import (
+    LoraBackend,
+    Quantizer,
+    ScaledProduct,
+    expand,
+    expand_gradients,
+    lora_shrink,
+    shrink,
+    shrink_gradient,
+)
 
 __all__ = [
     "LORA",
     "Quantizer",
     "ReferenceLora",
+    "ScaledProduct",
     "lora_expand",
     "lora_expand_gradients",
     "lora_expand_gradients_and_codes",
+    "lora_expand_onto",
     "lora_shrink",
+    "shrink",
+    "shrink_gradient",
 ]
 
 _check = partial(check_triton_rank, largest=64)
@@ -53,6 +66,13 @@ def lora_expand(
     rows = hidden.reshape(-1, hidden.shape[-1])
     products = expand(_implementation(hidden, matrices, backend), rows, tuple(matrices))
     return [product.reshape(*hidden.shape[:-1], -1) for product in products]
+
+
+def lora_expand_onto(
+    base: ScaledProduct, hidden: Float[Array, "M ranks"], matrix: Float[Array, "out R"], first: int = 0
+) -> Float[Array, "M out"]:
+    """Compute base times its factors + hidden[:, first : first + R]·matrixᵀ, rounded once; not differentiable."""
+    return _implementation(hidden, [matrix], "auto").product(hidden, matrix, first, base)
 
 
 def lora_expand_gradients(

@@ -46,14 +46,14 @@ def gradients_kernel(
 
 @triton.jit
 def product_kernel(
-    hidden, matrix, out,
+    hidden, matrix, base, row_scales, column_factors, out,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BASE: tl.constexpr, HAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of out [M, N] = hidden·matrixᵀ; grid (N / BLOCK_N, M / BLOCK_M).
+    """Compute a tile of out [M, N] = hidden·matrixᵀ (+ base · row_scales [M] (· column_factors [N])).
 
-    hidden [M, STRIDE] has this product's ranks from FIRST on.
+    hidden [M, STRIDE] has this product's ranks from FIRST on. Grid (N / BLOCK_N, M / BLOCK_M).
     """
     rows, ranks = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -63,4 +63,10 @@ def product_kernel(
     inside = (columns < N)[:, None] & (ranks < R)[None, :]
     factor = tl.load(matrix + columns[:, None] * R + ranks[None, :], mask=inside, other=0.0).to(own.dtype)
     product = tl.dot(own, tl.trans(factor), input_precision=PRECISION)
+    if HAS_BASE:
+        scaled = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
+        scaled *= tl.load(row_scales + rows, mask=rows < M, other=0.0)[:, None]
+        if HAS_COLUMNS:
+            scaled *= tl.load(column_factors + columns, mask=columns < N, other=0.0)[None, :]
+        product += scaled
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)

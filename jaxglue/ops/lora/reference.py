@@ -12,10 +12,15 @@ from jaxglue.ops.quant.fp8 import encode_rows
 class ReferenceLora:
     """`LoraBackend` by matmuls."""
 
-    def product(self, hidden, matrix, first: int):
+    def product(self, hidden, matrix, first: int, base=None):
         """See `LoraBackend`; padding the matrix to all ranks costs less than slicing `hidden`."""
         ranks = ((0, 0), (first, hidden.shape[1] - first - matrix.shape[1]))
-        return jax.lax.dot_general(hidden, jnp.pad(matrix.astype(hidden.dtype), ranks), (((1,), (1,)), ((), ())))
+        padded = jnp.pad(matrix.astype(hidden.dtype), ranks)
+        product = jax.lax.dot_general(hidden, padded, (((1,), (1,)), ((), ())))
+        if base is None:
+            return product
+        scaled = base.product.astype(jnp.float32) * base.rows * (1.0 if base.columns is None else base.columns)
+        return (scaled + product).astype(hidden.dtype)
 
     def gradients(self, dy, matrix, hidden, first: int, quantizer=None):
         """See `LoraBackend`."""

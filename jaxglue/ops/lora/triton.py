@@ -9,7 +9,7 @@ import triton
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.lora import kernels
 from jaxglue.ops.lora.tiles import PRODUCT_TILES, GradientTiles, LoraTiles, block_constants, fitting_tiles
-from jaxglue.ops.lora.vjp import Quantizer
+from jaxglue.ops.lora.vjp import Quantizer, ScaledProduct
 from jaxglue.ops.quant.fp8 import E4M3
 
 
@@ -21,15 +21,19 @@ class TritonLora(Launcher):
     """Tiles; None takes `fitting_tiles`."""
     product_tiles: LoraTiles = PRODUCT_TILES
 
-    def product(self, hidden, matrix, first: int):
+    def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None):
         """See `LoraBackend`."""
         (M, stride), (N, R), tiles = hidden.shape, matrix.shape, self.product_tiles
         grid = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m)
         sizes = {"M": M, "N": N, "R": R, "STRIDE": stride, "FIRST": first}
+        columns = None if base is None else base.columns
         constants = sizes | block_constants(tiles, R, hidden.dtype)
+        constants |= {"HAS_BASE": base is not None, "HAS_COLUMNS": columns is not None}
+        wide = (hidden, hidden) if base is None else (base.product, base.rows)  # unused ones are not read
+        arrays = hidden, matrix, *wide, hidden if columns is None else columns
         out_type = (jax.ShapeDtypeStruct((M, N), hidden.dtype),)
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
-        return self._launch(kernels.product_kernel, (hidden, matrix), out_type, grid, constants, **compiled)[0]
+        return self._launch(kernels.product_kernel, arrays, out_type, grid, constants, **compiled)[0]
 
     def gradients(self, dy, matrix, hidden, first: int, quantizer: Quantizer | None = None):
         """See `LoraBackend`."""

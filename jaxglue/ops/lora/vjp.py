@@ -17,11 +17,19 @@ class Quantizer(NamedTuple):
     rows: Float[Array, "M 1"]
 
 
+class ScaledProduct(NamedTuple):
+    """A product [M, N] whose factors are still to be applied."""
+
+    product: Float[Array, "M N"]
+    rows: Float[Array, "M 1"]
+    columns: Float[Array, " N"] | None = None
+
+
 class LoraBackend(Protocol):
     """One product and its gradients, each in one pass; hashable."""
 
-    def product(self, hidden, matrix, first: int) -> Float[Array, "M N"]:
-        """Return hidden[:, first : first + R]·matrixᵀ in hidden's dtype."""
+    def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None) -> Float[Array, "M N"]:
+        """Return hidden[:, first : first + R]·matrixᵀ, plus base times its factors, in hidden's dtype."""
 
     def gradients(
         self, dy, matrix, hidden, first: int, quantizer: Quantizer | None = None
@@ -67,23 +75,28 @@ expand.defvjp(_expand_forward, _expand_backward)
 @jax.custom_vjp
 def lora_shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
     """Compute x·matrixᵀ in x's dtype for a float32 matrix, whose gradient is never rounded to x's dtype."""
-    return _shrink(x, matrix.astype(x.dtype))
+    return shrink(x, matrix)
 
 
-def _shrink(x, matrix):
-    return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
+def shrink(x: Float[Array, "*B in"], matrix: Float[Array, "R in"]) -> Float[Array, "*B R"]:
+    """Compute `lora_shrink` without its differentiation rule."""
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def shrink_gradient(x: Float[Array, "*B in"], dy: Float[Array, "*B R"]) -> Float[Array, "R in"]:
+    """Compute the gradient of `lora_shrink` to its matrix, in float32."""
+    tokens = tuple(range(x.ndim - 1))
+    return jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _shrink_forward(x, matrix):
     matrix = matrix.astype(x.dtype)
-    return _shrink(x, matrix), (x, matrix)
+    return shrink(x, matrix), (x, matrix)
 
 
 def _shrink_backward(residuals, dy):
     x, matrix = residuals
-    tokens = tuple(range(x.ndim - 1))
-    gradient = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
-    return dy @ matrix, gradient
+    return dy @ matrix, shrink_gradient(x, dy)
 
 
 lora_shrink.defvjp(_shrink_forward, _shrink_backward)

@@ -21,7 +21,7 @@ CASES = [(37, 96, 16), (40, 80, 4)]
 
 
 def random_case(M, F, R, dtype=jnp.float32):
-    """Return ((x, hidden, weights, matrices), cotangents) with weights in float32."""
+    """Return ((x, first, weights, matrices), cotangents) with weights in float32."""
     keys = iter(jax.random.split(jax.random.key(0), 10))
 
     def normal(*shape, dtype=dtype, scale=1.0):
@@ -30,23 +30,26 @@ def random_case(M, F, R, dtype=jnp.float32):
     weights = tuple(normal(*shape, dtype=jnp.float32, scale=shape[1] ** -0.5) for shape in ((F, D), (F, D), (D, F)))
     matrices = tuple(normal(*shape, dtype=jnp.float32, scale=0.1) for shape in ((F, R), (F, R), (R, F)))
     x = normal(1, M, D).at[..., 3].multiply(20)
-    return (x, normal(1, M, 2 * R), weights, matrices), (normal(1, M, D), normal(1, M, R))
+    return (x, normal(2 * R, D, dtype=jnp.float32, scale=D**-0.5), weights, matrices), (
+        normal(1, M, D),
+        normal(1, M, R),
+    )
 
 
-def in_fp8(x, hidden, weights, matrices):
-    return swiglu_fp8(x, hidden, tuple(map(quantize_fp8, weights)), matrices)
+def in_fp8(x, first, weights, matrices):
+    return swiglu_fp8(x, tuple(map(quantize_fp8, weights)), first, matrices)
 
 
-def by_definition(x, hidden, weights, matrices):
+def by_definition(x, first, weights, matrices):
     gate, up, down = weights
-    y, low = lora_swiglu(x @ gate.T, x @ up.T, hidden, matrices, backend="reference")
+    y, low = lora_swiglu(x @ gate.T, x @ up.T, x @ first.T, matrices, backend="reference")
     return y @ down.T, low
 
 
 def all_results(function, arguments, cotangents):
-    """Return outputs and gradients to x, hidden and the adapters."""
-    x, hidden, weights, matrices = arguments
-    return outputs_and_gradients(lambda x, h, m: function(x, h, weights, m), (x, hidden, matrices), cotangents)
+    """Return outputs and gradients to x and the adapters."""
+    x, first, weights, matrices = arguments
+    return outputs_and_gradients(lambda x, f, m: function(x, f, weights, m), (x, first, matrices), cotangents)
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -87,15 +90,15 @@ def test_kernels_match_the_reference(interpreted):
 
 
 def test_saved_products_keep_the_largest_codes():
-    (x, hidden, weights, matrices), cotangents = random_case(*CASES[0])
+    (x, first, weights, matrices), cotangents = random_case(*CASES[0])
     gate = weights[0].at[0].set(jnp.sign(weights[0][0]))
     x = x.at[0, 0].set(jnp.sign(gate[0]))  # their product is beyond the largest code
-    case = (x, hidden, (gate, *weights[1:]), matrices), cotangents
+    case = (x, first, (gate, *weights[1:]), matrices), cotangents
     policy = jax.checkpoint_policies.save_only_these_names(names.GATE, names.UP)
 
-    def saving(x, hidden, weights, matrices):
+    def saving(x, first, weights, matrices):
         return jax.checkpoint(lambda *inputs: in_fp8(*inputs[:2], weights, inputs[2]), policy=policy)(
-            x, hidden, matrices
+            x, first, matrices
         )
 
     got, expected = (all_results(function, *case) for function in (saving, in_fp8))
@@ -117,15 +120,15 @@ def test_wide_arrays_are_quantized_in_one_pass(gpu_target, capability):
     M, F, R = 1024, 512, 16
 
     def make():
-        (x, hidden, weights, matrices), cotangents = random_case(M, F, R, jnp.bfloat16)
-        return (x, hidden, tuple(map(quantize_fp8, weights)), matrices), cotangents
+        (x, first, weights, matrices), cotangents = random_case(M, F, R, jnp.bfloat16)
+        return (x, first, tuple(map(quantize_fp8, weights)), matrices), cotangents
 
     sharding = gpu_target(capability)
     shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(make))
 
     def step(arguments, cotangents):
-        x, hidden, weights, matrices = arguments
-        outputs, pull = jax.vjp(lambda x, h, m: swiglu_fp8(x, h, weights, m), x, hidden, matrices)
+        x, first, weights, matrices = arguments
+        outputs, pull = jax.vjp(lambda x, f, m: swiglu_fp8(x, weights, f, m), x, first, matrices)
         return outputs, pull(cotangents)
 
     with tracing_for(capability):
