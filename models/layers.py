@@ -120,7 +120,10 @@ def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], conte
     Each base matmul accumulates onto its adapter's product.
     """
     if len(linears) > 1 and (down := _frozen_fp8_adapters(linears, context)) is not None:
-        weights, ups = [linear.weight.get_value() for linear in linears], [linear.scaled_b for linear in linears]
+        weights, ups = (
+            [linear.weight.get_value() for linear in linears],
+            [up for linear in linears if (up := linear.scaled_b) is not None],
+        )
         return _add_adapters(linears, project_adapted_fp8(x, weights, down, ups), None)
     return _add_adapters(linears, *_project_base(linears, x, context))
 
@@ -287,8 +290,8 @@ class GatedMLP(nnx.Module):
             all(map(is_multiplied_in_fp8, weights))
             and (first := _frozen_fp8_adapters(linears[:2], context)) is not None
         ):
-            out, hidden = swiglu_fp8(x, weights, first, matrices)
-            return _add_adapters((self.down_proj,), [out], checkpoint_name(hidden, names.LORA_HIDDEN))[0]
+            out, low = swiglu_fp8(x, weights, first, matrices)
+            return _add_adapters((self.down_proj,), [out], checkpoint_name(low, names.LORA_HIDDEN))[0]
         (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
