@@ -15,6 +15,7 @@ from jaxglue.data.formats import CHATS, read_row
 from jaxglue.data.messages import Chat, read_weight
 from jaxglue.data.preference import KEYS, PAIRS, read_answers, read_margin
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
+from jaxglue.data.tokenizer import require_unicode
 
 Pieces = list[tuple[str | list[int], bool]]
 """Consecutive (text or tokens, trained) parts of a document."""
@@ -88,15 +89,11 @@ class Encoder:
                 documents = self._documents(row.value)
             for text, _ in chain(*documents):
                 if isinstance(text, str):
-                    text.encode()
+                    require_unicode(text)
             return documents
         except TimeoutError:
             raise ValueError(
                 f"{row.origin}: the chat template takes more than {limits.SECONDS} s of CPU time"
-            ) from None
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{row.origin}: a text holds half of a surrogate pair: {error.object[error.start]!r}"
             ) from None
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error

@@ -33,6 +33,18 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def require_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON and command lines may hold and tokenizers cannot read.
+
+    Raises:
+        ValueError: the text is no Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text holds half of a surrogate pair: {text[error.start]!r}") from None
+
+
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the padding token of sequence classifiers: the tokenizer's, else the end of a text, as in TRL."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.template import ChatTemplate
-from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.data.tokenizer import load_tokenizer, require_unicode
 from jaxglue.generation.batch import Request
 from jaxglue.generation.config import STDIN, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
@@ -205,11 +205,13 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str,
     """Return the tokens that precede the answer to a conversation, as in training.
 
     Raises:
-        ValueError: a missing chat template, or one that refuses the conversation.
+        ValueError: a missing chat template, one that refuses the conversation, or text that is no Unicode.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
-    return tokenizer.encode(ChatTemplate(tokenizer).render_prompt(messages), add_special_tokens=False)
+    text = ChatTemplate(tokenizer).render_prompt(messages)
+    require_unicode(text)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def encode_prompt(
@@ -224,9 +226,10 @@ def encode_prompt(
         raw: encode the text verbatim, with the tokenizer's special prefix.
 
     Raises:
-        ValueError: a missing chat template, or one that refuses the conversation.
+        ValueError: a missing chat template, one that refuses the conversation, or text that is no Unicode.
     """
     if raw:
+        require_unicode(prompt)
         return tokenizer.encode(prompt)
     return encode_messages(tokenizer, [*system_message(system), {"role": "user", "content": prompt}])
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.adapter_tensors import PATHS
-from jaxglue.hf.identity import Identity, difference
+from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.models.lora import is_target
 from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.models.vocabulary import ROWS
@@ -43,6 +43,8 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
         _log.warning("%s records no base: checked by names and shapes alone against %s", adapter.folder, name)
     elif found := difference(adapter.base, base):
         raise ValueError(f"{refusal}: {found}; use the base that it was trained on")
+    elif changed := changed_settings(adapter.base, base):
+        _log.warning("%s was trained on other settings of its base: %s", adapter.folder, changed)
     _check_family(adapter, base["model_type"], refusal)
     if extra := sorted(set(adapter.modules) - shapes.keys()):
         raise ValueError(f"{refusal}: it adapts {_some(extra)}, missing from the base")

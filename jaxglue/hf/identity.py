@@ -1,14 +1,16 @@
 """Identity of a base model, recorded in its adapters, so that none is put on another base."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.fingerprint import digest_tensors
 from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 
 _UNQUANTIZED = ("norm.weight", ".bias", ".sinks", "embed_tokens.weight", "lm_head.weight")
@@ -22,7 +24,8 @@ _EXPERTS = ".experts."
 Identity = Mapping[str, str]
 """`model_type`, and digests: `weights` of tensors that stay unquantized, `experts`, and `linears` of the others.
 
-`storage` and `expert_storage` are the formats in which `linears` and `experts` are stored.
+`settings` change what the same tensors compute; `storage` and `expert_storage` are the formats in which `linears` and
+`experts` are stored.
 """
 
 
@@ -43,6 +46,7 @@ def identify(folder: str | Path) -> Identity:
     linears = names - experts - kept
     identity = {
         "model_type": str(raw.get("model_type")),
+        "settings": _settings(config_from_hf(raw)),
         "weights": digest_tensors(files, kept, any_float=True),
         "linears": digest_tensors(files, linears, any_float=True),
         "storage": _storage(files, linears),
@@ -70,6 +74,23 @@ def difference(recorded: Identity, found: Identity) -> str | None:
         if recorded.get(name) != found.get(name):
             return f"{name} {recorded.get(name)} was recorded, this base has {found.get(name)}"
     return None
+
+
+def changed_settings(recorded: Identity, found: Identity) -> str | None:
+    """Describe how the settings of two bases differ; None if they do not, or were not recorded."""
+    before, now = recorded.get("settings"), found.get("settings")
+    return None if before is None or now is None or before == now else f"{before} was recorded, this base has {now}"
+
+
+def _settings(config: DecoderConfig) -> str:
+    """Return the settings that change what a model of the same tensors computes."""
+    rope = {f.name: value for f in fields(config.rope) if (value := getattr(config.rope, f.name)) != f.default}
+    values: dict[str, object] = {"rms_norm_eps": config.rms_norm_eps, "rope": rope}
+    if any(config.layer_windows):
+        values["layer_windows"] = config.layer_windows
+    if config.moe:
+        values |= {name: getattr(config.moe, name) for name in ("num_experts_per_tok", "norm_topk_prob")}
+    return json.dumps(values)
 
 
 def _storage(files: TensorFiles, names: set[str]) -> str:

@@ -93,6 +93,12 @@ def test_tokenizer_without_template_needs_raw(tokenizer):
         encode_prompt(bare, "Hi")
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_half_of_a_surrogate_pair_is_refused(make_tokenizer, raw):
+    with pytest.raises(ValueError, match=r"half of a surrogate pair: '\\ud800'"):
+        encode_prompt(make_tokenizer(), "a\ud800", raw=raw)
+
+
 def test_an_adapter_of_another_model_is_refused(folders, base):
     raw, _ = base
     other = random_model(config_from_hf({**raw, "intermediate_size": 48}), dtype=jnp.float32)

@@ -1,6 +1,7 @@
 """Any replaced tensor is noticed: by the fingerprint of a run, and by the identity that adapters record."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.fingerprint import weights_digest
-from jaxglue.hf.identity import difference, identify
+from jaxglue.hf.identity import changed_settings, difference, identify
 
 SHAPES = {
     "model.embed_tokens.weight": (64, 16),
@@ -18,6 +19,9 @@ SHAPES = {
     "model.layers.3.mlp.experts.gate_up_proj_blocks": (4, 64, 2, 16),
     "model.layers.4.mlp.experts.down_proj": (4, 600, 8),
 }
+
+
+CONFIG = json.loads((Path(__file__).parents[1] / "goldens/qwen3_moe/config.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def tensors():
 def base(tmp_path, tensors):
     folder = tmp_path / "base"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -62,3 +66,10 @@ def test_bfloat16_copy_is_the_same_base_but_other_weights(base, tensors):
     save_file(narrow, base / "model.safetensors")
     assert difference(identity, identify(base)) is None
     assert weights_digest(base) != digest
+
+
+def test_settings_that_change_what_is_computed_are_told(base):
+    before = identify(base)
+    (base / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5.0, "rope_parameters": None}))
+    assert difference(before, identify(base)) is None
+    assert '"rope_theta": 5.0' in changed_settings(before, identify(base))
