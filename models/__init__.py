@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxglue.models.families import FAMILIES, build_model, config_from_hf
+    from jaxglue.models.families import FAMILIES, abstract_model, build_model, config_from_hf
 
-__all__ = ["FAMILIES", "build_model", "config_from_hf"]
+__all__ = ["FAMILIES", "abstract_model", "build_model", "config_from_hf"]
 
 
 def __getattr__(name: str) -> Any:

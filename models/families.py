@@ -29,5 +29,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:
-    """Build a model with random weights in `dtype`; under `nnx.eval_shape`, shapes only."""
+    """Build a model with random weights in `dtype`; `abstract_model` has shapes only."""
     return FAMILIES[config.model_type].build(config, dtype=dtype, rngs=rngs)
+
+
+def abstract_model(config: DecoderConfig, *, dtype=jnp.bfloat16) -> CausalLM:
+    """Build a model with shapes and dtypes for arrays: one layer of each kind, copied for the others."""
+    kinds = sorted(set(config.first_of_kind))
+    model = nnx.eval_shape(lambda: build_model(config.with_layers(kinds), dtype=dtype, rngs=nnx.Rngs(0)))
+    model.layers = nnx.List([nnx.clone(model.layers[kinds.index(first)]) for first in config.first_of_kind])
+    model.config = config
+    return model

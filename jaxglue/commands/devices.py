@@ -15,12 +15,15 @@ def start_devices(config: "TrainConfig") -> None:
     """Open this machine's devices in the background; a run of several processes opens them later, together."""
     import jax
 
+    from jaxglue.planner.plans import raise_pinned_limit
+
     # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")
     if find_process_info(config.distributed, os.environ) is None:
+        raise_pinned_limit(os.environ)
         threading.Thread(target=_open, args=(jax,), daemon=True).start()
 
 
 def _open(jax) -> None:
     with contextlib.suppress(Exception):  # the run's own query raises it again
-        jax.devices()
+        jax.device_put(0).block_until_ready()  # a GPU's first transfer takes seconds too

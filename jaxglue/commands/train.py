@@ -4,9 +4,9 @@ import os
 import sys
 
 from jaxglue.distributed import find_process_info, join_processes
+from jaxglue.planner.plans import raise_pinned_limit
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
-from jaxglue.training.remat import raise_pinned_limit
 from jaxglue.training.startup import StartupTimer
 from jaxglue.training.trainer import train
 

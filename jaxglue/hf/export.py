@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
@@ -19,7 +18,7 @@ from jaxglue.hf.experts import checkpoint_layout, part_shape
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, write_json
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
-from jaxglue.models import build_model, config_from_hf
+from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize
 from jaxglue.ops.quant.formats import quantize_matrix
@@ -96,7 +95,7 @@ def quantize_folder(
             "or start from the original folder"
         )
     config, files = config_from_hf(raw).quantized(how), open_checkpoint(base)
-    linears = quantized_names(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
+    linears = quantized_names(abstract_model(config))
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     parts: dict[str, str] = {}
     for name, info in files.tensors.items():

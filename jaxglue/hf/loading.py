@@ -16,7 +16,7 @@ from jaxglue.hf.adapter_tensors import PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, load_tensors, open_checkpoint, read_config
 from jaxglue.hf.identity import Identity
 from jaxglue.hf.merge import vocabulary_matrix
-from jaxglue.models import build_model, config_from_hf
+from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import add_lora, base_shapes
@@ -97,7 +97,7 @@ Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
 
 
 def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill: Fill) -> CausalLM:
-    model = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    model = abstract_model(config, dtype=dtype)
     quantized = quantized_names(model)
 
     def put(name: str, array) -> jax.Array | Quantized:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.adapter import Adapter, load_adapter
@@ -25,7 +24,7 @@ from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas, vocabulary_matrix
 from jaxglue.hf.reward_model import describe_reward_model
 from jaxglue.hf.tensor_files import TensorInfo, write_shards
-from jaxglue.models import build_model, config_from_hf
+from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.parameters import quantized_names
@@ -91,7 +90,7 @@ class _Merge:
         own = own.scored if loaded.scores else own
         how: Storage = storage or (own.quantize if own.quantize != "none" else loaded.storage)
         self.config: DecoderConfig = own.quantized(how)
-        model = nnx.eval_shape(lambda: build_model(self.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        model = abstract_model(self.config)
         shapes = base_shapes(model)
         self.adapter = check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}

@@ -1,7 +1,6 @@
 """Choice of the remat policy, checked against the GPU's memory before weights are loaded."""
 
 import os
-from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -15,7 +14,7 @@ from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT, Plan, pinned_memory
+from jaxglue.planner.plans import HOST_LIMIT, Plan, pinned_memory
 from jaxglue.planner.rates import device_gpu
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
@@ -91,13 +90,6 @@ def choose_remat(
 def host_memory() -> float:
     """Return the bytes of host memory that this process may pin."""
     return pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
-
-
-def raise_pinned_limit(environ: MutableMapping[str, str]) -> None:
-    """Let JAX, before it starts, pin nine tenths of the free host memory where that is more than its default."""
-    free = int(0.9 * psutil.virtual_memory().available / GIB)
-    if free > DEFAULT_PINNED_GIB:
-        environ.setdefault(HOST_LIMIT, str(free))
 
 
 def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, devices: int) -> RematChoice:

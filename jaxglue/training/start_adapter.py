@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import flax.nnx as nnx
-
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
-from jaxglue.models import build_model
+from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.lora_config import LoraConfig
@@ -29,7 +27,7 @@ def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, 
     """
     if config.model.adapter is None:
         return config, None
-    shapes = base_shapes(nnx.eval_shape(lambda: build_model(model, rngs=nnx.Rngs(0))))
+    shapes = base_shapes(abstract_model(model))
     loaded = load_adapter(config.model.adapter)
     adapter = check_adapter(loaded, shapes, base_identity(config, model), config.model.model)
     if adapter.scores != model.scores:

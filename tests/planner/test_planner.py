@@ -14,10 +14,9 @@ from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.planner import MARGIN, Planner
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory
+from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory, raise_pinned_limit
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
-from jaxglue.training.remat import raise_pinned_limit
 
 HOST = 64 * GIB
 
