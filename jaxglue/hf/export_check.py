@@ -36,7 +36,11 @@ _LARGEST = 0.05
 _TF32 = 2.0**-10
 """Precision of float32 matmuls on GPUs."""
 _RELATIVE = 4.0
-"""Errors of logits that rounding explains, in units of the dtype's precision and of the logits' deviation."""
+"""Errors of logits that rounding explains, in units of the dtype's precision and of the logits' deviation.
+
+They grow with the depth: all layers' weights rounded to bfloat16 give 0.8 for 2 layers of large random weights, 1.6 for
+8 and 3.3 for 32.
+"""
 _ROWS, _TOKENS = 2, 64
 
 Part = tuple[nnx.GraphDef, tuple[Params, ...]]

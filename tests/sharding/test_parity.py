@@ -31,7 +31,8 @@ CONFIG = {
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
-ONE_TYPE = {"layer_types": ("full_attention",) * 2}
+FULL, WINDOWS = ({"layer_types": (f"{kind}_attention",) * 2} for kind in ("full", "sliding"))
+"""Layers of one type compile once."""
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 """Sizes that the blocks of quantized weights divide."""
 
@@ -102,8 +103,8 @@ CASES = [
     ("full", "data=2,fsdp=4", "full", TIED),
     ("full", "fsdp=4,tensor=2", "dots", TIED),
     ("lora", "data=2,expert=4", "dots", MOE),
-    ("full", "fsdp=4,expert=2", "full", GPT_OSS),
-    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | ONE_TYPE | {"quantize": "mxfp4"}),
+    ("full", "fsdp=4,expert=2", "full", GPT_OSS | WINDOWS),
+    ("lora", "fsdp=4,expert=2", "dots", GPT_OSS | WIDE | FULL | {"quantize": "mxfp4"}),
     ("lora", "data=2,fsdp=4", "dots", WIDE | {"quantize": "nf4"}),
     ("lora", "fsdp=8", "full", WIDE | {"quantize": "int8"}),
 ]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +42,12 @@ def model_folder(tmp_path, make_tokenizer):
     make_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(SHAPE))
     return folder
+
+
+@pytest.fixture
+def xla_cache(tmp_path):
+    """A folder for compiled programs, shared with other tests where these have one."""
+    return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", tmp_path / "xla"))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
     python tests/training/kill_campaign.py RECIPE.toml --kills 100
 
 Each run is a fork of this process, which imports everything once and never starts JAX's devices. A run is killed right
-before a random one of its events: optimizer steps, renames, and syncs to disk.
+before one of its events, which are spread over a run: optimizer steps, renames, and syncs to disk.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import jax
@@ -32,15 +33,17 @@ _KILLED = -signal.SIGKILL
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     config, rng = load_config(TrainConfig, given.recipe), random.Random(given.seed)
     whole, killed = (given.recipe.parent / name for name in ("whole", "killed"))
     assert _run(config, whole) == 0
     kills = ends = 0
+    parts = [_LATEST * (part + rng.random()) // given.kills for part in range(given.kills)]
+    events = cycle(map(int, rng.sample(parts, given.kills)))
     while kills < given.kills:
-        status = _run(config, killed, die_before=rng.randrange(_LATEST))
+        status = _run(config, killed, die_before=next(events))
         assert status in (0, _KILLED), f"a resumed run failed with status {status} after {kills} kills"
         kills += status == _KILLED
         if status == 0:

@@ -14,8 +14,8 @@ STATUSES = {"interrupt": 130, "terminate": 143, "hang_up": 129, "hang_up_ignored
 
 
 @pytest.mark.slow
-def test_stopped_runs_are_saved_and_tell_why_they_ended(make_config, tmp_path):
-    config = make_config(steps=STEPS, save_every=STEPS, compilation_cache=tmp_path / "xla")
+def test_stopped_runs_are_saved_and_tell_why_they_ended(make_config, tmp_path, xla_cache):
+    config = make_config(steps=STEPS, save_every=STEPS, compilation_cache=xla_cache)
     (tmp_path / "recipe.toml").write_text(to_toml(config))
     command = [sys.executable, str(Path(__file__).with_name("stop_campaign.py")), str(tmp_path / "recipe.toml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -63,6 +63,7 @@ def test_resumed_run_is_bit_identical(
         "dropout": dropout,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "moments": moments,
+        "neftune_alpha": 5 * dropout,
     }
     whole = train(make_config(**options, output=tmp_path / "whole"))
     stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
