@@ -9,12 +9,14 @@ peer loads. Results are written as they arrive.
 """
 
 import argparse
+import gc
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from threading import Thread
 import jax
 from fp8 import FORMATS
 from inputs import SHAPES, make_adapter
+from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import table, write_results
 from sft_ours import Run, document_lengths, read_batches
 from sft_step import ENGINES, HERE, Row, make_batches
@@ -95,6 +98,15 @@ class Ours:
         jax.block_until_ready((result, self._run.trainable))
         return (time.perf_counter() - begun) / steps * 1e3
 
+    def profile(self) -> dict:
+        """Return the milliseconds of a step's kernels, and a row for each of the longest."""
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready((self._run.step(self._batches[0]), self._run.trainable))
+            kernels = kernel_times(Path(folder))
+        busy = sum(kernel.milliseconds for kernel in kernels if not is_copy(kernel))
+        return {"kernel_ms": busy, "profile": profile_rows(kernels, top=40)}
+
 
 class Peer:
     """A PyTorch engine's process, which loads while ours do, and steps when told so."""
@@ -112,7 +124,15 @@ class Peer:
         make_batches(batches, Row(shape=args.shape, tokens=args.tokens), 3)
         make_adapter(args.scratch / "adapter", SHAPES[args.shape], LoraConfig())
         maker = [sys.executable, str(HERE / "inputs.py"), "--shape", args.shape, "--output", str(folder)]
-        command = [args.peers_python, str(HERE / "peers" / "train.py"), "--engine", args.peer, "--turns"]
+        command = [
+            args.peers_python,
+            "-X",
+            "faulthandler",
+            str(HERE / "peers" / "train.py"),
+            "--engine",
+            args.peer,
+            "--turns",
+        ]
         flags = {"model": folder, "adapter": args.scratch / "adapter", "batches": batches, "warm-up": 2}
         flags |= {"quantize": args.peer_quantize, "checkpointing": "offload", "learning-rate": LEARNING_RATE}
         command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
@@ -161,13 +181,24 @@ def take_turns(engines: dict[str, Ours | Peer], args: argparse.Namespace, earlie
         for name, engine in engines.items():
             times[name].append(engine.turn(args.steps))
         rows = [
-            {"setting": name, "ms": statistics.median(times[name]), "ms_all": times[name], **engine.facts}
+            {
+                "setting": name,
+                "tokens": args.tokens,
+                "ms": statistics.median(times[name]),
+                "ms_all": times[name],
+                **engine.facts,
+            }
             for name, engine in engines.items()
         ]
         shown = ("setting", "ms", "peak_gib", "planned_ms", "planned_gib")
         print(table([{key: row.get(key, "-") for key in shown} for row in rows]), flush=True)
         if args.json:
-            write_results(args.json, [{"tokens": args.tokens, **row} for row in earlier + rows])
+            write_results(args.json, earlier + rows)
+    if args.profile:
+        for row, engine in zip(rows, engines.values(), strict=True):
+            row |= engine.profile() if isinstance(engine, Ours) else {}
+        if args.json:
+            write_results(args.json, earlier + rows)
     return rows
 
 
@@ -186,6 +217,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--pinned-gib", type=float, default=30.0, help="host memory that a setting may pin")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--profile", action="store_true", help="write the longest kernels of each of our settings")
     parser.add_argument("--json", type=Path)
     return parser
 
@@ -206,6 +238,7 @@ def main() -> None:
             else:
                 rows += take_turns({setting: ours}, args, rows)
             del ours
+            gc.collect()
         if peer is not None and peer.is_ready():
             engines[args.peer] = peer
         take_turns(engines, args, rows)
