@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
@@ -69,19 +68,14 @@ class Executor(LayerExecutor):
         x = self.last_output(trainable, frozen, batch)
         return self._embed_head.answer_log_probs(trainable, frozen, x, batch)
 
-    def evaluate(
-        self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1
-    ) -> tuple[Float[Array, "..."], Float[Array, "3 sources"]]:
-        """Return a batch's Σ loss, as `loss` does, and by source its Σ weight · loss, Σ weight · hit and Σ weight.
+    def evaluate(self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1) -> Float[Array, "3 sources"]:
+        """Return a batch's Σ weight · loss, Σ weight · hit and Σ weight by source.
 
         A hit is a target with the largest logit.
         """
         trainable, frozen = transfer.commit((trainable, frozen))
-        unsorted = replace(batch, sources=None)
-        x = self.last_output(trainable, frozen, unsorted)
-        frozen = {**frozen, **self._embed_head.parts_on_device(frozen)}  # one copy for both programs
-        loss = self._entry_head.loss(trainable, frozen, x, unsorted, np.float32(1))
-        return self._total_loss(loss), self._scores.sums(trainable, frozen, x, batch, sources)
+        x = self.last_output(trainable, frozen, replace(batch, sources=None))
+        return self._scores.sums(trainable, self._embed_head.parts_on_device(frozen), x, batch, sources)
 
     def token_scores(
         self, trainable: Params, frozen: Params, batch: Batch

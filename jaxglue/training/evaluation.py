@@ -85,10 +85,9 @@ class Evaluation:
             return {"eval_loss": float(np.ravel(means)[0])} | metrics
         count = len(self._sources)
         found = [self._executor.evaluate(trainable, frozen, batch, count) for batch in placed]
-        by_batch: Any = jax.device_get(found)
-        loss = float(np.sum([found[0] for found in by_batch], 0) / batches.targets)
-        sums = [found[1] for found in by_batch]
-        return {"eval_loss": loss} | held_out_metrics(loss, np.sum(sums, 0, dtype=np.float64), self._sources)
+        sums = np.sum(jax.device_get(found), 0, dtype=np.float64)
+        loss = float(sums[0].sum() / batches.targets)
+        return {"eval_loss": loss} | held_out_metrics(loss, sums, self._sources)
 
     def _count(self, loss: float, step: int) -> None:
         self.since_best += 1

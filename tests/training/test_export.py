@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.training import result as result_module
+from jaxglue.training.checkpoint_export import export_checkpoint
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.trainer import train
 from jaxglue.training.weights import export_result
@@ -59,6 +61,21 @@ def test_an_adapter_is_read_back_trained_on_and_merged(with_weights, model_folde
 
     with pytest.raises(ValueError, match="brings its own rank 4"):
         train(replace(config, lora=replace(config.lora, rank=3), run=replace(config.run, output=tmp_path / "third")))
+
+
+@pytest.mark.parametrize("options", [{"new_tokens": "<|tool|>\n"}, {"modules_to_save": ("embed_tokens",)}])
+def test_checkpoints_of_trained_vocabularies_and_dora_are_exported(with_weights, model_folder, tmp_path, options):
+    if text := options.get("new_tokens"):
+        options = {"new_tokens": tmp_path / "new.txt"}
+        options["new_tokens"].write_text(text)
+    run = train(with_weights(steps=1, dora=True, **options)).adapter
+    assert export_checkpoint(tmp_path / "run", "1", tmp_path / "exported") == 1
+    exported, kept = load_adapter(tmp_path / "exported"), load_adapter(run)
+    assert exported.config == kept.config and exported.tensors.keys() == kept.tensors.keys()
+    jax.tree.map(np.testing.assert_array_equal, exported.tensors, kept.tensors)
+    assert (tmp_path / "exported/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    check = export_adapter(tmp_path / "exported", model_folder, tmp_path / "merged")
+    assert check.kl <= check.limit
 
 
 def test_an_export_that_differs_fails(with_weights, tmp_path, monkeypatch):
