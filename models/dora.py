@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from jaxglue.models.file_param import FileParam
 from jaxglue.ops import names
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
@@ -56,9 +57,11 @@ def _row_norms(weight: Any) -> Float[Array, " out"]:
 
 
 def _on_device(weight: Any) -> Any:
-    """Return a weight that may be in pinned host memory in the device's."""
+    """Return a weight that may be in pinned host memory, or in its file, in the device's."""
 
     def move(leaf):
+        if isinstance(leaf, FileParam):
+            return jax.device_put(leaf.read())
         concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if concrete and leaf.sharding.memory_kind == "pinned_host":
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))

@@ -20,11 +20,11 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.ops.fp8 import check_fp8
-from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import DoesNotFit, Plan
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.checks import check_model
+from jaxglue.training.checks import check_model, refuse_mapped
 from jaxglue.training.devices import with_global_batch
 from jaxglue.training.workload import make_workload
 
@@ -49,7 +49,8 @@ def make_planner(config: EstimateConfig) -> Planner:
     mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
-    return Planner(workload, gpu.limited(config.model.memory_limit))
+    files = 0.0 if refuse_mapped(config, mesh) else FILES_RATE
+    return Planner(workload, replace(gpu, files=files).limited(config.model.memory_limit))
 
 
 def print_estimate(config: EstimateConfig) -> bool:

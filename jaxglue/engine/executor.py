@@ -50,7 +50,7 @@ class LayerExecutor:
         entry_head: the functions around them.
         policy: remat policy of all layers, or one for each.
         layout: of the model's arrays.
-        stream_weights: frozen weights of some layers are in pinned host memory.
+        stream_weights: frozen weights of some layers are in pinned host memory or in files.
         reference: layers of a reference on the same frozen weights, each run where the model's layer runs; their last
             output enters the batch by `EntryHead.with_reference`.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
@@ -300,7 +300,7 @@ class LayerExecutor:
     def _prefetch_weights(self, kept: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
         """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
         loads = [lambda: transfer.to_device(kept.pop())] * len(kept)
-        return transfer.prefetch(loads, self._prefetch_depth, reversed(moving))
+        return map(transfer.received, transfer.prefetch(loads, self._prefetch_depth, reversed(moving)))
 
     def _stored_weights(self, trainable: Params, frozen: Params) -> transfer.Lookahead[_Weights]:
         """Iterate over every layer's stored weights, prefetching those on the host."""
@@ -310,7 +310,8 @@ class LayerExecutor:
         loads = (partial(transfer.to_device, layer) for layer in layers)
         depth = transfer.weights_prefetch_depth(self._prefetch_depth)
         moving = map(transfer.is_on_host, frozen["layers"])
-        return transfer.Lookahead(transfer.prefetch(loads, depth, moving), early=self._layout.gathers)
+        fetched = map(transfer.received, transfer.prefetch(loads, depth, moving))
+        return transfer.Lookahead(fetched, early=self._layout.gathers)
 
     def _gather_first(self, stored: transfer.Lookahead[_Weights]) -> Any:
         """Gather the first layer's weights in a program of their own: no layer before it could."""

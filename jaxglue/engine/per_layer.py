@@ -1,13 +1,13 @@
 """Text forms of a setting that may differ between layers.
 
-One for all layers (`full`), counts in layer order (`10 x full + 26 x dots`), the second's layers spread evenly among
+One for all layers (`full`), counts in layer order (`10 x full + 26 x dots`), later ones' layers spread evenly among
 the first's (`30 x full & 6 x dots`), or repeated groups (`8 x [1 x full + 3 x dots]`).
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, permutations
 
 AUTO = "auto"
 """The fastest settings that fit in memory, as `Planner.choose` finds them."""
@@ -17,6 +17,16 @@ _COUNTED = re.compile(r"(\d+) ?x (.+)", re.DOTALL)
 def interleave[Item](first: Item, second: Item, layers: int, count: int) -> tuple[Item, ...]:
     """Spread `count` layers of the second setting evenly among those of the first, ending with one of them."""
     return tuple(second if (i + 1) * count // layers > i * count // layers else first for i in range(layers))
+
+
+def spread[Item](parts: Sequence[tuple[Item, int]]) -> tuple[Item, ...]:
+    """Spread the layers of all settings but the first among the first's, those of the third among the second's, …"""
+    (first, count), *others = parts
+    if not others:
+        return (first,) * count
+    later = iter(spread(others))
+    is_later = interleave(False, True, sum(n for _, n in parts), sum(n for _, n in others))
+    return tuple(next(later) if other else first for other in is_later)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +62,10 @@ class PerLayer[Item]:
         """Format settings so that `read` reads them."""
         if len(set(items)) == 1:
             return self.format(items[0])
-        return self._spread_text(items) or " + ".join(self._parts(items))
+        parts = list(self._parts(items))
+        if len(parts) == 1 and len(set(items)) > 2:
+            return parts[0]
+        return self._spread_text(items) or " + ".join(parts)
 
     def _is_counted(self, text: str) -> bool:
         return len(_split(text, "+")) > 1 or len(_split(text, "&")) > 1 or _COUNTED.fullmatch(text.strip()) is not None
@@ -62,13 +75,12 @@ class PerLayer[Item]:
         parts = [self._counted(part, text) for part in _split(text, separator)]
         if separator == "+":
             return tuple(item for count, items in parts for _ in range(count) for item in items)
-        if len(parts) != 2 or any(len(items) > 1 for _, items in parts):
+        if len({items for _, items in parts}) < len(parts) or any(len(items) > 1 for _, items in parts):
             raise ValueError(
                 f"{self.flag} {text!r} must spread one {self.item.lower()}'s layers among another's: "
                 f"COUNT x {self.item} & COUNT x {self.item}"
             )
-        (fewer, (first,)), (more, (second,)) = parts
-        return interleave(first, second, fewer + more, more)
+        return spread([(item, count) for count, (item,) in parts])
 
     def _counted(self, part: str, text: str) -> tuple[int, tuple[Item, ...]]:
         if (match := _COUNTED.fullmatch(part)) is None:
@@ -78,13 +90,14 @@ class PerLayer[Item]:
         return count, self._sequence(rest[1:-1]) if grouped else (self.parse(rest),)
 
     def _spread_text(self, items: Sequence[Item]) -> str | None:
-        if len(kinds := set(items)) != 2 or len(list(groupby(items))) == 2:
+        kinds = dict.fromkeys(items)
+        if not 2 <= len(kinds) <= 3 or len(list(groupby(items))) == len(kinds):
             return None
-        (first,), second = kinds - {items[-1]}, items[-1]
-        count = list(items).count(second)
-        if interleave(first, second, len(items), count) != tuple(items):
-            return None
-        return f"{len(items) - count} x {self.format(first)} & {count} x {self.format(second)}"
+        for order in permutations(kinds):
+            parts = [(item, list(items).count(item)) for item in order]
+            if spread(parts) == tuple(items):
+                return " & ".join(f"{count} x {self.format(item)}" for item, count in parts)
+        return None
 
     def _parts(self, items: Sequence[Item]) -> Iterator[str]:
         """Yield runs of equal layers, and groups where their repetitions are longer."""

@@ -1,9 +1,9 @@
-"""Places of the layers' frozen weights: on the device, or in host memory, from which they are streamed."""
+"""Places of the layers' frozen weights: on the device, or streamed from pinned host memory or from their files."""
 
-from jaxglue.engine.per_layer import AUTO, PerLayer, interleave
+from jaxglue.engine.per_layer import AUTO, PerLayer, spread
 
-DEVICE, HOST = "device", "host"
-PLACES = (DEVICE, HOST)
+DEVICE, HOST, MAPPED = "device", "host", "mapped"
+PLACES = (DEVICE, HOST, MAPPED)
 
 
 def _parse_place(text: str) -> str:
@@ -18,15 +18,15 @@ _PER_LAYER = PerLayer(flag="weights", item="PLACE", parse=_parse_place)
 
 
 def parse_weights(text: str, layers: int) -> tuple[str, ...]:
-    """Parse the place of each layer's weights: `device`, `host`, or counts as in `20 x device & 12 x host`.
+    """Parse the place of each layer's weights: `device`, `host`, `mapped`, or counts as in `20 x device & 12 x host`.
 
-    `host` alone keeps the first layer's on the device, since nothing runs before it to hide their copy.
+    `host` or `mapped` alone keeps the first layer's on the device, since nothing runs before it to hide their copy.
 
     Raises:
         ValueError: an unknown place, or counts that do not sum to the number of layers.
     """
-    if text == HOST:
-        return stream_evenly(layers, layers - 1)
+    if text in (HOST, MAPPED):
+        return stream_evenly(layers, layers - 1, mapped=layers - 1 if text == MAPPED else 0)
     return _PER_LAYER.read(text, layers)
 
 
@@ -37,15 +37,18 @@ def check_weights(text: str) -> None:
 
 def format_weights(places: tuple[str, ...]) -> str:
     """Format places so that `parse_weights` reads them."""
-    return HOST if places == stream_evenly(len(places), len(places) - 1) != (DEVICE,) else _PER_LAYER.write(places)
+    alone = (text for text in PLACES if parse_weights(text, len(places)) == places)
+    return next(alone, None) or _PER_LAYER.write(places)
 
 
-def stream_evenly(layers: int, count: int) -> tuple[str, ...]:
+def stream_evenly(layers: int, count: int, mapped: int = 0) -> tuple[str, ...]:
     """Return the places of layers of which `count` are streamed, spread evenly for a steady load of the link.
 
-    The first layer's weights stay on the device.
+    The first layer's weights stay on the device. `mapped` of those streamed come from their files.
     """
-    return interleave(DEVICE, HOST, layers, min(count, layers - 1))
+    count = min(count, layers - 1)
+    mapped = min(mapped, count)
+    return spread([(DEVICE, layers - count), (HOST, count - mapped), (MAPPED, mapped)])
 
 
 def is_streamed(places: tuple[str, ...]) -> bool:

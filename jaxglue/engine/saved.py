@@ -55,7 +55,8 @@ def restore_inputs(
     indices = range(first, len(saved) - 1)
     loads = (partial(transfer.to_device, (layers[i][1:3], saved[i].residuals.attention_out)) for i in indices)
     x, running = transfer.to_device(saved[first].x), transfer.RunAhead(transfer.RUN_AHEAD if depth else 0)
-    for i, (weights, attention_out) in zip(indices, transfer.prefetch(loads, depth), strict=True):
+    fetched = map(transfer.received, transfer.prefetch(loads, depth))
+    for i, (weights, attention_out) in zip(indices, fetched, strict=True):
         functions, _, _, context = layers[i]
         x = functions.replay(attention_out, *weights, x, context)
         saved[i + 1] = saved[i + 1]._replace(x=x)

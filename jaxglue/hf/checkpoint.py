@@ -1,5 +1,6 @@
 """Model folders in Hugging Face's layout: config.json, and safetensors streamed to and from parameters."""
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.hf.experts import find_source
+from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.hf.upload import UploadBuffers
 from jaxglue.json_file import read_json
+from jaxglue.models.file_param import FileParam
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import Quantized
 
@@ -93,6 +95,7 @@ def load_tensors(
     *,
     complete: bool = True,
     ignored: Collection[str] = (),
+    mapped: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:
     """Stream the wanted parameters from a folder, casting each to its wanted dtype.
 
@@ -108,6 +111,7 @@ def load_tensors(
             the host or, if expanded or uploaded as it is, on the default device. Called from several threads.
         complete: refuse further tensors in the folder.
         ignored: further tensors that it may have.
+        mapped: whether the named parameter stays in the files, as a `FileParam`.
 
     Raises:
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors, all named before any is loaded.
@@ -120,19 +124,33 @@ def load_tensors(
         if not source.packed and jnp.issubdtype(wanted[name].dtype, jnp.floating):
             _require_floats(files, source.shapes)
     put = put or (lambda name, array: jax.device_put(array))
+    maps = files.mapped() if any(map(mapped, wanted)) else files
 
     def load(name: str) -> Any:
         source, dtype = sources[name], wanted[name].dtype
+        if mapped(name):
+            return _file_param(maps, source, wanted[name])
         if wanted[name].sharding is not None and source.read_rows is not None:
             return jax.block_until_ready(_load_parts(partial(source.read_rows, files), wanted[name]))
         as_it_is = name in source.shapes and not source.packed and files.tensors[name].dtype == dtype
         array = buffers.upload(files, name) if buffers and as_it_is else source.read(files)
-        cast = replace(array, dtype=dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
-        return jax.block_until_ready(put(name, cast))
+        return jax.block_until_ready(put(name, _cast(array, dtype)))
 
     on_gpu = compute_capability() is not None
     with UploadBuffers(_READERS) if on_gpu else nullcontext() as buffers, ThreadPoolExecutor(_READERS) as readers:
         return dict(zip(wanted, readers.map(load, wanted), strict=True))
+
+
+def _cast(array: Any, dtype: Any) -> Any:
+    """Return a parameter in a dtype, without a copy where it has it."""
+    return replace(array, dtype=dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
+
+
+def _file_param(maps: TensorFiles, source: Source, spec: jax.ShapeDtypeStruct) -> FileParam:
+    infos = [maps.tensors[name] for name in source.shapes]
+    size = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+    read = lambda: _cast(source.read(maps), spec.dtype)  # noqa: E731
+    return FileParam(shape=spec.shape, dtype=spec.dtype, nbytes=size, read=read)
 
 
 def _load_parts(read_rows: Callable[[int, int], Any], wanted: jax.ShapeDtypeStruct) -> jax.Array:

@@ -43,6 +43,7 @@ def load_model(
     dtypes: Mapping[str, Any] | None = None,
     scores: bool = False,
     seed: int = 0,
+    mapped: Callable[[str], bool] = lambda name: False,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
 
@@ -57,9 +58,11 @@ def load_model(
         dtypes: other dtypes of some parameters, by name.
         scores: load a reward model; a folder without a score gets a random one.
         seed: of that.
+        mapped: whether the named parameter stays in the folder's files, to be read for each use (`FileParam`).
 
     Raises:
-        ValueError: a bad folder, an unsupported config.json, mismatched tensors, or sizes not divisible by NF4 blocks.
+        ValueError: a bad folder, an unsupported config.json, mismatched tensors, or sizes not divisible by NF4 blocks;
+            a mapped parameter that is to be quantized.
     """
     config = config_from_hf(read_config(folder))
     if expand_experts:
@@ -70,11 +73,13 @@ def load_model(
     def load(specs: dict[str, jax.ShapeDtypeStruct], put: Put) -> dict[str, Any]:
         others = {name: specs[name].update(dtype=other) for name, other in (dtypes or {}).items() if name in specs}
         specs = specs | others
+        if quantize != "none" and (name := next(filter(mapped, specs), None)):
+            raise ValueError(f"{name} is to be quantized and cannot stay in its file: quantize the folder first")
         if not config.scores:
-            return load_tensors(folder, specs, put)
+            return load_tensors(folder, specs, put, mapped=mapped)
         missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
         drawn = _draw(missing, put, config.initializer_range, jax.random.key(seed))
-        return load_tensors(folder, specs, put, ignored=(HEAD,)) | drawn
+        return load_tensors(folder, specs, put, ignored=(HEAD,), mapped=mapped) | drawn
 
     return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
 

@@ -90,6 +90,25 @@ class TensorFiles:
         _read_into(data, info.file, info.start + first * info.dtype.itemsize)
         return data.view(info.dtype).reshape(shape)
 
+    def mapped(self) -> "MappedFiles":
+        """Return the same files, mapped into memory."""
+        return MappedFiles({info.file for info in self.tensors.values()})
+
+
+class MappedFiles(TensorFiles):
+    """Safetensors files mapped into memory: tensors are read-only views of the page cache."""
+
+    def __init__(self, paths: Iterable[Path]):
+        super().__init__(paths)
+        files = {info.file for info in self.tensors.values()}
+        self._bytes = {file: np.memmap(file, np.uint8, "r").view(np.ndarray) for file in files}
+
+    def _read(self, name: str, first: int, shape: tuple[int, ...], buffer: np.ndarray | None = None) -> np.ndarray:
+        assert buffer is None, "a view needs none"
+        info = self.tensors[name]
+        start, size = info.start + first * info.dtype.itemsize, math.prod(shape) * info.dtype.itemsize
+        return self._bytes[info.file][start : start + size].view(info.dtype).reshape(shape)
+
 
 def _read_into(target: np.ndarray, path: Path, offset: int) -> None:
     # The library's own reads hold the interpreter's lock, so that several at once take turns.

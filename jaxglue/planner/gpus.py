@@ -10,6 +10,8 @@ _COPY_SHARE = 0.87
 _PEER_SHARE = 0.7
 _POOL_SHARE = 0.9
 """Share of the memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
+FILES_RATE = 8e9
+"""`Gpu.files` of a machine that is not at hand, bytes/s."""
 GIB = 2**30
 
 
@@ -32,6 +34,8 @@ class Gpu:
     """Pinned host memory to the device and, at the same time, back: bytes/s each way."""
     peers: float
     """Collectives among the GPUs of a host: bytes/s that one receives."""
+    files: float = 0.0
+    """Mapped files in the page cache to the device, bytes/s; 0 where weights may not stay in files."""
     peak: float | None = None
     """Dense bf16 matmuls with float32 accumulation by the data sheet, FLOP/s; None where it is not known."""
 

@@ -75,7 +75,7 @@ class Planner:
         chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
         places = parse_weights(weights, model.layers) if isinstance(weights, str) else tuple(weights)
         costs = [model.layer(index, policy) for index, policy in enumerate(chosen)]
-        streamed = self._resident.streamed_layers(places)
+        streamed, mapped = self._resident.streamed_layers(places), self._resident.mapped_layers(places)
         depth = default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth
         peak = PeakMemory(
             workload=self.workload,
@@ -91,11 +91,15 @@ class Planner:
         return Plan(
             policies=chosen,
             weights=places,
-            seconds=self._seconds(chosen, costs, streamed, depth, size),
+            seconds=self._seconds(chosen, costs, self._arriving(streamed, mapped), depth, size),
             device_bytes=peak.total(),
             tile=self.workload.tile,
             layers_per_program=size,
-            host_bytes=self._resident.host_ends + sum(streamed) + sum(cost.offloaded for cost in costs[: -1 - depth]),
+            host_bytes=self._resident.host_ends
+            + (sum(streamed) - sum(mapped))
+            + max(mapped) * (weights_prefetch_depth(depth) + 1)
+            + sum(cost.offloaded for cost in costs[: -1 - depth]),
+            mapped_bytes=sum(mapped),
             compile_seconds=compile_seconds(
                 self.workload.config, chosen, sum(c.offloaded for c in costs[: -1 - depth]), size
             ),
@@ -120,7 +124,7 @@ class Planner:
     def _resolve(self, policies: Sequence[RematPolicy], weights: str, host_memory: float) -> Plan:
         plan = self.plan(policies, weights=DEVICE if weights == AUTO else weights)
         if weights == AUTO and not self.fits(plan, host_memory):
-            return self._stream_least(policies) or plan
+            return self._map_least(policies, host_memory) or self._stream_least(policies) or plan
         return plan
 
     def _by_tile(self) -> Iterator["Planner"]:
@@ -150,8 +154,15 @@ class Planner:
                 for plan in planner.plans(host_memory, weights):
                     if self.fits(plan, host_memory):
                         return plan
+        if weights == AUTO and (mapped := self._map_lean(host_memory)):
+            return mapped
         leanest = min(self.plans(host_memory, weights), key=lambda plan: plan.device_bytes)
         raise DoesNotFit(self._why_not(leanest, host_memory))
+
+    def _map_lean(self, host_memory: float) -> Plan | None:
+        """Return the fastest plan that fits with some layers' weights in files."""
+        found = (p._map_least(PRESETS[name], host_memory) for p in self._by_tile() for name in _LEAN)
+        return min((plan for plan in found if plan and self.fits(plan, host_memory)), key=by_time, default=None)
 
     def _mix_in_memory(self) -> Plan | None:
         """Return the fastest mix of `dots` and `none` where `dots` fits the GPU: no plan with copies can be faster."""
@@ -272,6 +283,18 @@ class Planner:
 
         return most(plan, range(layers - 1, 0, -1), lambda plan: self.fits(plan, math.inf))
 
+    def _map_least(self, policies: RematPolicy | Sequence[RematPolicy], host_memory: float) -> Plan | None:
+        """Return that plan with as few layers' weights in files as the host's memory allows, if some fits."""
+        streams, layers = self._stream_least(policies), self._model.layers
+        if streams is None or not self.gpu.files or self.fits(streams, host_memory):
+            return streams
+        streamed = layers - streams.weights.count(DEVICE)
+
+        def plan(mapped: int) -> Plan:
+            return self.plan(policies, weights=stream_evenly(layers, streamed, mapped))
+
+        return most(plan, range(streamed, 0, -1), lambda plan: self.fits(plan, host_memory))
+
     def _mix(self, lean: RematPolicy, fast: RematPolicy, places: Sequence[str], host_memory: float) -> Plan | None:
         """Return the fastest mix of the two policies that fits, over the numbers of fast layers."""
         layers = self._model.layers
@@ -315,6 +338,11 @@ class Planner:
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         micro_batch = with_dispatch(layers + self._model.head.seconds, costs, size)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
+
+    def _arriving(self, streamed: list[int], mapped: list[int]) -> list[int]:
+        """Return each layer's streamed bytes, those from files in units of the link's rate."""
+        slower = max(self.gpu.link / self.gpu.files, 1) if self.gpu.files else 1
+        return [size + round(in_file * (slower - 1)) for size, in_file in zip(streamed, mapped, strict=True)]
 
     @property
     def update_seconds(self) -> float:

@@ -3,11 +3,10 @@
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-import psutil
-
 from jaxglue.engine.policy import RematPolicy, format_policies
 from jaxglue.engine.residency import format_weights, is_streamed
 from jaxglue.planner.gpus import GIB
+from jaxglue.planner.host_memory import available_memory
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable with the most GiB of host memory that JAX pins."""
@@ -33,6 +32,8 @@ class Plan:
     """At the peak."""
     host_bytes: int
     """Bytes of pinned host memory."""
+    mapped_bytes: int = 0
+    """Bytes of weights that are read from their files."""
     tile: int | None = None
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
     layers_per_program: int = 1
@@ -79,6 +80,6 @@ def gib(count: float) -> str:
 
 def raise_pinned_limit(environ: MutableMapping[str, str]) -> None:
     """Let JAX, before it starts, pin nine tenths of the free host memory where that is more than its default."""
-    free = int(0.9 * psutil.virtual_memory().available / GIB)
+    free = int(0.9 * available_memory() / GIB)
     if free > DEFAULT_PINNED_GIB:
         environ.setdefault(HOST_LIMIT, str(free))

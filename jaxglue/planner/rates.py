@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxglue.engine import transfer
+from jaxglue.models.file_param import FileParam
 from jaxglue.ops.backend import compute_capability
 from jaxglue.planner.gpus import SUSTAINED, Gpu, lookup_gpu
 
@@ -53,6 +55,17 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
         link=block.nbytes / link,
         peers=block.nbytes / link,  # not measured: assume copies through the host
     )
+
+
+def measure_files(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
+    """Return the rate at which mapped files in the page cache reach the device, bytes/s.
+
+    Pages of this process stand for those of files; reading from a disk takes longer.
+    """
+    block = np.ones(size // transfer.FILE_READERS, np.uint8)
+    parameter = FileParam(shape=block.shape, dtype=block.dtype, nbytes=block.nbytes, read=lambda: block)
+    parameters = [parameter] * transfer.FILE_READERS
+    return size / _seconds(lambda tree: transfer.received(transfer.to_device(tree)), (parameters,), clock)
 
 
 def _seconds(function: Callable, arguments: tuple, clock: Callable[[], float]) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxglue.engine.residency import DEVICE
+from jaxglue.engine.residency import DEVICE, MAPPED
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.rules import Layout
 
@@ -43,8 +43,12 @@ class ResidentBytes:
         return self.host_table + self.host_head
 
     def streamed_layers(self, weights: Sequence[str]) -> list[int]:
-        """Return the bytes of each layer's frozen parameters in host memory, by their places."""
+        """Return the bytes of each layer's frozen parameters that are streamed, by their places."""
         return [0 if place == DEVICE else size for place, size in zip(weights, self.frozen_layers, strict=True)]
+
+    def mapped_layers(self, weights: Sequence[str]) -> list[int]:
+        """Return the bytes of each layer's frozen parameters that are streamed from files."""
+        return [size if place == MAPPED else 0 for place, size in zip(weights, self.frozen_layers, strict=True)]
 
     def frozen(self, weights: Sequence[str] | None = None) -> int:
         """Return the bytes of frozen parameters on the GPU: all of them, or by the layers' places."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
 
 
@@ -23,6 +24,20 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
             f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"
         )
+
+
+def refuse_mapped(config: TrainConfig, mesh: MeshShape) -> str | None:
+    """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
+    if config.model.random_weights:
+        return "--weights mapped reads the model's files, and --random-weights draws others: leave one out"
+    if config.model.storage != "none":
+        return (
+            f"--weights mapped reads weights as they are stored, and {config.model.storage} would quantize them each "
+            "time: quantize the folder first (jaxglue export --quantize), or use --weights host"
+        )
+    if mesh.devices > 1:
+        return f"--weights mapped is for one GPU, and --mesh {mesh} has {mesh.devices}: use --weights host"
+    return None
 
 
 def check_muon(config: TrainConfig, model: DecoderConfig) -> None:

@@ -4,19 +4,21 @@ import os
 from dataclasses import dataclass, replace
 
 import jax
-import psutil
 
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
-from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
+from jaxglue.engine.residency import DEVICE, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.gpus import GIB
+from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, Plan, pinned_memory
-from jaxglue.planner.rates import device_gpu
+from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
+from jaxglue.planner.rates import device_gpu, measure_files
+from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
+from jaxglue.training.checks import refuse_mapped
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.workload import make_workload
 
@@ -39,6 +41,8 @@ class RematChoice:
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
     layers_per_program: int = 1
     """Consecutive layers dispatched as one program."""
+    host_bytes: int = 0
+    """Bytes of pinned host memory that are predicted."""
     note: str = ""
     """Reason, and predicted time and memory."""
 
@@ -68,12 +72,11 @@ def choose_remat(
     """
     remat = config.model.remat
     if jax.default_backend() == "cpu":
-        return _choose_on_cpu(config, model, mesh.devices)
+        return _choose_on_cpu(config, model, mesh)
     if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
-    planner = Planner(workload, device_gpu(jax.local_devices()[0]).limited(config.model.memory_limit))
-    plan = planner.resolve(remat, weights=config.model.weights, host_memory=host_memory())
+    planner, plan = _resolve(config, workload)
     plan = _with_programs(plan, config.model.layers_per_program, mesh.devices)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
     return RematChoice(
@@ -83,23 +86,45 @@ def choose_remat(
         attention=planner.workload.attention,
         tile=plan.tile,
         layers_per_program=plan.layers_per_program,
+        host_bytes=plan.host_bytes,
         note=note,
     )
 
 
 def host_memory() -> float:
     """Return the bytes of host memory that this process may pin."""
-    return pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT))
+    return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
 
 
-def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, devices: int) -> RematChoice:
+def _resolve(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
+    """Return the plan; weights may stay in files where it asks for that, or where the host's memory is short."""
+    device, model, pinned = jax.local_devices()[0], config.model, host_memory()
+    gpu = device_gpu(device).limited(model.memory_limit)
+    refused = refuse_mapped(config, workload.mesh)
+    if MAPPED in model.weights and refused:
+        raise ValueError(refused)
+    if MAPPED in model.weights:
+        gpu = replace(gpu, files=measure_files(device))
+    planner = Planner(workload, gpu)
+    try:
+        return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
+    except DoesNotFit:
+        if refused or gpu.files or model.weights != AUTO:
+            raise
+    planner = Planner(workload, replace(gpu, files=measure_files(device)))
+    return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
+
+
+def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, mesh: MeshShape) -> RematChoice:
     """Return the run's policy unchecked, as a CPU's memory is not planned for."""
     auto = config.model.remat == AUTO
     remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (config.model.remat, "")
     policies = parse_policies(remat, model.num_hidden_layers)
     weights = parse_weights(DEVICE if config.model.weights == AUTO else config.model.weights, model.num_hidden_layers)
+    if MAPPED in weights and (refused := refuse_mapped(config, mesh)):
+        raise ValueError(refused)
     size = config.model.layers_per_program or 1
-    check_grouped(size, policies, devices=devices, stream_weights=is_streamed(weights))
+    check_grouped(size, policies, devices=mesh.devices, stream_weights=is_streamed(weights))
     return RematChoice(
         policies=policies,
         weights=weights,
@@ -120,7 +145,8 @@ def _with_programs(plan: Plan, size: int | None, devices: int) -> Plan:
 
 
 def _predicted(plan: Plan) -> str:
-    host = f" and {plan.host_bytes / GIB:.1f} GiB on the host" if plan.host_bytes else ""
+    host = f" and {plan.host_bytes / GIB:.1f} GiB pinned on the host" if plan.host_bytes else ""
+    host += f", {plan.mapped_bytes / GIB:.1f} GiB of weights stay in their files" if plan.mapped_bytes else ""
     weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
     tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
     tile += f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""

@@ -1,5 +1,6 @@
 """The training run from its configuration to the exported result."""
 
+import os
 from dataclasses import replace
 from typing import IO, cast
 
@@ -16,6 +17,7 @@ from jaxglue.training.finished import finished_run
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.out_of_memory import explained_out_of_memory
 from jaxglue.training.output import check_inputs, shared_output_folder
+from jaxglue.training.pinned import size_pool
 from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.run import Trainer
 from jaxglue.training.setup import prepare
@@ -70,6 +72,7 @@ def train(
         processes.agree("model and data", identity)
         timer.stage("data")
         print_panel(console, "plan", plan_rows(setup))
+        size_pool(setup.workload, setup.remat, os.environ)
         with explained_out_of_memory(setup):
             return Trainer(setup, identity, console, timer, processes, interrupt).run()
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.residency import DEVICE
+from jaxglue.engine.residency import DEVICE, HOST, MAPPED
 from jaxglue.engine.transfer import commit, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
@@ -68,6 +68,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
         whole = () if workload.lora is None else workload.lora.modules_to_save
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
         options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": setup.model.scores, "seed": seed}
+        options["mapped"] = lambda name: place_of(setup.remat.weights, name) == MAPPED
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
     if setup.vocabulary.changes:
         grow_vocabulary(model, setup.vocabulary.new, setup.vocabulary.size)
@@ -88,12 +89,16 @@ def place_layers(
 ) -> Any:
     """Return the sharding of the named parameter: pinned host memory where its layer, or the head, is streamed."""
     shardings = layout.place(name, value)
-    match = _LAYER.match(name)
-    streamed = weights[int(match[1])] != DEVICE if match else head_on_host and name.startswith("lm_head.")
-    if not streamed:
+    if place_of(weights, name) != HOST and not (head_on_host and name.startswith("lm_head.")):
         return shardings
     pinned = pinned_host(jax.local_devices()[0])
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)
+
+
+def place_of(weights: Sequence[str], name: str) -> str:
+    """Return the place of the named parameter by those of the layers (see `residency`)."""
+    match = _LAYER.match(name)
+    return weights[int(match[1])] if match else DEVICE
 
 
 def export_result(

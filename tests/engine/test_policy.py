@@ -68,7 +68,7 @@ def test_policies_are_interleaved():
     with pytest.raises(ValueError, match="is for 8 layers, the model has 9"):
         parse_policies(text, 9)
     with pytest.raises(ValueError, match="must spread one policy's layers among another's"):
-        parse_policies("1 x full & 1 x dots & 1 x offload", 3)
+        parse_policies("1 x full & 1 x dots & 1 x full", 3)
 
 
 def test_remat_text_is_checked_without_a_model():

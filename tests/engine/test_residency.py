@@ -1,13 +1,18 @@
 """Weights of some layers are streamed: places are parsed, and gradients stay the same to the bit."""
 
+from functools import partial
+
 import chex
 import jax
+import numpy as np
 import pytest
 
 from jaxglue.engine import transfer
 from jaxglue.engine.residency import format_weights, parse_weights
+from jaxglue.models.file_param import FileParam
+from jaxglue.ops.quant.formats import is_quantized
 
-D, H = "device", "host"
+D, H, M = "device", "host", "mapped"
 
 
 @pytest.mark.parametrize(
@@ -17,6 +22,9 @@ D, H = "device", "host"
         ("host", (D, H, H, H)),
         ("1 x device + 2 x host + 1 x device", (D, H, H, D)),
         ("2 x device & 2 x host", (D, H, D, H)),
+        ("mapped", (D, M, M, M)),
+        ("1 x device & 2 x host & 1 x mapped", (D, H, H, M)),
+        ("2 x device & 1 x host & 1 x mapped", (D, H, D, M)),
         ("3 x device & 1 x host", (D, D, D, H)),
         ("2 x [1 x host + 1 x device]", (H, D, H, D)),
     ],
@@ -29,7 +37,7 @@ def test_places_are_parsed_and_formatted(text, places):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu", "weights 'gpu' is unknown: use device, host or auto, or counts such as"),
+        ("gpu", "weights 'gpu' is unknown: use device, host, mapped or auto, or counts such as"),
         ("2 x device & 3 x host", "weights '2 x device & 3 x host' is for 5 layers, the model has 4"),
         ("2 x device + host", "'host' must be COUNT x PLACE"),
         ("1 x [1 x device] & 3 x host & 1 x host", "must spread one place's layers among another's"),
@@ -62,16 +70,24 @@ FAMILIES = {
 }
 
 
+def in_file(layer):
+    """Stand in for a layer's parameters in files, quantized ones whole."""
+
+    def stored(leaf):
+        read = partial(jax.tree.map, np.asarray, leaf)
+        return FileParam(shape=leaf.shape, dtype=leaf.dtype, nbytes=0, read=read)
+
+    return jax.tree.map(stored, layer, is_leaf=is_quantized)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_partly_streamed_weights_change_no_bit(split_parts, random_batch, family):
     parts = split_parts.__wrapped__("lora", num_hidden_layers=4, **FAMILIES[family])
     batches = [random_batch([[5, 1, 7], [12]], 14)]
     resident = parts.executor("offload").loss_and_gradients(parts.trainable, parts.frozen, batches, 13.0)
-    places = parse_weights("1 x device + 1 x host + 1 x device + 1 x host", 4)
-    layers = [
-        transfer.to_host(layer) if place == H else layer
-        for layer, place in zip(parts.frozen["layers"], places, strict=True)
-    ]
+    move = {D: lambda layer: layer, H: transfer.to_host, M: in_file}
+    places = parse_weights("1 x device + 1 x host + 1 x device + 1 x mapped", 4)
+    layers = [move[place](layer) for layer, place in zip(parts.frozen["layers"], places, strict=True)]
     executor = parts.executor("offload", stream_weights=True)
     streamed = executor.loss_and_gradients(parts.trainable, {**parts.frozen, "layers": layers}, batches, 13.0)
     chex.assert_trees_all_equal(streamed, resident)

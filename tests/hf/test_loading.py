@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxglue.engine.transfer import PINNED, pinned_host
 from jaxglue.hf.adapter import load_adapter, save_adapter
@@ -15,6 +16,7 @@ from jaxglue.hf.experts import find_source
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
+from jaxglue.models.file_param import FileParam
 from jaxglue.models.parameters import abstract_parameters, flatten_names, split_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -62,6 +64,43 @@ def test_parameters_load_to_their_shardings(tmp_path, quantize):
         chex.assert_trees_all_equal(*(jax.device_get(parameters(m)) for m in (model, here)))
         kinds = {name: value.sharding.memory_kind for name, value in parameters(model).items()}
         assert {name for name, kind in kinds.items() if kind == PINNED} == set(filter(place, kinds))
+
+
+@pytest.mark.parametrize(
+    ("folder", "dtype"),
+    [
+        ("llama_yarn", jnp.float32),
+        ("llama_yarn", jnp.bfloat16),
+        ("qwen3_moe", jnp.float32),
+        ("nf4_folder", jnp.bfloat16),
+        ("int8_folder", jnp.bfloat16),
+        ("gpt_oss_mxfp4", jnp.bfloat16),
+    ],
+)
+def test_mapped_parameters_stay_in_the_files(folder, dtype):
+    check_mapped(GOLDENS / folder, dtype=dtype, is_view=folder == "llama_yarn" and dtype == jnp.float32)
+
+
+def check_mapped(folder, *, dtype, is_view=False):
+    """Compare a model whose layers stay in their files with the same in memory."""
+    loaded = state(load_model(folder, dtype=dtype))
+    mapped = state(load_model(folder, dtype=dtype, mapped=lambda name: name.startswith("model.layers.")))
+    for path, value in mapped.items():
+        assert isinstance(value, FileParam) == (path[0] == "layers")
+        if isinstance(value, FileParam):
+            read = value.read()
+            chex.assert_trees_all_equal(jax.tree.map(jnp.asarray, read), loaded[path])
+            assert not is_view or (isinstance(read, np.ndarray) and not read.flags.owndata)
+            assert value.nbytes > 0
+
+
+def state(model):
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+
+
+def test_mapped_parameters_are_not_quantized():
+    with pytest.raises(ValueError, match=r"q_proj\.weight is to be quantized and cannot stay in its file"):
+        load_model(GOLDENS / "qwen3_tied", quantize="int8", mapped=lambda name: "q_proj" in name)
 
 
 def test_random_weights_follow_the_config_and_the_seed():
