@@ -299,7 +299,7 @@ class LayerExecutor:
 
     def _prefetch_weights(self, kept: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
         """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
-        loads = [lambda: transfer.to_device(kept.pop())] * len(kept)
+        loads = [lambda: transfer.request(kept.pop())] * len(kept)
         return map(transfer.received, transfer.prefetch(loads, self._prefetch_depth, reversed(moving)))
 
     def _stored_weights(self, trainable: Params, frozen: Params) -> transfer.Lookahead[_Weights]:
@@ -307,7 +307,7 @@ class LayerExecutor:
         layers = zip(trainable["layers"], frozen["layers"], strict=True)
         if not self._stream_weights:
             return transfer.Lookahead(iter(layers), early=self._layout.gathers)
-        loads = (partial(transfer.to_device, layer) for layer in layers)
+        loads = (partial(transfer.request, layer) for layer in layers)
         depth = transfer.weights_prefetch_depth(self._prefetch_depth)
         moving = map(transfer.is_on_host, frozen["layers"])
         fetched = map(transfer.received, transfer.prefetch(loads, depth, moving))

@@ -53,7 +53,7 @@ def restore_inputs(
     """
     first = max(i for i, layer in enumerate(saved) if layer.x is not None)
     indices = range(first, len(saved) - 1)
-    loads = (partial(transfer.to_device, (layers[i][1:3], saved[i].residuals.attention_out)) for i in indices)
+    loads = (partial(transfer.request, (layers[i][1:3], saved[i].residuals.attention_out)) for i in indices)
     x, running = transfer.to_device(saved[first].x), transfer.RunAhead(transfer.RUN_AHEAD if depth else 0)
     fetched = map(transfer.received, transfer.prefetch(loads, depth))
     for i, (weights, attention_out) in zip(indices, fetched, strict=True):

@@ -72,10 +72,12 @@ def to_host(tree: Any) -> Any:
 
 
 def to_device(tree: Any) -> Any:
-    """Start copying a tree's arrays that are on the host back to the device.
+    """Start copying a tree's arrays that are on the host back to the device; wait until files are read."""
+    return received(request(tree))
 
-    Parameters in files are copied by threads: the tree has a future for each until `received`.
-    """
+
+def request(tree: Any) -> Any:
+    """Start copying as `to_device` does, without waiting: parameters in files are futures, until `received`."""
     leaves, treedef = jax.tree.flatten(tree)
     if not any(isinstance(leaf, FileParam) for leaf in leaves):
         return _move(tree, "device")
@@ -85,7 +87,7 @@ def to_device(tree: Any) -> Any:
 
 
 def received(tree: Any) -> Any:
-    """Return a tree of `to_device`, once the copies of parameters in files have been started on."""
+    """Return a requested tree, once its parameters in files are read."""
     return jax.tree.map(lambda leaf: leaf.result() if isinstance(leaf, Future) else leaf, tree)
 
 

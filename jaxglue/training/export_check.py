@@ -27,6 +27,7 @@ from jaxglue.hf.export_check import (
     rounding_limit,
 )
 from jaxglue.models import config_from_hf
+from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
 from jaxglue.ops.quant.fp8 import E4M3
@@ -85,9 +86,11 @@ def check_export(
 
 
 def _on_one_device(parts: Parts) -> Parts:
-    """Return parts whose arrays are gathered from other devices and from the host."""
+    """Return parts whose arrays are gathered from other devices, the host and files."""
 
-    def local(leaf: Any) -> jax.Array:
+    def local(leaf: Any) -> Any:
+        if isinstance(leaf, FileParam):
+            return jax.tree.map(jnp.asarray, leaf.read())
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1 and leaf.sharding.memory_kind == "device":
             return leaf
         return jnp.asarray(on_host(leaf) if isinstance(leaf, jax.Array) else leaf)
