@@ -97,7 +97,7 @@ class Planner:
             layers_per_program=size,
             host_bytes=self._resident.host_ends
             + (sum(streamed) - sum(mapped))
-            + max(mapped) * (weights_prefetch_depth(depth) + 1)
+            + min(max(mapped) * (weights_prefetch_depth(depth) + 1), sum(mapped))
             + sum(cost.offloaded for cost in costs[: -1 - depth]),
             mapped_bytes=sum(mapped),
             compile_seconds=compile_seconds(

@@ -15,16 +15,16 @@ from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.remat import RematChoice
 
 PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
-"""Environment variable by which JAX pins its whole limit at once; without it, the pool doubles up to the limit."""
+"""Environment variable by which JAX pins its whole limit at once, for arrays and again for copies to them."""
 _SLACK = GIB
-"""Pinned memory for batches, results and checkpoints."""
+"""Pinned memory for batches and results, and lost at the ends of the pool's regions."""
 
 
 def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[str, str]) -> int:
-    """Renew JAX's client so that it pins what a run needs, in one piece; return the GiB, 0 where the pool grows.
+    """Renew JAX's client with the limit that a run needs; return its GiB, 0 where the limit stays.
 
-    JAX's own pool doubles up to its limit. It is left to grow where no weights are streamed, on several GPUs, where the
-    caller chose, and where arrays exist, which would not survive.
+    JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where no weights are
+    streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which would not survive.
 
     Raises:
         ValueError: the old client is still in use and holds the GPU's memory.
@@ -36,16 +36,16 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     if jax.live_arrays():
         return 0
     size = pool_gib(workload, remat.host_bytes)
-    environ[HOST_LIMIT], environ[PREALLOCATE] = str(size), "true"
+    environ[HOST_LIMIT] = str(size)
     _renew_client()
     return size
 
 
 def pool_gib(workload: Workload, host_bytes: int) -> int:
-    """Return the whole GiB to pin: the plan's, and two of the largest tensors on their way from the files."""
+    """Return the whole GiB to pin: the plan's, and one of the largest tensors more."""
     frozen = abstract_parts(workload)[2]
     largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
-    return math.ceil((host_bytes + 2 * largest + _SLACK) / GIB)
+    return math.ceil((host_bytes + largest + _SLACK) / GIB)
 
 
 def _renew_client() -> None:
@@ -55,6 +55,6 @@ def _renew_client() -> None:
         gc.collect()
     if client() is not None:
         raise ValueError(
-            "JAX's pool of pinned memory could not be sized for the streamed weights, as its first client is still in "
-            f"use: set {PREALLOCATE}=false to let the pool grow"
+            "JAX's pool of pinned memory cannot be sized for the streamed weights, as its first client is in use: "
+            f"set {PREALLOCATE}=false to let it grow"
         )

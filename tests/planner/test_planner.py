@@ -164,6 +164,22 @@ def test_experts_are_planned_without_a_gpu(tiny_config):
     assert 1.5 * short.seconds < long.seconds < 2.2 * short.seconds
 
 
+def test_weights_stay_in_files_where_host_memory_is_short(planner):
+    workload = replace(planner.workload, config=planner.workload.config.with_layers([0] * 16))
+    on_host = Planner(workload, planner.gpu).plan(parse_policy("full"), weights="host")
+    gpu, short = planner.gpu.limited(1.05 * on_host.device_bytes / (1 - MARGIN) / GIB), on_host.host_bytes / 2
+    with pytest.raises(DoesNotFit):
+        Planner(workload, gpu).resolve("full", weights="auto", host_memory=short)
+    slow, fast = (
+        Planner(workload, replace(gpu, files=rate)).resolve("full", weights="auto", host_memory=short)
+        for rate in (gpu.link / 50, gpu.link)
+    )
+    assert slow.weights == fast.weights and "mapped" in slow.weights and slow.mapped_bytes > 0
+    assert slow.host_bytes <= short and slow.seconds > fast.seconds
+    chosen = Planner(workload, replace(gpu, files=gpu.link)).choose(host_memory=short, weights="auto")
+    assert chosen.host_bytes <= short and chosen.device_bytes <= gpu.memory
+
+
 def test_memory_limit_moves_weights_to_the_host(planner):
     plans = (planner.plan(parse_policy("offload"), weights=where) for where in ("device", "host"))
     middle = sum(plan.device_bytes for plan in plans) / 2 / GIB

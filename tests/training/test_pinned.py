@@ -1,0 +1,107 @@
+"""Host memory that a run may pin, and JAX's pool of it."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxglue.engine.policy import parse_policies
+from jaxglue.engine.residency import parse_weights
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.plans import HOST_LIMIT
+from jaxglue.planner.workload import Workload
+from jaxglue.sharding.mesh import MeshShape
+from jaxglue.training import pinned
+from jaxglue.training.host_memory import available_memory
+from jaxglue.training.remat import RematChoice
+
+V2 = {"memory.max": "{}", "memory.current": "{}", "memory.stat": "anon 7\nactive_file {}\ninactive_file 0"}
+V1 = {
+    "memory/memory.limit_in_bytes": "{}",
+    "memory/memory.usage_in_bytes": "{}",
+    "memory/memory.stat": "cache 7\nactive_file {}\ninactive_file 0",
+}
+
+
+@pytest.mark.parametrize("files", [V2, V1])
+@pytest.mark.parametrize(("values", "free"), [((90, 30, 10), 70), ((900, 30, 10), 200), (("max", 30, 10), 200)])
+def test_free_memory_is_within_the_containers_limit(tmp_path, monkeypatch, files, values, free):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=200))
+    (tmp_path / "memory").mkdir()
+    for (name, text), value in zip(files.items(), values, strict=True):
+        (tmp_path / name).write_text(text.format(value))
+    assert available_memory(tmp_path) == free
+    assert available_memory(tmp_path / "absent") == 200
+
+
+@pytest.fixture
+def workload(tiny_config):
+    config = config_from_hf({**tiny_config, "model_type": "qwen3"})
+    return Workload(config=config, batch_size=1, seq_len=128, lora=LoraConfig())
+
+
+def choice(weights, host_bytes=3 * GIB):
+    policies, places = parse_policies("full", 3), parse_weights(weights, 3)
+    return RematChoice(policies=policies, weights=places, remat="full", host_bytes=host_bytes)
+
+
+@pytest.fixture
+def renewed(monkeypatch):
+    """Pretend to be on a GPU without arrays; list the renewals."""
+    calls: list[bool] = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "live_arrays", list)
+    monkeypatch.setattr(pinned, "_renew_client", lambda: calls.append(True))
+    return calls
+
+
+def test_pool_is_sized_for_streamed_weights(workload, renewed):
+    environ = {HOST_LIMIT: "90"}
+    assert pinned.size_pool(workload, choice("host"), environ) == 5
+    assert renewed == [True] and environ == {HOST_LIMIT: "5"}
+
+
+@pytest.mark.parametrize("case", ["resident", "mapped", "mesh", "preallocated", "arrays"])
+def test_pool_is_left_to_grow(workload, renewed, monkeypatch, case):
+    environ = {pinned.PREALLOCATE: "false"} if case == "preallocated" else {}
+    weights = {"resident": "device", "mapped": "mapped"}.get(case, "host")
+    if case == "mesh":
+        object.__setattr__(workload, "mesh", MeshShape.parse("data=2"))
+    if case == "arrays":
+        monkeypatch.setattr(jax, "live_arrays", lambda: [0])
+    assert pinned.size_pool(workload, choice(weights), environ) == 0 and not renewed and HOST_LIMIT not in environ
+
+
+RENEWAL = """
+import os, sys, jax, jax.numpy as jnp
+from jaxglue.training.pinned import _renew_client
+double = jax.jit(lambda x: 2 * x)
+double(jnp.ones(8)).block_until_ready()
+os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = "1"
+_renew_client()
+device = jax.local_devices()[0]
+print(float(double(jnp.ones(8))[0]))
+block = jax.jit(lambda: jnp.ones(2**26))()
+host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+kept = []
+try:
+    for _ in range(8):
+        kept.append(jax.block_until_ready(jax.device_put(block, host)))
+except jax.errors.JaxRuntimeError:
+    pass
+print(len(kept))
+"""
+
+
+@pytest.mark.gpu
+def test_renewed_client_has_another_limit():
+    """Pin blocks of 256 MiB until a limit of 1 GiB, set after the first client began."""
+    environ = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", RENEWAL], capture_output=True, text=True, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == "2.0" and 2 <= int(done.stdout.split()[1]) <= 4
