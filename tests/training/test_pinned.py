@@ -13,11 +13,11 @@ from jaxglue.engine.residency import parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.gpus import GIB
+from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.plans import HOST_LIMIT
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training import pinned
-from jaxglue.training.host_memory import available_memory
 from jaxglue.training.remat import RematChoice
 
 V2 = {"memory.max": "{}", "memory.current": "{}", "memory.stat": "anon 7\nactive_file {}\ninactive_file 0"}
