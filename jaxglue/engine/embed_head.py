@@ -152,6 +152,10 @@ class EmbedHead:
         """Trace `head_backward` on arrays or `ShapeDtypeStruct`s."""
         return self._head_backward_program.trace(*self._head_arguments(trainable, frozen, x, batch, scale, sums))
 
+    def trace_answer_log_probs(self, trainable: Params, frozen: Params, x: Any, batch: Batch) -> Traced:
+        """Trace `answer_log_probs` on arrays or `ShapeDtypeStruct`s."""
+        return self._log_probs_program.trace(self.parts(trainable), self.parts(frozen), x, _shared(batch))
+
     def _head_arguments(self, trainable: Params, frozen: Params, x, batch: Batch, scale, sums: Params) -> tuple:
         return self.parts(trainable), self.parts(frozen), x, _shared(batch), scale, self.parts(sums)
 

@@ -61,6 +61,12 @@ def replay_program(
     return layer.replay.trace(attention_out, *trees, *abstract_input(workload)).jaxpr
 
 
+def reference_program(graphdef: nnx.GraphDef, workload: Workload, frozen: Params) -> ClosedJaxpr:
+    """Trace the forward pass of a layer of the reference (`without_adapters`) on one device."""
+    layer = LayerFunctions(graphdef, PRESETS["full"])
+    return layer.apply.trace({}, frozen, *abstract_input(workload)).jaxpr
+
+
 def _local_program(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the body of the program's `shard_map`; without one, the program itself."""
     for eqn in program.jaxpr.eqns:

@@ -34,10 +34,12 @@ def choose_group(costs: Sequence[LayerCost]) -> int:
     return even[-1] if even[-1] > _LARGEST_GROUP // 2 else min(layers, _LARGEST_GROUP)
 
 
-def with_dispatch(gpu_seconds: float, costs: Sequence[LayerCost], layers_per_program: int = 1) -> float:
-    """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`."""
+def with_dispatch(
+    gpu_seconds: float, costs: Sequence[LayerCost], layers_per_program: int = 1, passes: int = 2
+) -> float:
+    """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`; layers are run `passes` times."""
     dispatch = _DISPATCH if layers_per_program == 1 else _GROUPED_DISPATCH
-    host_seconds = sum(2 * (dispatch + (_OFFLOAD_DISPATCH if cost.offloaded else 0)) for cost in costs)
+    host_seconds = sum(passes * dispatch + (2 * _OFFLOAD_DISPATCH if cost.offloaded else 0) for cost in costs)
     return max(gpu_seconds, host_seconds) + _SERIAL * min(gpu_seconds, host_seconds)
 
 

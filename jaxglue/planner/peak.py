@@ -47,11 +47,12 @@ class PeakMemory:
     def _forward(self) -> float:
         """Return the peak of the forward pass, with later layers' weights and copies on their way to the host."""
         stored, peak = 0, 0.0
+        inputs = 4 if self.workload.reference else 2
         buffers = _windows(self.streamed, self._requested(self.streamed, weights_prefetch_depth(self.depth)))
         for index, cost in enumerate(self.costs):
             leaving = sum(earlier.offloaded for earlier in self.costs[max(index - self.run_ahead, 0) : index + 1])
             stored += cost.saved
-            held = stored + leaving + buffers[index] + 2 * self.model.input_bytes
+            held = stored + leaving + buffers[index] + inputs * self.model.input_bytes
             peak = max(peak, held + cost.forward.temporary)
         return peak + (self.resident.trainable if self._accumulates else 0)
 

@@ -336,7 +336,8 @@ class Planner:
             backward[group.stop] = backward[group.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
-        micro_batch = with_dispatch(layers + self._model.head.seconds, costs, size)
+        passes = 3 if self.workload.reference else 2
+        micro_batch = with_dispatch(layers + self._model.head.seconds, costs, size, passes)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     def _arriving(self, streamed: list[int], mapped: list[int]) -> list[int]:
@@ -357,7 +358,8 @@ class Planner:
         for index, (cost, weights) in enumerate(zip(costs, streamed, strict=True)):
             out, gather = cost.offloaded, gathered[index] / self.gpu.peers
             stays = keep_on_device(index, len(costs), depth)
-            kernels = max(cost.forward.seconds + (out + weights) / copy, gather)
+            computing = cost.forward.seconds + self._model.reference_seconds(index)
+            kernels = max(computing + (out + weights) / copy, gather)
             forward.append(Work(kernels, weights=weights / link, leaving=0.0 if stays else out / link))
             kernels = max(cost.backward.seconds + (out + weights) / copy, gather)
             backward.append(Work(kernels) if stays else Work(kernels, arriving=out / link, weights=weights / link))

@@ -2,19 +2,21 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.policy import RematPolicy
+from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.layer_programs import layer_programs, replay_program
+from jaxglue.planner.layer_programs import layer_programs, reference_program, replay_program
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
@@ -52,7 +54,7 @@ class TracedModel:
         self._gathers = [layout.gathered_shapes(tree) for tree in trees]
         self._kinds = [self._graphdefs.layers.index(graphdef) for graphdef in self._graphdefs.layers]
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
-        self._replay = cache(self._trace_replay)
+        self._replay, self._reference = cache(self._trace_replay), cache(self._trace_reference)
         self.head = self._trace_head()
 
     @property
@@ -78,6 +80,10 @@ class TracedModel:
     def replay(self, index: int, policy: RematPolicy) -> Cost:
         """Return the cost of running a layer again, from attention's output where the policy keeps it."""
         return self._replay(self._kinds[index], policy.keeps_attention)
+
+    def reference_seconds(self, index: int) -> float:
+        """Return the time of a layer of the reference, 0 where none runs."""
+        return self._reference(self._kinds[index]) if self._workload.reference else 0.0
 
     @cached_property
     def attention_bytes(self) -> int:
@@ -138,17 +144,29 @@ class TracedModel:
             program = replay_program(self._graphdefs.layers[index], work, trees, from_attention=keeps_attention)
         return program_cost(program, self._gpu, attention=kernels)
 
+    def _trace_reference(self, index: int) -> float:
+        work, trees = self._workload, [tree["layers"][index] for tree in self._used]
+        graphdef = without_adapters(self._graphdefs.layers[index], *trees)
+        kernels = attention_costs(work, self._gpu, work.config.layer_windows[index])
+        with tracing_for(self._capability):
+            return program_cost(reference_program(graphdef, work, trees[1]), self._gpu, attention=kernels).seconds
+
     def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, attention: dict[str, KernelCost]) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
         cost, memory = (program_cost(each, self._gpu, attention=attention) for each in (program, roomy))
         return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self._gpu.peers)
 
     def _trace_head(self) -> Cost:
-        embed_head = EmbedHead(self._graphdefs, self._workload.config, dtype=self._workload.dtype, attention="auto")
-        trainable, frozen = self._used
+        work, (trainable, frozen) = self._workload, self._used
+        options: dict[str, Any] = {"dtype": work.dtype, "attention": "auto", "objective": work.objective}
+        embed_head = EmbedHead(self._graphdefs, work.config, **options)
         sums: Params = dict.fromkeys(trainable)
-        x, _ = abstract_input(self._workload)
-        batch = abstract_batch(self._workload)
+        x, _ = abstract_input(work)
+        batch = abstract_batch(work)
         with tracing_for(self._capability):
             traced = embed_head.trace_head_backward(trainable, frozen, x, batch, jnp.float32(1), sums)
-        return program_cost(traced.jaxpr, self._gpu, attention={})
+            cost = program_cost(traced.jaxpr, self._gpu, attention={})
+            if not work.reference:
+                return cost
+            traced = embed_head.trace_answer_log_probs(trainable, frozen, x, batch)
+        return replace(cost, seconds=cost.seconds + program_cost(traced.jaxpr, self._gpu, attention={}).seconds)

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxglue.data.answers import Answers
 from jaxglue.data.batch import Batch
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
+from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.quant.formats import is_quantized
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
@@ -53,6 +55,10 @@ class Workload:
     """Attention's backend."""
     tile: int | None = None
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    objective: PreferenceLoss | None = None
+    """Loss of answers that share their prompt; None for supervised training."""
+    reference: bool = False
+    """The frozen layers run once more, without adapters, for the objective."""
 
     def __post_init__(self):
         if self.lora is None and self.config.quantize not in ("none", "fp8_trained"):
@@ -131,7 +137,15 @@ def abstract_batch(workload: Workload) -> Batch:
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
     segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds)
-    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments)
+    answers = None if workload.objective is None else _abstract_answers(workload, ids)
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments, answers=answers)
+
+
+def _abstract_answers(workload: Workload, owners: Any) -> Answers:
+    """Return the shapes of a unit in each row."""
+    units: Any = jax.ShapeDtypeStruct((workload.batch_size, 1), jnp.float32)
+    reference: Any = jax.ShapeDtypeStruct((workload.batch_size, 1, 2), jnp.float32)
+    return Answers(owners=owners, used=units, desirable=units, token_weight=units, reference=reference, margin=units)
 
 
 def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:

@@ -15,7 +15,6 @@ from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.expert_load import ExpertLoadProbe
-from jaxglue.training.reference import preference_loss
 from jaxglue.training.setup import Setup
 
 _LARGEST_EXPONENT = 700.0
@@ -35,7 +34,7 @@ class Evaluation:
     def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
         self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
         self._sources = setup.data.eval_sources
-        self._objective = preference_loss(setup.config)
+        self._objective = setup.workload.objective
         self._probe = None if setup.model.moe is None else probe
         self.best: tuple[float, int] | None = None
         """The lowest loss on held-out data, and its step."""

@@ -5,14 +5,7 @@ import jax
 
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, Params
-from jaxglue.objectives.preference import PreferenceLoss
-from jaxglue.training.config import TrainConfig
 from jaxglue.training.setup import Setup
-
-
-def preference_loss(config: TrainConfig) -> PreferenceLoss | None:
-    """Return the loss of a run's objective; None for supervised training."""
-    return None if config.objective.objective == "sft" else PreferenceLoss(config=config.objective)
 
 
 def caches_reference(setup: Setup, trainable: Params) -> bool:

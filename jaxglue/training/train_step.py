@@ -21,7 +21,7 @@ from jaxglue.sharding.rules import Layout
 from jaxglue.training.fp8_check import expand_inaccurate
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optax_optimizer import make_optimizer
-from jaxglue.training.reference import preference_loss, reference_layers
+from jaxglue.training.reference import reference_layers
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
 
@@ -42,7 +42,7 @@ class TrainStep:
         self._setup, self._config, self._mesh = setup, setup.config, mesh
         self.layout = Layout(mesh, setup.config.model.compute_dtype)
         self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
-        self._objective = preference_loss(setup.config)
+        self._objective = setup.workload.objective
         self.executor = Executor(
             self.graphdefs,
             setup.model,

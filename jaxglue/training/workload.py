@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape
@@ -36,7 +37,17 @@ def make_workload(
         dtype=config.model.compute_dtype,
         attention=config.model.attention,
         tile=config.model.tile,
+        objective=None if config.objective.objective == "sft" else PreferenceLoss(config=config.objective),
+        reference=_runs_reference(config),
     )
     if optimizer.optimizer == "adamw":
         return workload
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
+
+
+def _runs_reference(config: TrainConfig) -> bool:
+    """Tell whether the reference's layers run beside the model's, as far as flags decide."""
+    several = config.run.epochs > 1 and config.run.steps is None
+    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
+    frozen = config.model.method == "lora" and config.model.adapter is None
+    return config.objective.needs_reference and frozen and not cached

@@ -9,6 +9,8 @@ import pytest
 from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.objectives.config import ObjectiveConfig
+from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, find_gpu
@@ -237,3 +239,18 @@ def test_rows_that_fill_the_gpu_are_tiled(planner):
     assert 65536 % plan.tile == 0
     assert plan.device_bytes <= (1 - MARGIN) * limited.gpu.memory
     assert f"--tile {plan.tile}" in str(plan)
+
+
+def test_reference_takes_a_forward_pass_more(workload):
+    objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
+    long = replace(workload, seq_len=8192)
+    compared = replace(long, objective=objective, reference=True)
+    policy = parse_policy("full")
+    plans = {
+        name: Planner(work, find_gpu("H100")).plan(policy)
+        for name, work in {"sft": long, "dpo": compared, "cached": replace(compared, reference=False)}.items()
+    }
+    # Forward, forward again and backward to inputs are three passes; the reference is a fourth.
+    assert 1.2 < plans["dpo"].seconds / plans["cached"].seconds < 1.4
+    assert plans["cached"].seconds == pytest.approx(plans["sft"].seconds, rel=0.15)
+    assert plans["dpo"].device_bytes >= plans["cached"].device_bytes
