@@ -226,7 +226,8 @@ class RunConfig(Config):
     sample_tokens: PositiveInt = 48
     """Longest answer to a sample prompt, in tokens."""
     compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")
-    """Folder on a local disk that keeps compiled programs for the next run; none keeps none."""
+    """Folder on a local disk that keeps compiled programs for the next run, unless JAX_COMPILATION_CACHE_DIR names one;
+    none keeps none."""
 
     def validate(self) -> None:
         """Refuse a malformed mesh and two batch sizes."""

@@ -54,7 +54,8 @@ def train(
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", str(config.run.compilation_cache.expanduser()))
+        folder = jax.config.jax_compilation_cache_dir or str(config.run.compilation_cache.expanduser())
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
     run = config.run
     setup = prepare(config, processes) if run.dry_run or run.resume else None

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import jax
 import pytest
@@ -10,11 +11,16 @@ from jaxglue.ops.kernel_cache import cached
 
 
 @pytest.fixture
-def folder(tmp_path):
+def keep_in():
     before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path / "triton"
+    yield partial(jax.config.update, "jax_compilation_cache_dir")
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def folder(keep_in, tmp_path):
+    keep_in(str(tmp_path))
+    return tmp_path / "triton"
 
 
 @pytest.fixture
@@ -52,7 +58,8 @@ def test_a_damaged_entry_is_replaced(folder, compile_ir, compiled, text):
     assert entry.read_text() == whole
 
 
-def test_nothing_is_kept_without_a_compilation_cache(compile_ir, compiled, tmp_path):
+def test_nothing_is_kept_without_a_compilation_cache(keep_in, compile_ir, compiled, tmp_path):
+    keep_in(None)
     for _ in range(2):
         compile_ir("ir", None, "options", "gpu")
     assert len(compiled) == 2
