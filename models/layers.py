@@ -17,9 +17,9 @@ from jaxglue.models.dora import rescale, row_norms
 from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.collectives import copy_to, reduce_from
+from jaxglue.ops.collectives import axis_size, copy_to, reduce_from
 from jaxglue.ops.fp8 import project_adapted_fp8, project_fp8, swiglu_fp8
-from jaxglue.ops.lora import lora_expand, lora_shrink
+from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
@@ -98,6 +98,10 @@ class Linear(nnx.Module):
         """Compute x·Wᵀ, without bias and adapter."""
         return _multiply(x, (self,))[0]
 
+    def add_to(self, x: Float[Array, "B T out"], inputs: Float[Array, "B T in"], context: LayerContext) -> Array:
+        """Return x plus the projection of `inputs`, summed over the devices that split it."""
+        return _add_projection(x, self, *_project_base((self,), inputs, context))
+
     @property
     def scaled_b(self) -> Float[Array, "out R"] | None:
         """Return scale · B of the adapter; None without an adapter."""
@@ -149,6 +153,15 @@ def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array
             outputs[index] = rescale(linears[index], outputs[index] + product)
     biases = [linear.bias for linear in linears]
     return [y if bias is None else y + bias[...].astype(y.dtype) for y, bias in zip(outputs, biases, strict=True)]
+
+
+def _add_projection(x, linear: Linear, outputs: list[Array], hidden: Array | None) -> Float[Array, "B T out"]:
+    """Return x plus an output of `_project_base` with its adapter and bias."""
+    matrix, intervening = linear.scaled_b, (linear.bias, linear.lora_magnitude_vector)
+    alone = all(value is None for value in intervening) and axis_size("tensor") == 1 and not _is_in_fp8(linear)
+    if hidden is None or matrix is None or not alone:
+        return x + reduce_from(_add_adapters((linear,), outputs, hidden)[0])
+    return lora_add(x, outputs[0], hidden, matrix)
 
 
 def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
@@ -223,9 +236,9 @@ class Attention(nnx.Module):
         )
         self.head_dim, self.window = H, window
 
-    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Project, rotate, attend and project back."""
-        return self.leave(self.attend(*self.enter(x, context), context), context)
+    def add_to(self, x: Float[Array, "B T D"], normed: Float[Array, "B T D"], context: LayerContext) -> Array:
+        """Project, rotate, attend, project back and add to x."""
+        return self.leave(x, self.attend(*self.enter(copy_to(normed), context), context), context)
 
     def enter(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
@@ -241,9 +254,9 @@ class Attention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         return context.attend(q, k, v, window=self.window, sinks=sinks)
 
-    def leave(self, out: Float[Array, "B T N H"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Project attention's output back."""
-        return self.o_proj(out.reshape(*out.shape[:2], -1), context)
+    def leave(self, x: Float[Array, "B T D"], out: Float[Array, "B T N H"], context: LayerContext) -> Array:
+        """Project attention's output back and add it to x."""
+        return self.o_proj.add_to(x, out.reshape(*out.shape[:2], -1), context)
 
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
@@ -264,13 +277,14 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(D, F, **options)
         self.down_proj = Linear(F, D, **options)
 
-    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Apply the feed-forward."""
+    def add_to(self, x: Float[Array, "B T D"], normed: Float[Array, "B T D"], context: LayerContext) -> Array:
+        """Apply the feed-forward and add it to x."""
+        normed = copy_to(normed)
         if (matrices := self._swiglu_matrices(context)) is not None:
-            return self._lora_swiglu(x, matrices, context)
-        gate, up = project_together((self.gate_proj, self.up_proj), x, context)
+            return _add_projection(x, self.down_proj, *self._lora_swiglu(normed, matrices, context))
+        gate, up = project_together((self.gate_proj, self.up_proj), normed, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-        return self.down_proj(jax.nn.silu(gate) * up, context)
+        return self.down_proj.add_to(x, jax.nn.silu(gate) * up, context)
 
     def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
         """Return the matrices for `lora_swiglu`; None if one is missing, ranks differ, or bias or dropout intervene."""
@@ -282,8 +296,8 @@ class GatedMLP(nnx.Module):
         same_rank = gate_b.shape[1] == up_b.shape[1] == down_a.shape[0]
         return (gate_b, up_b, down_a[...]) if same_rank else None
 
-    def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> Float[Array, "B T D"]:
-        """Apply the feed-forward with the adapters' products computed inside `lora_swiglu`."""
+    def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> tuple[list[Array], Array]:
+        """Return down's output and low-rank values as `_project_base` does; other products are formed in kernels."""
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights: Any = tuple(linear.weight.get_value() for linear in linears)
         if (
@@ -291,12 +305,11 @@ class GatedMLP(nnx.Module):
             and (first := _frozen_fp8_adapters(linears[:2], context)) is not None
         ):
             out, low = swiglu_fp8(x, weights, first, matrices)
-            return _add_adapters((self.down_proj,), [out], checkpoint_name(low, names.LORA_HIDDEN))[0]
+            return [out], checkpoint_name(low, names.LORA_HIDDEN)
         (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
-        hidden = checkpoint_name(hidden, names.LORA_HIDDEN)
-        return _add_adapters((self.down_proj,), [self.down_proj.base(y)], hidden)[0]
+        return [self.down_proj.base(y)], checkpoint_name(hidden, names.LORA_HIDDEN)
 
 
 class DecoderLayer(nnx.Module):
@@ -325,11 +338,13 @@ class DecoderLayer(nnx.Module):
         if context.tile is not None:
             return self._by_tiles(x, context)
         x, normed = self.input_layernorm.branch(x)
-        x = checkpoint_name(x + reduce_from(self.self_attn(copy_to(normed), context)), names.ATTENTION_RESIDUAL)
+        x = checkpoint_name(self.self_attn.add_to(x, normed, context), names.ATTENTION_RESIDUAL)
         return self._feed_forward(x, context)
 
     def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x, normed = self.post_attention_layernorm.branch(x)
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.add_to(x, normed, context)
         return x + reduce_from(self.mlp(copy_to(normed), context))
 
     def _by_tiles(self, x, context: LayerContext) -> Float[Array, "B T D"]:
@@ -340,7 +355,7 @@ class DecoderLayer(nnx.Module):
             return self.self_attn.enter(copy_to(self.input_layernorm(x)), context)
 
         def leave(context, x, out):
-            return self._feed_forward(x + reduce_from(self.self_attn.leave(out, context)), context)
+            return self._feed_forward(self.self_attn.leave(x, out, context), context)
 
         values = (names.QUERY, names.KEY, names.VALUE)
         if context.attention_out is not None:

@@ -11,6 +11,7 @@ from jaxglue.ops.lora.vjp import (
     LoraBackend,
     Quantizer,
     ScaledProduct,
+    add_product,
     expand,
     expand_gradients,
     lora_shrink,
@@ -23,6 +24,7 @@ __all__ = [
     "Quantizer",
     "ReferenceLora",
     "ScaledProduct",
+    "lora_add",
     "lora_expand",
     "lora_expand_gradients",
     "lora_expand_gradients_and_codes",
@@ -73,6 +75,33 @@ def lora_expand_onto(
 ) -> Float[Array, "M out"]:
     """Compute base times its factors + hidden[:, first : first + R]·matrixᵀ, rounded once; not differentiable."""
     return _implementation(hidden, [matrix], "auto").product(hidden, matrix, first, base)
+
+
+def lora_add(
+    x: Float[Array, "*B out"],
+    y: Float[Array, "*B out"],
+    hidden: Float[Array, "*B R"],
+    matrix: Float[Array, "out R"],
+    *,
+    backend: str = "auto",
+) -> Float[Array, "*B out"]:
+    """Compute x + y + hidden·matrixᵀ in x's dtype; kernels add in float32 and round once.
+
+    Args:
+        x: a residual stream.
+        y: a projection's output without its adapter.
+        hidden: the projection's input at the adapter's ranks.
+        matrix: the adapter's second matrix in float32, as is its gradient.
+        backend: `auto`, `reference` or `triton`; see `LORA.choose`.
+
+    Raises:
+        ValueError: shapes that do not fit, or a named backend that cannot serve.
+    """
+    if x.shape != y.shape or x.shape != (*hidden.shape[:-1], len(matrix)) or hidden.shape[-1] != matrix.shape[1]:
+        shapes = ", ".join(str(list(array.shape)) for array in (x, y, hidden, matrix))
+        raise ValueError(f"x and y must be [..., out], hidden [..., R] and matrix [out, R], got {shapes}")
+    rows = (array.reshape(-1, array.shape[-1]) for array in (x, y, hidden))
+    return add_product(_implementation(hidden, [matrix], backend), *rows, matrix).reshape(x.shape)
 
 
 def lora_expand_gradients(

@@ -46,12 +46,13 @@ def gradients_kernel(
 
 @triton.jit
 def product_kernel(
-    hidden, matrix, base, row_scales, column_factors, out,
+    hidden, matrix, base, row_scales, column_factors, addend, out,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_BASE: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BASE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of out [M, N] = hidden·matrixᵀ (+ base · row_scales [M] (· column_factors [N])).
+    """Compute a tile of out [M, N] = hidden·matrixᵀ (+ base (· row_scales [M]) (· column_factors [N])) (+ addend).
 
     hidden [M, STRIDE] has this product's ranks from FIRST on. Grid (N / BLOCK_N, M / BLOCK_M).
     """
@@ -65,8 +66,11 @@ def product_kernel(
     product = tl.dot(own, tl.trans(factor), input_precision=PRECISION)
     if HAS_BASE:
         scaled = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
-        scaled *= tl.load(row_scales + rows, mask=rows < M, other=0.0)[:, None]
+        if HAS_ROWS:
+            scaled *= tl.load(row_scales + rows, mask=rows < M, other=0.0)[:, None]
         if HAS_COLUMNS:
             scaled *= tl.load(column_factors + columns, mask=columns < N, other=0.0)[None, :]
         product += scaled
+    if HAS_ADDEND:
+        product += tl.load(addend + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)

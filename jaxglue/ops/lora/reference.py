@@ -22,6 +22,10 @@ class ReferenceLora:
         scaled = base.product.astype(jnp.float32) * base.rows * (1.0 if base.columns is None else base.columns)
         return (scaled + product).astype(hidden.dtype)
 
+    def add_product(self, x, y, hidden, matrix):
+        """See `LoraBackend`."""
+        return x + (y + self.product(hidden, matrix, 0))
+
     def gradients(self, dy, matrix, hidden, first: int, quantizer=None):
         """See `LoraBackend`."""
         own = hidden[:, first : first + matrix.shape[1]]

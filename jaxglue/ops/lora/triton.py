@@ -23,14 +23,21 @@ class TritonLora(Launcher):
 
     def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None):
         """See `LoraBackend`."""
+        return self._product(hidden, matrix, first, *(base or (None, None, None)))
+
+    def add_product(self, x, y, hidden, matrix):
+        """See `LoraBackend`."""
+        return self._product(hidden, matrix, base=y, addend=x)
+
+    def _product(self, hidden, matrix, first: int = 0, base=None, rows=None, columns=None, addend=None):
+        """Return hidden[:, first : first + R]·matrixᵀ (+ base (· rows) (· columns)) (+ addend)."""
         (M, stride), (N, R), tiles = hidden.shape, matrix.shape, self.product_tiles
         grid = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m)
         sizes = {"M": M, "N": N, "R": R, "STRIDE": stride, "FIRST": first}
-        columns = None if base is None else base.columns
+        further = {"HAS_BASE": base, "HAS_ROWS": rows, "HAS_COLUMNS": columns, "HAS_ADDEND": addend}
         constants = sizes | block_constants(tiles, R, hidden.dtype)
-        constants |= {"HAS_BASE": base is not None, "HAS_COLUMNS": columns is not None}
-        wide = (hidden, hidden) if base is None else (base.product, base.rows)  # unused ones are not read
-        arrays = hidden, matrix, *wide, hidden if columns is None else columns
+        constants |= {name: array is not None for name, array in further.items()}
+        arrays = hidden, matrix, *(hidden if array is None else array for array in further.values())  # unused: not read
         out_type = (jax.ShapeDtypeStruct((M, N), hidden.dtype),)
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
         return self._launch(kernels.product_kernel, arrays, out_type, grid, constants, **compiled)[0]

@@ -31,6 +31,9 @@ class LoraBackend(Protocol):
     def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None) -> Float[Array, "M N"]:
         """Return hidden[:, first : first + R]·matrixᵀ, plus base times its factors, in hidden's dtype."""
 
+    def add_product(self, x, y, hidden, matrix) -> Float[Array, "M N"]:
+        """Return x + y + hidden·matrixᵀ in x's dtype."""
+
     def gradients(
         self, dy, matrix, hidden, first: int, quantizer: Quantizer | None = None
     ) -> tuple[Float[Array, "M R"], Float[Array, "N R"], Float[Array, "M N"] | None]:
@@ -70,6 +73,30 @@ def expand_gradients(
 
 
 expand.defvjp(_expand_forward, _expand_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def add_product(
+    backend: LoraBackend,
+    x: Float[Array, "M out"],
+    y: Float[Array, "M out"],
+    hidden: Float[Array, "M R"],
+    matrix: Float[Array, "out R"],
+) -> Float[Array, "M out"]:
+    """See `lora_add`."""
+    return backend.add_product(x, y, hidden, matrix)
+
+
+def _add_product_forward(backend, x, y, hidden, matrix):
+    return add_product(backend, x, y, hidden, matrix), (hidden, matrix)
+
+
+def _add_product_backward(backend, residuals, cotangent):
+    hidden, matrix = residuals
+    return cotangent, cotangent, *backend.gradients(cotangent, matrix, hidden, 0)[:2]
+
+
+add_product.defvjp(_add_product_forward, _add_product_backward)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.engine.compiler import LIBRARY_MATMULS
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora import LORA, Quantizer, lora_expand, lora_expand_gradients_and_codes, lora_shrink
+from jaxglue.ops.lora import LORA, Quantizer, lora_add, lora_expand, lora_expand_gradients_and_codes, lora_shrink
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
@@ -49,6 +49,33 @@ def test_products_and_gradients_match_the_definition(backend, case):
     with LORA.using(backend):
         got = outputs_and_gradients(lora_expand, *arguments)
     assert_close(got, outputs_and_gradients(by_definition, *arguments), 1e-5)
+
+
+@pytest.mark.parametrize(("M", "N", "R"), [(37, 72, 16), (5, 20, 3)])
+def test_sums_and_gradients_match_the_definition(backend, M, N, R):
+    (hidden, (matrix,)), (x,) = random_case(M, (N,), (R,))
+    arguments = (x, jnp.flip(x, 1), hidden, matrix), jnp.cos(x)
+    with LORA.using(backend):
+        got = outputs_and_gradients(lora_add, *arguments)
+    expected = outputs_and_gradients(lambda x, y, hidden, matrix: x + y + hidden @ matrix.T, *arguments)
+    assert_close(got, expected, 1e-5)
+
+
+def test_sums_are_rounded_once(interpreted):
+    from jaxglue.ops.lora.triton import TritonLora
+
+    (hidden, (matrix,)), (x,) = random_case(40, (24,), (4,), jnp.float16)
+    y, matrix = 300 * jnp.flip(x, 1), 0.05 * matrix
+    with LORA.using(interpreted(TritonLora)(compute_capability=90)):
+        got = lora_add(x, y, hidden, matrix)
+    wide = [array.astype(jnp.float32) for array in (x, y, hidden, matrix.astype(jnp.float16))]
+    assert jnp.array_equal(got, (wide[0] + wide[1] + wide[2] @ wide[3].T).astype(jnp.float16))
+
+
+def test_sum_of_other_shapes_is_refused():
+    (hidden, (matrix,)), (x,) = random_case(5, (20,), (3,))
+    with pytest.raises(ValueError, match=r"hidden \[..., R\] and matrix \[out, R\], got"):
+        lora_add(x, x, hidden, matrix[:, :2])
 
 
 def quantized_gradients(dtype, M=40, N=72, R=4):
