@@ -67,7 +67,8 @@ class Check:
     runs: Runs
     device: str
     recorded: dict
-    record: bool
+    record: Path | None
+    """File to add values to that the record lacks."""
     workers: int
     kills: int
     steps: int
@@ -153,7 +154,9 @@ def _loss_row(check: Check, name: str, folder: Path) -> Row:
     device, known = _known_losses(check, name)
     means = block_means(folder)
     if known is None:
-        return Row("tiny", f"{name} losses", f"{means[0]:.3f} … {means[-1]:.3f}", "not recorded", check.record)
+        return Row(
+            "tiny", f"{name} losses", f"{means[0]:.3f} … {means[-1]:.3f}", "not recorded", check.record is not None
+        )
     off = max(abs(a - b) for a, b in zip(means, known["means"], strict=False))
     return Row(
         "tiny",
@@ -217,7 +220,7 @@ def _train_for_speed(check: Check, name: str, steps: int) -> Path:
 
 def _band_row(name: str, value: float, known: float | None, band: float, check: Check) -> Row:
     if known is None:
-        return Row("speed", name, f"{value:,.2f}", f"not recorded on {check.device}", check.record)
+        return Row("speed", name, f"{value:,.2f}", f"not recorded on {check.device}", check.record is not None)
     inside = abs(value - known) <= band * known
     return Row("speed", name, f"{value:,.2f}", f"{known:,.2f} ± {band:.0%}", inside)
 
@@ -250,8 +253,15 @@ def run_part(name: str, check: Check) -> list[Row]:
     except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         rows = [Row(name, "run", str(error).splitlines()[0][:100], "no error", False)]
-    print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    if check.record:
+        record(check.record, check)
+    print(f"{format_rows(rows)}\n{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     return rows
+
+
+def format_rows(rows: list[Row]) -> str:
+    """Return the rows as a table."""
+    return table([{**asdict(row), "ok": "yes" if row.ok else "NO"} for row in rows])
 
 
 def run_parts(names: list[str], check: Check) -> list[Row]:
@@ -272,7 +282,7 @@ def find_device(runs: Runs) -> str:
 def record(path: Path, check: Check) -> None:
     """Add this device's fresh values to the record of all kinds."""
     entry = check.recorded.get(check.device, {})
-    merged = {key: {**entry.get(key, {}), **values} for key, values in check.fresh.items()}
+    merged = {key: {**entry.get(key, {}), **values.copy()} for key, values in check.fresh.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(check.recorded | {check.device: merged}, indent=1) + "\n")
 
@@ -289,15 +299,13 @@ def main() -> None:
     args = parser.parse_args()
     runs = Runs(args.scratch)
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    check = Check(runs, find_device(runs), recorded, bool(args.record), args.workers, args.kills, args.steps)
+    check = Check(runs, find_device(runs), recorded, args.record, args.workers, args.kills, args.steps)
     begun = time.monotonic()
     rows = run_parts(args.parts, check)
-    print(table([{**asdict(row), "ok": "yes" if row.ok else "NO"} for row in rows]))
+    print(format_rows(rows))
     wrong = sum(not row.ok for row in rows)
     print(f"{check.device}: {len(rows) - wrong} of {len(rows)} checks hold, {time.monotonic() - begun:.0f} s")
     write_results(args.json or args.scratch / "report.json", [asdict(row) for row in rows], gpu=check.device)
-    if args.record:
-        record(args.record, check)
     sys.exit(wrong > 0)
 
 

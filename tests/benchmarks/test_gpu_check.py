@@ -15,6 +15,6 @@ def test_record_adds_values_and_keeps_others(tmp_path):
 
     recorded = {"A": {"losses": {"llama": 1}, "speed": {"dots": 2}}, "B": {"speed": {}}}
     fresh = {"losses": {}, "speed": {"streamed": 3}}
-    record(tmp_path / "a.json", Check(None, "A", recorded, True, 1, 0, 0, fresh=fresh))
+    record(tmp_path / "a.json", Check(None, "A", recorded, None, 1, 0, 0, fresh=fresh))
     expected = recorded | {"A": {"losses": {"llama": 1}, "speed": {"dots": 2, "streamed": 3}}}
     assert json.loads((tmp_path / "a.json").read_text()) == expected
