@@ -71,8 +71,8 @@ class ModelConfig(Config):
     memory_limit: PositiveFloat | None = None
     """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
     weights: str = "device"
-    """Where the layers' frozen weights are: device, or host, from whose memory they are streamed layer by layer, or
-    both, such as "20 x device & 12 x host"; auto streams as many layers as the memory limit demands."""
+    """Where the layers' frozen weights are: device; host, from whose memory they are streamed layer by layer; mapped,
+    from their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
     embeddings: Literal["device", "host"] = "device"
     """Where frozen embedding table and output projection are: on the GPU, or in host memory, from which each step reads
     its tokens' rows and copies the projection."""

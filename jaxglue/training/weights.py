@@ -58,14 +58,16 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
     config, workload, seed = setup.config, setup.workload, setup.config.data.seed
     dtype = workload.weight_dtype
     rows_change = setup.vocabulary.changes or bool(workload.lora and workload.lora.trainable_token_indices)
-    head_on_host = workload.host_embeddings and not rows_change  # rows are added and taken on the device
-    place = partial(place_layers, setup.remat.weights, layout=layout, head_on_host=head_on_host)
+    whole = () if workload.lora is None else workload.lora.modules_to_save
+    frozen_ends = [f"{PATHS[name]}." for name in ("embed_tokens", "lm_head") if name not in whole]
+    # Rows are added and taken on the device.
+    on_host = frozen_ends if workload.host_embeddings and not rows_change else []
+    place = partial(place_layers, setup.remat.weights, layout=layout, on_host=on_host)
     if config.model.random_weights:
         model = random_model(setup.base, dtype=dtype, seed=seed, place=place)
     else:
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
         options["fp8_experts"] = config.model.fp8_experts
-        whole = () if workload.lora is None else workload.lora.modules_to_save
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
         options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": setup.model.scores, "seed": seed}
         options["mapped"] = lambda name: place_of(setup.remat.weights, name) == MAPPED
@@ -85,11 +87,11 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
 
 
 def place_layers(
-    weights: Sequence[str], name: str, value: Any, layout: Layout = SINGLE_DEVICE, *, head_on_host: bool = False
+    weights: Sequence[str], name: str, value: Any, layout: Layout = SINGLE_DEVICE, *, on_host: Sequence[str] = ()
 ) -> Any:
-    """Return the sharding of the named parameter: pinned host memory where its layer, or the head, is streamed."""
+    """Return the sharding of the named parameter: pinned host memory for its layer's place, or beginnings `on_host`."""
     shardings = layout.place(name, value)
-    if place_of(weights, name) != HOST and not (head_on_host and name.startswith("lm_head.")):
+    if place_of(weights, name) != HOST and not name.startswith(tuple(on_host)):
         return shardings
     pinned = pinned_host(jax.local_devices()[0])
     return pinned if shardings is None else jax.tree.map(lambda s: s.with_memory_kind(pinned.memory_kind), shardings)

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import chex
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxglue.engine.transfer import PINNED, pinned_host
+from jaxglue.hf import loading
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.experts import find_source
@@ -18,6 +20,7 @@ from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.parameters import abstract_parameters, flatten_names, split_model
+from jaxglue.training.weights import place_layers
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 RAW = {
@@ -64,6 +67,31 @@ def test_parameters_load_to_their_shardings(tmp_path, quantize):
         chex.assert_trees_all_equal(*(jax.device_get(parameters(m)) for m in (model, here)))
         kinds = {name: value.sharding.memory_kind for name, value in parameters(model).items()}
         assert {name for name, kind in kinds.items() if kind == PINNED} == set(filter(place, kinds))
+
+
+@pytest.mark.parametrize("folder", ["llama_yarn", "qwen3_moe"])
+def test_every_parameter_is_copied_once_to_its_place(folder, monkeypatch):
+    copied: dict[str, int] = {}
+
+    def counting(copy, size):
+        def count(*args, **options):
+            result = copy(*args, **options)
+            kind = result.sharding.memory_kind if isinstance(result, jax.Array) else "other"
+            copied[kind] = copied.get(kind, 0) + size(result)
+            return result
+
+        return count
+
+    monkeypatch.setattr(jax, "make_array_from_callback", counting(jax.make_array_from_callback, lambda x: x.nbytes))
+    monkeypatch.setattr(loading, "put_on_mesh", counting(loading.put_on_mesh, lambda x: x.nbytes))
+    host, on_host = pinned_host(jax.devices()[0]), ("model.layers.1.", "lm_head.", "model.embed_tokens.")
+    place = partial(place_layers, ("device", "host"), on_host=on_host)
+    model = parameters(load_model(GOLDENS / folder, dtype=jnp.float32, place=place))
+    in_place = dict.fromkeys(copied, 0)
+    for name, value in model.items():
+        assert (value.sharding.memory_kind == host.memory_kind) == name.startswith(on_host)
+        in_place[value.sharding.memory_kind] += value.nbytes
+    assert copied == in_place
 
 
 @pytest.mark.parametrize(
