@@ -143,19 +143,6 @@ def pack_forks(rows: Sequence[Sequence[Fork]], *, seq_len: int, max_segments: in
     return replace(whole, **fields)
 
 
-def segments_from_cu_seqlens(cu_seqlens: Sequence[Sequence[int]], *, seq_len: int) -> PackedSegments:
-    """Build the metadata, in numpy, of rows with these segment boundaries, from 0 to the number of real tokens.
-
-    Raises:
-        ValueError: boundaries that do not start at 0 or do not increase, or a segment that ends after `seq_len`.
-    """
-    for b, row in enumerate(cu_seqlens):
-        bounds = np.asarray(row)
-        if not len(bounds) or bounds[0] != 0 or (np.diff(bounds) < 1).any() or bounds[-1] > seq_len:
-            raise ValueError(f"cu_seqlens of row {b} must increase from 0 to at most {seq_len}, got {list(row)}")
-    return pack_segments([np.diff(np.asarray(row)).tolist() for row in cu_seqlens], seq_len=seq_len)
-
-
 def _check_row(b: int, row: np.ndarray, seq_len: int) -> None:
     if (row < 1).any() or row.sum() > seq_len:
         raise ValueError(f"row {b}: document lengths {row.tolist()} must be positive and add up to at most {seq_len}")

@@ -32,7 +32,10 @@ class Cost:
     results: int
     """Bytes of results."""
     matmul: int = 0
-    """Most bytes of a matmul's operands and, twice, its result: copies with which its algorithms are compared."""
+    """Most bytes of a matmul's operands and, twice, its result: copies with which its algorithms are compared.
+
+    Those of loops are compared without.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,13 @@ class _Value:
     roots: frozenset["_Value"] = field(default_factory=frozenset)
     in_memory: bool = False
     from_matmul: bool = False
+    from_loop: bool = False
+    """Written by a loop a part at a time."""
+
+    @property
+    def may_become_result(self) -> bool:
+        """Return whether a result computed from the array may be written over it."""
+        return not self.is_argument and not self.from_loop
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCos
     arguments = [_Value(_size(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
     made = {value for value in results if not value.is_argument}
-    in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and not root.is_argument}
+    in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and root.may_become_result}
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
@@ -210,6 +220,8 @@ class _Trace:
         for value in inputs:  # carries are updated in place
             if value.bytes in carried and not value.is_argument:
                 value.bytes = 0
+        for value, var in zip(outputs, body.jaxpr.outvars, strict=True):
+            value.from_loop = value.bytes != _size(var.aval)
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
         return outputs
 
@@ -259,13 +271,8 @@ def _size(aval: Any) -> int:
         return 0
 
 
-def matmul_flops(jaxpr: Jaxpr) -> float:
-    """Return the FLOPs of all matmuls of a program."""
-    return sum(repeat * _dot_flops(eqn) for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
-
-
 def _largest_matmul(jaxpr: Jaxpr) -> int:
-    dots = (eqn for eqn, _ in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general")
+    dots = (eqn for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general" and repeat == 1)
     return max((sum(_size(var.aval) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
 
 

@@ -9,8 +9,8 @@ from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-_LAYER_TEMPORARIES, _HEAD_TEMPORARIES = 1.1, 1.12
-"""XLA's temporary memory as a multiple of the least that the program's order needs."""
+_EXPERTS_TEMPORARIES = 1.1
+"""XLA's temporary memory of layers with experts as a multiple of the least that their order needs; elsewhere it is that."""
 _WORKSPACE = int(0.3 * GIB)
 """Bytes of loaded programs and matmul workspaces, for any model."""
 
@@ -61,18 +61,19 @@ class PeakMemory:
         model, trained = self.model, self.resident.trainable
         stored, leaving = sum(cost.saved for cost in self.costs), self._leaving()
         buffers = self._buffers()
-        head = max(model.head.results + _HEAD_TEMPORARIES * model.head.temporary, model.head.matmul)
+        head = max(model.head.results + model.head.temporary, model.head.matmul)
         head += self.resident.host_head
         peak = buffers[-1] + leaving + stored + (trained if self._accumulates else 0) + head
         head_gradients = model.head.results - model.input_bytes
         updates = self.workload.update_in_backward
         gradients = trained if self._accumulates else 0 if updates else head_gradients
+        temporaries = 1 if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
         for index in reversed(range(len(self.costs))):
             here = gradients if self._accumulates else gradients + self.resident.trainable_layers[index]
             held = stored + buffers[index] + leaving + here + model.scattered
             held += (2 + self.restored[index]) * model.input_bytes
             cost = self.costs[index].backward
-            peak = max(peak, held + max(_LAYER_TEMPORARIES * cost.temporary, cost.matmul))
+            peak = max(peak, held + max(temporaries * cost.temporary, cost.matmul))
             gradients = gradients if updates else here
             stored, leaving = stored - self.costs[index].saved, 0
         if not self._accumulates:  # the embedding's gradients come last

@@ -8,7 +8,6 @@ from jaxglue.ops.segments import (
     batch_kind,
     pack_segments,
     segment_bucket,
-    segments_from_cu_seqlens,
 )
 
 
@@ -77,17 +76,6 @@ def test_batches_of_a_bucket_share_one_compilation():
     for lengths in ([1, 2, 3], [4, 4, 4, 4], [16]):
         attend(pack_segments([lengths], seq_len=16, max_segments=4))
     assert attend._cache_size() == 1
-
-
-def test_cu_seqlens_give_the_same_metadata_as_lengths():
-    got = segments_from_cu_seqlens([[0, 3, 5], [0, 6]], seq_len=6)
-    assert jax.tree.all(jax.tree.map(np.array_equal, got, pack_segments([[3, 2], [6]], seq_len=6)))
-
-
-@pytest.mark.parametrize("row", [[0, 3, 3, 5], [0, 4, 2], [1, 3], [], [0, 9]])
-def test_bad_cu_seqlens_are_refused(row):
-    with pytest.raises(ValueError, match=r"cu_seqlens of row 1 must increase from 0 to at most 8, got"):
-        segments_from_cu_seqlens([[0, 8], row], seq_len=8)
 
 
 @pytest.mark.parametrize("row", [[3, 0, 2], [5, -1], [5, 4]])
