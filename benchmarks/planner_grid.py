@@ -93,6 +93,7 @@ def prediction(planner: Planner, plan) -> dict:
         "run": plan.remat,
         "weights": plan.places,
         "attention": planner.workload.attention,
+        "layers_per_program": plan.layers_per_program,
         **({} if plan.tile is None else {"tile": plan.tile}),
         "predicted_ms": round((plan.seconds - planner.update_seconds) * 1e3, 2),
         "predicted_gib": round(plan.device_bytes / GIB, 3),
@@ -112,6 +113,7 @@ def arguments(setting: dict):
         "remat": setting.get("run", setting["remat"]),
         "weights": setting.get("weights", DEVICE),
         "attention": setting.get("attention", "auto"),
+        "layers-per-program": setting.get("layers_per_program", 1),
         "steps": int(np.clip(_SECONDS / expected, 3, 60)),
     }
     if "tile" in setting:
@@ -164,7 +166,8 @@ def predicted_anew(results: list[dict]) -> Iterator[dict]:
             yield row
             continue
         planner = Planner(step.args_workload(arguments(row)), find_gpu(row["gpu"]))
-        plan = planner.plan(parse_policies(row["run"], row["layers"]), weights=row["weights"])
+        policies, programs = parse_policies(row["run"], row["layers"]), row.get("layers_per_program", 1)
+        plan = planner.plan(policies, weights=row["weights"], layers_per_program=programs)
         yield row | prediction(planner, plan) | {"attention": row["attention"]}
 
 

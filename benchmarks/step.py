@@ -161,7 +161,7 @@ def choose(args, planner: Planner) -> dict:
     """Return the setting that `--remat auto` chooses under the memory limit, with its predicted time and memory."""
     plan = planner.choose(host_memory=pinned_gib(args) * GIB, weights=AUTO if args.memory_limit else DEVICE)
     args.remat, args.weights, args.tile = plan.remat, plan.places, plan.tile
-    args.attention = planner.workload.attention
+    args.attention, args.layers_per_program = planner.workload.attention, plan.layers_per_program
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
     return {"remat": args.remat, "weights": args.weights, "tile": args.tile, **foreseen}
 
@@ -191,6 +191,7 @@ def executor_step(args, work, graphdefs, trainable, frozen, batch):
         prefetch_depth=args.depth,
         tile=args.tile,
         attention=args.attention,
+        layers_per_program=args.layers_per_program,
     )
     return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
 
@@ -364,6 +365,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--document-tokens", type=int, help="length of all documents, in place of --documents")
     parser.add_argument("--tile", type=int, help="tokens that pass through a layer at a time")
     parser.add_argument("--attention", default="auto", help="as of scripts/train.py")
+    parser.add_argument("--layers-per-program", type=int, default=1, help="as of scripts/train.py; auto chooses it")
     parser.add_argument("--method", choices=("lora", "full"), default="lora")
     parser.add_argument("--quantize", choices=FORMATS, default="none")
     parser.add_argument("--embeddings", choices=("device", "host"), default="device")

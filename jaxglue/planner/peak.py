@@ -10,7 +10,7 @@ from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
 _EXPERTS_TEMPORARIES = 1.1
-"""XLA's temporary memory of layers with experts as a multiple of the least that their order needs; elsewhere it is that."""
+"""XLA's temporary memory of a layer with experts as a multiple of the least that its order needs; others take that."""
 _WORKSPACE = int(0.3 * GIB)
 """Bytes of loaded programs and matmul workspaces, for any model."""
 

@@ -24,7 +24,7 @@ from jaxglue.planner.search import fastest, interpolate, most
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-MARGIN = 0.03
+MARGIN = 0.05
 """Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
 _LINK_SHARE = 0.9
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
@@ -69,8 +69,17 @@ class Planner:
             found = self._plans[host_memory, weights] = sorted(self._candidates(host_memory, weights), key=by_time)
         return list(found)
 
-    def plan(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Plan:
-        """Predict the cost of a setting: policies, and places of the layers' weights."""
+    def plan(
+        self,
+        policies: RematPolicy | Sequence[RematPolicy],
+        *,
+        weights: str | Sequence[str] = DEVICE,
+        layers_per_program: int | None = None,
+    ) -> Plan:
+        """Predict the cost of a setting: policies, places of the layers' weights, and layers in a program.
+
+        The fewest layers in a program that hide the host's time by default.
+        """
         model = self._model
         chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
         places = parse_weights(weights, model.layers) if isinstance(weights, str) else tuple(weights)
@@ -87,7 +96,7 @@ class Planner:
             run_ahead=self._run_ahead,
             restored=restored_inputs(chosen, depth),
         )
-        size = self._layers_per_program(chosen, costs, streamed)
+        size = layers_per_program or self._layers_per_program(chosen, costs, streamed)
         return Plan(
             policies=chosen,
             weights=places,
