@@ -19,7 +19,7 @@ from inputs import SHAPES
 from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
-from jaxglue.planner.planner import Planner
+from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import DoesNotFit
 
 HELD_OUT, FITTED = 2, 1
@@ -76,7 +76,7 @@ def planned(setting: dict, gpu: Gpu) -> dict:
     planner = Planner(work, gpu)
     if setting["remat"] == AUTO and "gib" not in setting:
         lean, fat = (planner.plan(PRESETS[name]).device_bytes for name in ("offload", "none"))
-        gib = (lean + setting["limit"] * max(fat - lean, 0)) / 0.97 / GIB + 0.01
+        gib = (lean + setting["limit"] * max(fat - lean, 0)) / (1 - MARGIN) / GIB + 0.01
         setting = {**setting, "gib": round(min(gib, gpu.memory / GIB), 2)}
     planner = Planner(work, gpu.limited(setting.get("gib")))
     weights = AUTO if setting["remat"] == AUTO else DEVICE

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from jaxglue.engine.layer_groups import why_not_grouped
@@ -158,11 +159,15 @@ class Planner:
             return nothing_recomputed
         if weights in (AUTO, DEVICE) and (plan := self._mix_in_memory()):
             return plan
+        found: list[Plan] = []
         for planner in self._by_tile():
             if planner is self or planner._least_load(host_memory, weights) <= 1:
-                for plan in planner.plans(host_memory, weights):
-                    if self.fits(plan, host_memory):
-                        return plan
+                found += islice((p for p in planner.plans(host_memory, weights) if self.fits(p, host_memory)), 1)
+            # Tiles leave more memory to inputs that an untiled plan drops.
+            if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
+                return min(found, key=by_time)
+        if found:
+            return found[0]
         if weights == AUTO and (mapped := self._map_lean(host_memory)):
             return mapped
         leanest = min(self.plans(host_memory, weights), key=lambda plan: plan.device_bytes)
