@@ -63,11 +63,11 @@ class PeakMemory:
         buffers = self._buffers()
         head = max(model.head.results + model.head.temporary, model.head.matmul)
         head += self.resident.host_head
-        peak = buffers[-1] + leaving + stored + (trained if self._accumulates else 0) + head
+        peak: float = buffers[-1] + leaving + stored + (trained if self._accumulates else 0) + head
         head_gradients = model.head.results - model.input_bytes
         updates = self.workload.update_in_backward
         gradients = trained if self._accumulates else 0 if updates else head_gradients
-        temporaries = 1 if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
+        temporaries = 1.0 if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
         for index in reversed(range(len(self.costs))):
             here = gradients if self._accumulates else gradients + self.resident.trainable_layers[index]
             held = stored + buffers[index] + leaving + here + model.scattered
