@@ -1,5 +1,6 @@
 """Choice of the remat policy, checked against the GPU's memory before weights are loaded."""
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
+from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
@@ -41,6 +42,8 @@ class RematChoice:
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
     layers_per_program: int = 1
     """Consecutive layers dispatched as one program."""
+    host_embeddings: bool = False
+    """Frozen embedding table and output projection are in host memory."""
     host_bytes: int = 0
     """Bytes of pinned host memory that are predicted."""
     note: str = ""
@@ -76,9 +79,9 @@ def choose_remat(
     if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
-    planner, plan = _resolve(config, workload)
+    planner, plan = _place_embeddings(config, workload)
     plan = _with_programs(plan, config.model.layers_per_program, mesh.devices)
-    note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan)}"
+    note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     return RematChoice(
         policies=plan.policies,
         weights=plan.weights,
@@ -86,6 +89,7 @@ def choose_remat(
         attention=planner.workload.attention,
         tile=plan.tile,
         layers_per_program=plan.layers_per_program,
+        host_embeddings=planner.workload.host_embeddings,
         host_bytes=plan.host_bytes,
         note=note,
     )
@@ -94,6 +98,28 @@ def choose_remat(
 def host_memory() -> float:
     """Return the bytes of host memory that this process may pin."""
     return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
+
+
+def _place_embeddings(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
+    """Return the plan with the embeddings where `--embeddings` has them; the faster one of both for `auto`.
+
+    They stay on the GPU where no layer's weights are streamed, and on several GPUs.
+    """
+    places = [workload]
+    if config.model.embeddings == AUTO and workload.mesh.devices == 1:
+        with contextlib.suppress(ValueError):  # a tied or trained table stays on the GPU
+            places.append(replace(workload, host_embeddings=True))
+    found, refused = [], []
+    for placed in places:
+        try:
+            found.append(_resolve(config, placed))
+        except DoesNotFit as error:
+            refused.append(error)
+        if found and not is_streamed(found[0][1].weights):
+            break
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda planned: by_time(planned[1]))
 
 
 def _resolve(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
@@ -129,6 +155,7 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, mesh: MeshShape) -
         policies=policies,
         weights=weights,
         remat=remat,
+        host_embeddings=config.model.embeddings == "host",
         attention=config.model.attention,
         tile=config.model.tile,
         layers_per_program=size,
@@ -144,10 +171,11 @@ def _with_programs(plan: Plan, size: int | None, devices: int) -> Plan:
     return replace(plan, layers_per_program=size)
 
 
-def _predicted(plan: Plan) -> str:
+def _predicted(plan: Plan, *, host_embeddings: bool) -> str:
     host = f" and {plan.host_bytes / GIB:.1f} GiB pinned on the host" if plan.host_bytes else ""
     host += f", {plan.mapped_bytes / GIB:.1f} GiB of weights stay in their files" if plan.mapped_bytes else ""
     weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
+    weights += "embeddings on the host, " if host_embeddings else ""
     tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
     tile += f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
     needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"

@@ -102,7 +102,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         config=config,
         vocabulary=vocabulary,
         data=data,
-        workload=make_workload(config, model, lengths, mesh),
+        workload=replace(make_workload(config, model, lengths, mesh), host_embeddings=remat.host_embeddings),
         remat=remat,
         batches=batches,
         eval_batches=eval_batches,

@@ -3,21 +3,23 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from jaxglue.engine.policy import parse_policies
-from jaxglue.engine.residency import parse_weights
+from jaxglue.engine.policy import parse_policies, parse_policy
+from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.planner.gpus import GIB
+from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.host_memory import available_memory
+from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import HOST_LIMIT
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training import pinned
+from jaxglue.training import pinned, remat
 from jaxglue.training.remat import RematChoice
 
 V2 = {"memory.max": "{}", "memory.current": "{}", "memory.stat": "anon 7\nactive_file {}\ninactive_file 0"}
@@ -105,3 +107,16 @@ def test_renewed_client_has_another_limit():
     done = subprocess.run([sys.executable, "-c", RENEWAL], capture_output=True, text=True, env=environ, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == "2.0" and 2 <= int(done.stdout.split()[1]) <= 4
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+def test_embeddings_leave_the_gpu_where_memory_is_short(make_config, tiny_config, workload, monkeypatch, roomy):
+    raw = {**tiny_config, "model_type": "qwen3", "hidden_size": 1024, "vocab_size": 200_000}
+    on_gpu = replace(workload, config=config_from_hf({**raw, "tie_word_embeddings": False}))
+    planners = [Planner(replace(on_gpu, host_embeddings=moved), find_gpu("H100")) for moved in (False, True)]
+    most, least = (planner.plan(parse_policy("full")).device_bytes for planner in planners)
+    gpu = replace(find_gpu("H100"), memory=(2 * most if roomy else (most + least) / 2) / (1 - MARGIN))
+    monkeypatch.setattr(remat, "device_gpu", lambda device: gpu)
+    config = make_config(embeddings="auto", weights="auto", remat="full")
+    planner, plan = remat._place_embeddings(config, on_gpu)
+    assert planner.workload.host_embeddings != roomy and not is_streamed(plan.weights)
