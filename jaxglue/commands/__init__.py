@@ -32,24 +32,38 @@ class Command:
 
 
 _CONFIGS = "jaxglue.commands.configs"
+_CACHED = "jaxglue.commands.devices:use_cache"
 COMMANDS = {
     "train": Command(
         summary="fine-tune a model",
         config="jaxglue.training.config:TrainConfig",
         early="jaxglue.commands.devices:start_devices",
     ),
-    "chat": Command(summary="talk with a model in the terminal", config="jaxglue.generation.config:AssistantConfig"),
-    "generate": Command(
-        summary="answer prompts with a model and an adapter", config="jaxglue.generation.config:GenerateConfig"
+    "chat": Command(
+        summary="talk with a model in the terminal",
+        config="jaxglue.generation.config:AssistantConfig",
+        early=_CACHED,
     ),
-    "score": Command(summary="score data with a reward model", config="jaxglue.generation.config:ScoreConfig"),
+    "generate": Command(
+        summary="answer prompts with a model and an adapter",
+        config="jaxglue.generation.config:GenerateConfig",
+        early=_CACHED,
+    ),
+    "score": Command(
+        summary="score data with a reward model",
+        config="jaxglue.generation.config:ScoreConfig",
+        early=_CACHED,
+    ),
     "evaluate": Command(
         summary="run tasks of lm-evaluation-harness",
         config="jaxglue.generation.config:EvaluateConfig",
+        early=_CACHED,
         hides_torch=False,
     ),
     "export": Command(
-        summary="merge an adapter, quantize a model, write a checkpoint, or upload", config=f"{_CONFIGS}:ExportConfig"
+        summary="merge an adapter, quantize a model, write a checkpoint, or upload",
+        config=f"{_CONFIGS}:ExportConfig",
+        early=_CACHED,
     ),
     "estimate": Command(summary="predict time and memory of training on a GPU", config=f"{_CONFIGS}:EstimateConfig"),
     "data": Command(

@@ -1,9 +1,9 @@
-"""Start of the accelerator while modules are imported, as both take seconds."""
+"""Preparation of the accelerator before a command's modules are imported."""
 
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxglue.distributed import find_process_info, visible_gpus
 
@@ -27,3 +27,12 @@ def start_devices(config: "TrainConfig") -> None:
 def _open(jax) -> None:
     with contextlib.suppress(Exception):  # the run's own query raises it again
         jax.device_put(0).block_until_ready()  # a GPU's first transfer takes seconds too
+
+
+def use_cache(_: Any) -> None:
+    """Keep compiled programs where training keeps them by default."""
+    from jaxglue.engine.compiler import keep_programs
+    from jaxglue.training.config import RunConfig
+
+    assert RunConfig.compilation_cache is not None
+    keep_programs(RunConfig.compilation_cache)

@@ -8,6 +8,7 @@ import jax
 from rich.console import Console
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.engine.compiler import keep_programs
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.recipe import as_dict, load_config
 from jaxglue.training.config import ModelConfig, TrainConfig
@@ -54,9 +55,7 @@ def train(
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
-        folder = jax.config.jax_compilation_cache_dir or str(config.run.compilation_cache.expanduser())
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
+        keep_programs(config.run.compilation_cache)
     run = config.run
     setup = prepare(config, processes) if run.dry_run or run.resume else None
     if setup and run.dry_run:
