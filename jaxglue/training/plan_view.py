@@ -84,7 +84,9 @@ def _optimizer(setup: Setup) -> str:
         f" (default of --method {method})" if optimizer.learning_rate == setup.config.default_learning_rate else ""
     )
     rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
-    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(optimizer.moments, f" with {optimizer.moments} moments")
+    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
+        optimizer.moments, f" with {optimizer.moments} moments"
+    )
     return f"{_NAMES[optimizer.optimizer]}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 
 
