@@ -85,7 +85,7 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
         seq_len=workload.seq_len,
         segment_slots=kind.slots,
         long=kind.long,
-        forked=workload.objective is not None and window is None,
+        forked=workload.objective is not None,
         window=window,
     )
     if workload.attention != "auto":

@@ -68,8 +68,6 @@ def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     if shape.head_dim not in _TRITON_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_TRITON_HEAD_DIMS}, got {shape.head_dim}")
-    if shape.forked and shape.window is not None:
-        raise NotImplementedError("a window in forked segments is not supported")
 
 
 def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBackend:

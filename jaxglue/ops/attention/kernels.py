@@ -5,7 +5,8 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
 - A program reads the range of its loop with one scalar load from `starts` or `ends`, so tiles outside a segment or
   window cost nothing. Only tiles that cross a boundary evaluate the mask.
 - With FORKS, `starts` is [B, 3, T]: beside it lie the bounds of the keys that a query skips, those of the other
-  continuation of a forked segment. A tile whose queries all skip a range jumps over it.
+  continuation of a forked segment. A tile whose queries all skip a range jumps over it. With a WINDOW too, `ends` is
+  [B, 2, T], with positions in segments, by which windows go.
 - A tile of queries holds P of the G query heads of a key/value head for BLOCK_M // P tokens. Short segments and windows
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
@@ -37,15 +38,6 @@ def _query_tile(PACKS: tl.constexpr):
 
 
 @triton.jit
-def _first_visible(starts, tokens, T: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the first visible key of each token; T for padding and tokens past the row."""
-    low = tl.load(starts + tokens, mask=tokens < T, other=T)
-    if WINDOW > 0:
-        low = tl.maximum(low, tokens - WINDOW + 1)
-    return low
-
-
-@triton.jit
 def _gaps(starts, tokens, T: tl.constexpr):
     """Return the keys [from, to) that each token skips; padding and tokens past the row skip all."""
     gap_start = tl.load(starts + T + tokens, mask=tokens < T, other=0)
@@ -53,10 +45,24 @@ def _gaps(starts, tokens, T: tl.constexpr):
 
 
 @triton.jit
+def _first_visible(starts, tokens, T: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr):
+    """Return the first visible key of each token; T for padding and tokens past the row."""
+    low = tl.load(starts + tokens, mask=tokens < T, other=T)
+    if WINDOW > 0:
+        bound = tokens - WINDOW + 1
+        if FORKS:  # skipped keys do not count
+            gap_start, gap_end = _gaps(starts, tokens, T)
+            bound = tl.where((gap_end > gap_start) & (bound < gap_end), bound - (gap_end - gap_start), bound)
+        low = tl.maximum(low, bound)
+    return low
+
+
+@triton.jit
 def _jump(gap_starts, gap_ends, low, stop, BLOCK_N: tl.constexpr):
     """Return (loop's end, where it jumps, by how much, first key of the range skipped by all) of a tile of queries."""
     begin, end = tl.max(gap_starts, 0), -tl.max(-gap_ends, 0)
     begin, end = tl.where(end > begin, begin, stop), tl.where(end > begin, end, stop)
+    end = tl.maximum(end, low)  # a window may begin after the range
     bend = low + tl.cdiv(tl.maximum(begin - low, 0), BLOCK_N) * BLOCK_N
     return bend + tl.maximum(stop - end, 0), bend, end - bend, begin
 
@@ -117,8 +123,11 @@ def forward_kernel(
     lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     tokens = first + lane // P
     starts += row * (3 * T if FORKS else T)
-    low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
-    lows = _first_visible(starts, tokens, T, WINDOW)
+    low = _first_visible(starts, first, T, WINDOW, FORKS)
+    all_low = _first_visible(starts, last, T, WINDOW, FORKS)
+    lows = _first_visible(starts, tokens, T, WINDOW, FORKS)
+    if FORKS and WINDOW > 0:  # a second continuation begins further back than a first one ends
+        low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
     q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, Q_DESCRIPTOR)
 
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -193,8 +202,11 @@ def dq_kernel(
     lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     tokens = first + lane // P
     starts += row * (3 * T if FORKS else T)
-    low, all_low = _first_visible(starts, first, T, WINDOW), _first_visible(starts, last, T, WINDOW)
-    lows = _first_visible(starts, tokens, T, WINDOW)
+    low = _first_visible(starts, first, T, WINDOW, FORKS)
+    all_low = _first_visible(starts, last, T, WINDOW, FORKS)
+    lows = _first_visible(starts, tokens, T, WINDOW, FORKS)
+    if FORKS and WINDOW > 0:  # a second continuation begins further back than a first one ends
+        low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
     dout_tile = _load(dout, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     out_tile = _load(out, row, first, head, T, N, H, TOKENS, P, BLOCK_H, False)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
@@ -263,10 +275,13 @@ def dkdv_kernel(
     last = tl.minimum(first + BLOCK_N, T) - 1
     lane = tl.arange(0, BLOCK_M)
     keys = first + tl.arange(0, BLOCK_N)
-    ends += row * T
+    FAR: tl.constexpr = FORKS and WINDOW > 0
+    ends += row * (2 * T if FAR else T)
     stop, all_stop = tl.load(ends + last), tl.load(ends + first)
     stops = tl.load(ends + keys, mask=keys < T, other=0)
-    if WINDOW > 0:
+    if FAR:
+        positions = tl.load(ends + T + keys, mask=keys < T, other=0)
+    elif WINDOW > 0:
         stop, all_stop = tl.minimum(stop, last + WINDOW), tl.minimum(all_stop, first + WINDOW)
         stops = tl.minimum(stops, keys + WINDOW)
     if FORKS:  # a beginning's keys are seen further on than its first continuation's
@@ -287,8 +302,14 @@ def dkdv_kernel(
             row_delta = tl.load(delta + stats, mask=tokens < T, other=0.0)
             scores = tl.dot(k_tile, tl.trans(q_tile))
             dweights = tl.dot(v_tile, tl.trans(dout_tile))
-            if (i < last) | (i + TOKENS > all_stop):
+            cut = (i < last) | (i + TOKENS > all_stop)
+            if FAR:
+                cut = i >= first
+            if cut:
                 visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
+                if FAR:
+                    reached = tl.load(ends + T + tokens, mask=tokens < T, other=0)
+                    visible &= reached[None, :] < positions[:, None] + WINDOW
                 scores = tl.where(visible, scores, MASKED)
             weights = tl.exp2(scores * (SCALE * LOG2_E) - row_lse[None, :])
             dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)

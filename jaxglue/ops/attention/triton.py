@@ -66,7 +66,7 @@ class TritonAttention(Launcher):
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
         return self._launch_tiles(
             kernels.dkdv_kernel,
-            (q, k, v, segments.ends, lse, delta, dout),
+            (q, k, v, _ends(segments, constants["WINDOW"]), lse, delta, dout),
             (shape_dtype_of(k), shape_dtype_of(v)),
             (triton.cdiv(sizes.T, tiles.block_n) * sizes.K, sizes.B),
             tiles,
@@ -130,6 +130,18 @@ def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:
     if segments.gap_starts is None or segments.gap_ends is None:
         return segments.starts
     return jnp.stack([segments.starts, segments.gap_starts, segments.gap_ends], axis=1)
+
+
+def _ends(segments: PackedSegments, window: int) -> Int[Array, "B *bounds T"]:
+    """Return the ends of keys' queries, in forked segments with a window beside positions.
+
+    A second continuation's keys are followed by their own queries alone, so the window ends them.
+    """
+    if segments.gap_starts is None or segments.gap_ends is None or not window:
+        return segments.ends
+    last = jnp.arange(segments.ends.shape[1], dtype=jnp.int32) + window
+    ends = jnp.where(segments.gap_ends > segments.gap_starts, jnp.minimum(segments.ends, last), segments.ends)
+    return jnp.stack([ends, segments.positions], axis=1)
 
 
 def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDescriptor:

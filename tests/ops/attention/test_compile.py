@@ -61,7 +61,8 @@ def test_memory_is_linear_in_tokens(h200, N, K, H, window):
     assert temporary < 4 * T * N * H * 2  # a few arrays of q's size
 
 
-def test_forked_segments_take_the_same_kernels(h200):
-    shape = {"T": 8192, "N": 32, "K": 8, "H": 128, "window": None, "forks": True}
+@pytest.mark.parametrize("window", [None, 128])
+def test_forked_segments_take_the_same_kernels(h200, window):
+    shape = {"T": 8192, "N": 32, "K": 8, "H": 128 if window is None else 64, "window": window, "forks": True}
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
     assert kernels(compile_step(h200, **shape, policy=saved)) == 3

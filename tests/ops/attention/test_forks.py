@@ -74,8 +74,9 @@ def test_reference_equals_two_documents(name, window):
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("window", [None, 6, 24])
 @pytest.mark.parametrize(("name", "sizes"), [("a gap of several tiles", (32, 16)), ("long and short parts", (16, 32))])
-def test_kernels_equal_the_reference(interpreted_backend, name, sizes, late):
+def test_kernels_equal_the_reference(interpreted_backend, name, sizes, window, late):
     rows = ROWS[name]
     q, k, v, dout = inputs(rows)
     segments = jax.tree.map(jnp.asarray, pack_forks(rows, seq_len=T))
@@ -83,15 +84,15 @@ def test_kernels_equal_the_reference(interpreted_backend, name, sizes, late):
     backend = interpreted_backend(
         tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
     )
-    spec = FlashSpec(backend=backend, window=None)
+    spec = FlashSpec(backend=backend, window=window)
     out, vjp = jax.vjp(lambda *x: flash_attention(spec, *x, None, segments), q, k, v)
-    want, reference_vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=None, sinks=None), q, k, v)
+    want, reference_vjp = jax.vjp(lambda *x: reference_attention(*x, segments, window=window, sinks=None), q, k, v)
     assert_close((out, *vjp(dout)), (want, *reference_vjp(dout)), 1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_kernels_equal_the_reference_on_a_gpu(head_dim):
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (256, None), (64, 128), (128, 100)])
+def test_kernels_equal_the_reference_on_a_gpu(head_dim, window):
     rng = np.random.default_rng(0)
     forks = [(int(a), int(b), int(c)) for a, b, c in rng.integers(1, 400, (4, 3))]
     segments = jax.device_put(pack_forks([forks], seq_len=2560))
@@ -104,7 +105,7 @@ def test_kernels_equal_the_reference_on_a_gpu(head_dim):
     @partial(jax.jit, static_argnums=(0, 1))
     def run(backend, dtype, inputs, dout):
         inputs = [x.astype(dtype) for x in inputs]
-        out, vjp = jax.vjp(lambda *x: packed_attention(*x, segments, backend=backend), *inputs)
+        out, vjp = jax.vjp(lambda *x: packed_attention(*x, segments, window=window, backend=backend), *inputs)
         return out, *vjp(dout.astype(dtype))
 
     got, expected = (run(*how, (q, k, v), dout) for how in [("triton", jnp.bfloat16), ("reference", jnp.float32)])
