@@ -44,7 +44,7 @@ def total_weight(batches):
     [("lora", {}, "none"), ("full", {"tie_word_embeddings": True}, "dots")],
 )
 def test_loss_and_gradients_match_the_whole_model(split_parts, random_batch, kind, changes, policy):
-    parts = split_parts(kind, **changes)
+    parts = split_parts(kind, num_hidden_layers=2, **changes)
     batches = [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
     executor = parts.executor(policy)
     loss, gradients = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, total_weight(batches))
