@@ -35,6 +35,10 @@ class LayerContext(Protocol):
         """Return the tokens that pass through a layer at a time, apart from attention; None for all."""
 
     @property
+    def fp8(self) -> bool:
+        """Return whether matrices for FP8 products are multiplied so; otherwise in the activations' dtype."""
+
+    @property
     def token_mask(self) -> Bool[Array, " B*T"] | None:
         """Return False for padding tokens; None without padding."""
 
@@ -73,6 +77,8 @@ class PackedContext:
     """Attention's output, where it is known; it has no gradient."""
     tile: int | None = field(default=None, metadata={"static": True})
     """Tokens that pass through a layer at a time, apart from attention; None for all."""
+    fp8: bool = field(default=True, metadata={"static": True})
+    """Multiply matrices for FP8 products so; otherwise in the activations' dtype."""
 
     @property
     def token_mask(self) -> Bool[Array, " B*T"]:

@@ -94,9 +94,9 @@ class Linear(nnx.Module):
         """Apply the projection and its adapter."""
         return project_together((self,), x, context)[0]
 
-    def base(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+    def base(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Compute x·Wᵀ, without bias and adapter."""
-        return _multiply(x, (self,))[0]
+        return _multiply(x, (self,), context)[0]
 
     def add_to(self, x: Float[Array, "B T out"], inputs: Float[Array, "B T in"], context: LayerContext) -> Array:
         """Return x plus the projection of `inputs`, summed over the devices that split it."""
@@ -137,7 +137,8 @@ def _frozen_fp8_adapters(linears: Sequence[Linear], context: LayerContext) -> Fl
     matrices = [
         linear.lora_A[...]
         for linear in linears
-        if is_multiplied_in_fp8(linear.weight.get_value())
+        if _is_in_fp8(linear, context)
+        and not linear.trains_in_fp8
         and linear.lora_A is not None
         and linear.lora_magnitude_vector is None
         and (context.dropout_key is None or linear.lora_dropout == 0.0)
@@ -158,7 +159,7 @@ def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array
 def _add_projection(x, linear: Linear, outputs: list[Array], hidden: Array | None) -> Float[Array, "B T out"]:
     """Return x plus an output of `_project_base` with its adapter and bias."""
     matrix, intervening = linear.scaled_b, (linear.bias, linear.lora_magnitude_vector)
-    alone = all(value is None for value in intervening) and axis_size("tensor") == 1 and not _is_in_fp8(linear)
+    alone = all(value is None for value in intervening) and axis_size("tensor") == 1 and not _may_be_in_fp8(linear)
     if hidden is None or matrix is None or not alone:
         return x + reduce_from(_add_adapters((linear,), outputs, hidden)[0])
     return lora_add(x, outputs[0], hidden, matrix)
@@ -166,21 +167,25 @@ def _add_projection(x, linear: Linear, outputs: list[Array], hidden: Array | Non
 
 def _project_base(linears: Sequence[Linear], x, context: LayerContext) -> tuple[list[Array], Array | None]:
     """Return (base outputs without adapters and biases, low-rank values of the adapters or None)."""
-    in_fp8 = all(map(_is_in_fp8, linears))
+    in_fp8 = all(_is_in_fp8(linear, context) for linear in linears)
     groups = [linears] if in_fp8 else [[linear] for linear in linears]  # FP8 weights share a quantized x
     x, *copies = fan_out(x, 1 + len(groups))
-    outputs = [y for group, copy in zip(groups, copies, strict=True) for y in _multiply(copy, group)]
+    outputs = [y for group, copy in zip(groups, copies, strict=True) for y in _multiply(copy, group, context)]
     return outputs, _shrink_to_ranks(linears, x, context)
 
 
-def _is_in_fp8(linear: Linear) -> bool:
+def _is_in_fp8(linear: Linear, context: LayerContext) -> bool:
+    return context.fp8 and _may_be_in_fp8(linear)
+
+
+def _may_be_in_fp8(linear: Linear) -> bool:
     return linear.trains_in_fp8 or is_multiplied_in_fp8(linear.weight.get_value())
 
 
-def _multiply(x, linears: Sequence[Linear]) -> list[Array]:
+def _multiply(x, linears: Sequence[Linear], context: LayerContext) -> list[Array]:
     """Compute x·Wᵀ of linear layers in FP8, or of a single one in another format."""
     weights: list[Any] = [linear.weight.get_value() for linear in linears]
-    if _is_in_fp8(linears[0]):
+    if _is_in_fp8(linears[0], context):
         return project_fp8(x, weights)
     return [project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight) for weight in weights]
 
@@ -301,7 +306,7 @@ class GatedMLP(nnx.Module):
         linears = self.gate_proj, self.up_proj, self.down_proj
         weights: Any = tuple(linear.weight.get_value() for linear in linears)
         if (
-            all(map(is_multiplied_in_fp8, weights))
+            all(_is_in_fp8(linear, context) for linear in linears)
             and (first := _frozen_fp8_adapters(linears[:2], context)) is not None
         ):
             out, low = swiglu_fp8(x, weights, first, matrices)
@@ -309,7 +314,7 @@ class GatedMLP(nnx.Module):
         (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
-        return [self.down_proj.base(y)], checkpoint_name(hidden, names.LORA_HIDDEN)
+        return [self.down_proj.base(y, context)], checkpoint_name(hidden, names.LORA_HIDDEN)
 
 
 class DecoderLayer(nnx.Module):

@@ -117,7 +117,7 @@ class Experts(nnx.Module):
         self.down_proj = ExpertLinear(config, experts, F, D, dtype=dtype, rngs=rngs)
         self.activation = experts.activation
 
-    def __call__(self, x: Float[Array, "M D"], routing: Routing) -> Float[Array, "M D"]:
+    def __call__(self, x: Float[Array, "M D"], routing: Routing, context: LayerContext) -> Float[Array, "M D"]:
         """Sum the weighted outputs of each token's experts."""
         gate_up, down = self.gate_up_proj, self.down_proj
         adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=gate_up.lora_scale or down.lora_scale)
@@ -133,7 +133,7 @@ class Experts(nnx.Module):
                 down_bias=None if down.bias is None else down.bias[...],
                 transpose_rhs=gate_up.transposed,
                 lora=adapters,
-                fp8=gate_up.fp8,
+                fp8=gate_up.fp8 and context.fp8,
             )
 
         return expert_parallel(mlp, x, routing, adapters)
@@ -162,7 +162,7 @@ def mix_experts(
     logits = router(tokens)
     routing = route(logits, k, **options)
     context.observe_routing(routing)
-    y = _add_router_losses(experts(tokens, routing), logits, routing, context)
+    y = _add_router_losses(experts(tokens, routing, context), logits, routing, context)
     return y.reshape(x.shape)
 
 

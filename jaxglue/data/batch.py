@@ -32,6 +32,11 @@ class Batch:
     sources: Int32[Array, "B T"] | None = None
     """Source of each token, in evaluation on several sources only."""
 
+    def without_lengths(self) -> "Batch":
+        """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""
+        unused: Any = None
+        return replace(self, segments=replace(self.segments, cu_seqlens=unused, long=False))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDataset:

@@ -1,6 +1,7 @@
 """The compiled programs around the stack of layers: embedding and rotary tables; final norm, projection and loss."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -79,11 +80,13 @@ class EmbedHead:
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
         self._head_parts = ("norm", graphdefs.output_name)
+        self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
-        self._loss_program = jit_step(self._loss)
+        self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
-        self._head_backward_program = jit_step(self._head_backward, donate_argnames=("x", "accumulated"))
+        donated = {"donate_argnames": ("x", "accumulated")}
+        self._head_backward_program = jit_step(self._head_backward, **donated, static_argnames="fp8")
         self.programs = (
             self._embed_program,
             self._embed_backward_program,
@@ -105,9 +108,11 @@ class EmbedHead:
         """
         table, tokens = needed_rows(frozen["embed_tokens"], batch.tokens)
         weights = trainable["embed_tokens"], table
-        x, cos, sin, keys, router_losses = self._embed_program(*weights, tokens, _shared(batch), key, scale)
+        x, cos, sin, keys, router_losses = self._embed_program(*weights, tokens, batch.without_lengths(), key, scale)
         shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention, "tile": self._tile}
-        return x, [PackedContext(**shared, dropout_key=layer_key, router_losses=router_losses) for layer_key in keys]
+        shared["router_losses"] = router_losses
+        layers = zip(keys, self.fp8_layers, strict=True)
+        return x, [PackedContext(**shared, dropout_key=layer_key, fp8=fp8) for layer_key, fp8 in layers]
 
     def embed_backward(
         self,
@@ -119,19 +124,20 @@ class EmbedHead:
         accumulated: Params | None,
     ) -> Params:
         """Return `accumulated` of the embedding plus its gradient; empty when the embedding is frozen."""
-        return self._embed_backward_program(trainable["embed_tokens"], _shared(batch), dx, accumulated)
+        return self._embed_backward_program(trainable["embed_tokens"], batch.without_lengths(), dx, accumulated)
 
     def loss(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch, scale
     ) -> Float[Array, "..."]:
         """Return scale · Σ loss of the last layer's output; on a mesh, every device's share of it."""
-        return self._loss_program(self.parts(trainable), self.parts_on_device(frozen), x, _shared(batch), scale)
+        parts = self.parts(trainable), self.parts_on_device(frozen)
+        return self._loss_program(*parts, x, batch.without_lengths(), scale, self.fp8_head)
 
     def answer_log_probs(
         self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch
     ) -> Float[Array, "B U 2"]:
         """Return the log-probabilities, or scores, of a batch's answers from the last layer's output."""
-        return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, _shared(batch))
+        return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
         """Return the batch with the answers' log-probabilities under a reference, from its last layer's output."""
@@ -154,10 +160,11 @@ class EmbedHead:
 
     def trace_answer_log_probs(self, trainable: Params, frozen: Params, x: Any, batch: Batch) -> Traced:
         """Trace `answer_log_probs` on arrays or `ShapeDtypeStruct`s."""
-        return self._log_probs_program.trace(self.parts(trainable), self.parts(frozen), x, _shared(batch))
+        return self._log_probs_program.trace(self.parts(trainable), self.parts(frozen), x, batch.without_lengths())
 
     def _head_arguments(self, trainable: Params, frozen: Params, x, batch: Batch, scale, sums: Params) -> tuple:
-        return self.parts(trainable), self.parts(frozen), x, _shared(batch), scale, self.parts(sums)
+        inputs = x, batch.without_lengths(), scale
+        return self.parts(trainable), self.parts(frozen), *inputs, self.parts(sums), self.fp8_head
 
     def parts(self, tree: Params) -> Params:
         """Return the final norm's and the output projection's entries, tied or not."""
@@ -217,23 +224,23 @@ class EmbedHead:
         specs = (stored, layout.batch_spec, layout.batch_spec, None if accumulated is None else grad_specs)
         return per_device(program, layout.mesh, specs, grad_specs)(trainable, batch, dx, accumulated)
 
-    def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale):
+    def _loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
 
         def program(weights, x, batch, scale):
             trainable, frozen = gather(layout, weights, stored)
-            _, values = self._local_loss(trainable, frozen, x, batch, scale)
+            _, values = self.local_loss(trainable, frozen, x, batch, scale, fp8=fp8)
             return stack(layout, divide_equally(values, "tensor"))
 
         specs = (stored, layout.batch_spec, layout.batch_spec, PartitionSpec())
         return per_device(program, layout.mesh, specs, layout.device_spec)((trainable, frozen), x, batch, scale)
 
-    def _head_backward(self, trainable: Params, frozen: Params, x, batch: Batch, scale, accumulated: Params):
+    def _head_backward(self, trainable: Params, frozen: Params, x, batch: Batch, scale, accumulated: Params, fp8: bool):
         layout, stored = self._layout, self._layout.param_specs((trainable, frozen))
         grad_specs = layout.grad_specs(trainable)
 
         def program(weights, x, batch, scale, accumulated):
-            differentiate = jax.value_and_grad(self._local_loss, argnums=(0, 2), has_aux=True)
+            differentiate = jax.value_and_grad(partial(self.local_loss, fp8=fp8), argnums=(0, 2), has_aux=True)
             (_, values), (gradients, dx) = differentiate(*gather(layout, weights, stored), x, batch, scale)
             gradients = reduce_scatter_grads(layout, gradients, stored[0])
             values = stack(layout, divide_equally(values, "tensor"))
@@ -263,13 +270,12 @@ class EmbedHead:
         norm, output = (merge_module(graphdefs[name], trainable[name], frozen[name]) for name in self._head_parts)
         return norm(x).reshape(-1, x.shape[-1]), output
 
-    def _local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale) -> tuple[Array, Array]:
+    def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by an objective's metrics."""
         hidden, output = self.normed_output(trainable, frozen, x)
         if self._objective is None:
             tokens = hidden, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel()
-            rows, fp8 = replaced_rows(output), self._config.fp8_head
-            loss = linear_cross_entropy(*tokens, rows=rows, fp8=fp8) * scale
+            loss = linear_cross_entropy(*tokens, rows=replaced_rows(output), fp8=fp8) * scale
             return loss, loss
         values = self._objective(*self._token_values(hidden, output, batch), batch) * scale
         return values[0], values
@@ -292,9 +298,3 @@ class EmbedHead:
 def token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:
     """Return a reward model's float32 scores of hidden states."""
     return jnp.sum(hidden.astype(jnp.float32) * weight[0].astype(jnp.float32), axis=-1)
-
-
-def _shared(batch: Batch) -> Batch:
-    """Drop the fields of the segments that differ between attention's kernels, so that batches share programs."""
-    unused: Any = None
-    return replace(batch, segments=replace(batch.segments, cu_seqlens=unused, long=False))

@@ -1,40 +1,67 @@
-"""Relative errors of layers against a reference of their frozen parameters."""
+"""Relative errors of FP8 products on a batch, of each layer and of the head."""
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.executor import LayerExecutor
+from jaxglue.engine.compiler import jit_step
+from jaxglue.engine.embed_head import EmbedHead
+from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import Params
-from jaxglue.sharding.gather import merge_gathered, select_to_gather
+from jaxglue.ops.collectives import per_device
+from jaxglue.sharding.gather import gather, merge_gathered, select_to_gather
+from jaxglue.sharding.rules import Layout
 
 
-def layer_errors(
-    executor: LayerExecutor, trainable: Params, frozen: Params, batch: Any, reference: Callable[[Params], Params]
-) -> list[float]:
-    """Return every layer's ‖y − z‖ / ‖z − x‖ on a batch, with z from `reference` of its frozen parameters.
+class FP8Errors(NamedTuple):
+    """Relative errors of FP8 products."""
 
-    Each layer gets the reference's x, so the errors are each layer's own.
-    """
+    layers: list[float]
+    """‖y − z‖ / ‖z − x‖ of each layer, with z in the activations' dtype; x is z of the layer before."""
+    head: float | None
+    """Of the gradient to the last output; None where the head is not in FP8."""
+
+
+def fp8_errors(executor: Executor, trainable: Params, frozen: Params, batch: Batch) -> FP8Errors:
+    """Return the errors of a batch's forward pass, each layer's own."""
     trainable, frozen = transfer.commit((trainable, frozen))
     x, contexts = executor._entry_head.embed(trainable, frozen, batch, None)
     stored, errors = executor._stored_weights(trainable, frozen), []
     gathered = executor._gather_first(stored)
     for layer, context in zip(executor._layers, contexts, strict=True):
-        train, froze = merge_gathered(gathered, stored.take())
-        y, gathered = layer.apply(train, froze, x, context, select_to_gather(executor._layout, stored.following))
-        z, _ = layer.apply(train, reference(froze), x, context)
+        weights = merge_gathered(gathered, stored.take())
+        y, gathered = layer.apply(*weights, x, context, select_to_gather(executor._layout, stored.following))
+        z, _ = layer.apply(*weights, x, replace(context, fp8=False))
         errors.append(float(_relative_error(y, z, x)))
         x = z
-    return errors
+    return FP8Errors(errors, _head_error(executor._embed_head, executor._layout, trainable, frozen, x, batch))
+
+
+def _head_error(head: EmbedHead, layout: Layout, trainable: Params, frozen: Params, x, batch: Batch) -> float | None:
+    if not head.fp8_head:
+        return None
+    weights, batch = (head.parts(trainable), head.parts_on_device(frozen)), batch.without_lengths()
+    stored = layout.param_specs(weights)
+
+    def gradient(weights, x, batch, fp8: bool):
+        def program(weights, x, batch):
+            trainable, frozen = gather(layout, weights, stored)
+            return jax.grad(lambda x: head.local_loss(trainable, frozen, x, batch, jnp.float32(1), fp8=fp8)[0])(x)
+
+        specs = stored, layout.batch_spec, layout.batch_spec
+        return per_device(program, layout.mesh, specs, layout.batch_spec)(weights, x, batch)
+
+    compute = jit_step(gradient, static_argnames="fp8")
+    return float(_relative_error(*(compute(weights, x, batch, fp8=fp8) for fp8 in (True, False))))
 
 
 @jax.jit
-def _relative_error(y: Array, z: Array, x: Array) -> Float[Array, ""]:
+def _relative_error(y: Array, z: Array, x: Array | float = 0.0) -> Float[Array, ""]:
     """Return ‖y − z‖ / ‖z − x‖ in float32."""
-    y, z, x = (array.astype(jnp.float32) for array in (y, z, x))
+    y, z, x = (jnp.asarray(array, jnp.float32) for array in (y, z, x))
     return jnp.linalg.norm(jnp.ravel(y - z)) / jnp.linalg.norm(jnp.ravel(z - x))

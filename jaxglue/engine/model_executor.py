@@ -62,6 +62,10 @@ class Executor(LayerExecutor):
         self._scores = ScoreHead(embed_head, layout)
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
 
+    def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
+        """Say which layers, and whether the head, multiply matrices for FP8 products so; at first all do."""
+        self._embed_head.fp8_layers, self._embed_head.fp8_head = list(layers), head
+
     def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
         """Return the log-probabilities of a batch's answers."""
         trainable, frozen = transfer.commit((trainable, frozen))

@@ -67,6 +67,7 @@ class _Inference:
     """Context fields used only in training."""
 
     dropout_key = router_losses = token_mask = tile = None
+    fp8 = True
 
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: generation keeps no statistics."""

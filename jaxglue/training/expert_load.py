@@ -23,6 +23,7 @@ class _ObservingContext:
     """Layer context of packed rows that records routing statistics."""
 
     dropout_key = router_losses = tile = None
+    fp8 = True
 
     def __init__(self, packed: PackedContext):
         self.rotate, self.attend, self.token_mask = packed.rotate, packed.attend, packed.token_mask

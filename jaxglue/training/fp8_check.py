@@ -1,24 +1,28 @@
-"""The layers that stay out of FP8 because it is too inaccurate on their activations."""
+"""The layers that stay out of FP8, and whether the head does, because it is too inaccurate on their values."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxglue.models.parameters import Params
-from jaxglue.ops.quant.fp8 import expand_products
+from jaxglue.engine.layer_errors import FP8Errors
 
 
-def expand_inaccurate(frozen: Params, errors: Sequence[float], largest: float) -> tuple[Params, str]:
-    """Return (frozen parameters in which layers of larger errors expand their products, a line that says so).
+class FP8Choice(NamedTuple):
+    """What is multiplied in FP8, and a line that says so."""
 
-    Args:
-        frozen: parameter tree of `split_model`.
-        errors: relative error of each layer's output.
-        largest: error up to which a layer stays in FP8; not-a-number is above any.
-    """
-    expanded = [index for index, error in enumerate(errors) if not error <= largest]
-    layers = [expand_products(layer) if i in expanded else layer for i, layer in enumerate(frozen["layers"])]
-    worst = max(range(len(errors)), key=lambda index: errors[index])
-    note = f"fp8: largest relative error of a layer {errors[worst]:.1%}, in layer {worst}"
-    if expanded:
-        names = ", ".join(map(str, expanded))
-        note += f"; layers above {largest:.0%} multiply in the activations' dtype: {names}"
-    return {**frozen, "layers": layers}, note
+    layers: list[bool]
+    head: bool
+    note: str
+
+
+def choose_fp8(errors: FP8Errors, largest: float) -> FP8Choice:
+    """Return the choice by errors and the largest error that stays in FP8; not-a-number is above any."""
+    layers, head = [error <= largest for error in errors.layers], errors.head is not None and errors.head <= largest
+    worst = max(range(len(layers)), key=lambda index: errors.layers[index])
+    note = f"fp8: largest relative error of a layer {errors.layers[worst]:.1%}, in layer {worst}"
+    if errors.head is not None:
+        note += f"; of the head's gradient {errors.head:.1%}"
+    wide = [str(index) for index, stays in enumerate(layers) if not stays]
+    if errors.head is not None and not head:
+        wide.append("head")
+    if wide:
+        note += f"; layers above {largest:.0%} multiply in the activations' dtype: {', '.join(wide)}"
+    return FP8Choice(layers, head, note)

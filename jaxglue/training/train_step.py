@@ -12,13 +12,12 @@ from jax.sharding import Mesh
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.executor import Update
-from jaxglue.engine.layer_errors import layer_errors
+from jaxglue.engine.layer_errors import fp8_errors
 from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import ParamKey, Params
-from jaxglue.ops.quant.fp8 import expand_products
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.fp8_check import expand_inaccurate
+from jaxglue.training.fp8_check import choose_fp8
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optax_optimizer import make_optimizer
 from jaxglue.training.reference import reference_layers
@@ -84,16 +83,17 @@ class TrainStep:
         return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
 
     def check_fp8(self, batch: Batch) -> str | None:
-        """Expand the products of layers in which FP8 is too inaccurate on a batch; return what was found.
+        """Take layers and a head out of FP8 where it is too inaccurate on a batch; return what was found.
 
         None where nothing is multiplied in FP8.
         """
-        if self._setup.model.quantize != "fp8":
+        if self._setup.model.quantize not in ("fp8", "fp8_trained"):
             return None
         placed = place_batch(batch, self._mesh)
-        errors = layer_errors(self.executor, self.trainable, self.frozen, placed, expand_products)
-        self.frozen, note = expand_inaccurate(self.frozen, errors, self._config.model.fp8_max_error)
-        return note
+        errors = fp8_errors(self.executor, self.trainable, self.frozen, placed)
+        choice = choose_fp8(errors, self._config.model.fp8_max_error)
+        self.executor.multiply_in_fp8(choice.layers, choice.head)
+        return choice.note
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds."""

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
-from jaxglue.engine.layer_errors import layer_errors
+from jaxglue.engine.layer_errors import fp8_errors
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
@@ -17,7 +17,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
-from jaxglue.ops.quant.fp8 import FP8Weight, expand_products
+from jaxglue.ops.quant.fp8 import FP8Weight
 
 LENGTHS = [[5, 1, 7], [12]]
 
@@ -68,16 +68,27 @@ def test_every_projection_is_stored_in_fp8(results):
     assert sum(isinstance(leaf, FP8Weight) for leaf in leaves) == 2 * 7
 
 
-def test_layer_errors_are_those_of_the_products(tiny_config, random_batch):
-    config = replace(config_from_hf({**tiny_config, "model_type": "qwen3", "num_hidden_layers": 2}), quantize="fp8")
+def make_executor(config, trained):
     model = random_model(config, dtype=jnp.float32)
-    add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
-    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
-    executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32)
-    inputs = trainable, frozen, random_batch(LENGTHS, 14)
-    errors = layer_errors(executor, *inputs, expand_products)
-    assert len(errors) == 2 and all(0.01 < error < 0.2 for error in errors)
-    assert layer_errors(executor, *inputs, lambda tree: tree) == [0.0, 0.0]
+    if trained is nnx.LoRAParam:
+        add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
+    graphdefs, *weights = split_model(model, trained)
+    return Executor(graphdefs, config, policy=parse_policy("dots"), dtype=jnp.float32), *weights
+
+
+@pytest.mark.parametrize(("storage", "trained"), [("fp8", nnx.LoRAParam), ("fp8_trained", nnx.Param)])
+def test_errors_are_those_of_the_products(tiny_config, random_batch, storage, trained):
+    config = config_from_hf({**tiny_config, "model_type": "qwen3", "num_hidden_layers": 2})
+    config = replace(config, quantize=storage, fp8_head=storage == "fp8")
+    executor, *weights = make_executor(config, trained)
+    batch = random_batch(LENGTHS, 14)
+    errors = fp8_errors(executor, *weights, batch)
+    assert len(errors.layers) == 2 and all(0.01 < error < 0.2 for error in errors.layers)
+    assert (errors.head is None) == (storage != "fp8") and 0 < (errors.head or 0.01) < 0.1
+    in_fp8 = executor.loss(*weights, batch)
+    executor.multiply_in_fp8([False, False], head=False)
+    assert fp8_errors(executor, *weights, batch) == ([0.0, 0.0], None)
+    assert executor.loss(*weights, batch) != in_fp8
 
 
 def test_experts_in_fp8_need_mxfp4(tiny_config):

@@ -1,25 +1,26 @@
 """Layers that FP8 does not suit."""
 
-import jax.numpy as jnp
 import pytest
 
-from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8, quantize_fp8
+from jaxglue.engine.layer_errors import FP8Errors
 from jaxglue.training.config import ModelConfig
-from jaxglue.training.fp8_check import expand_inaccurate
+from jaxglue.training.fp8_check import choose_fp8
 
 
-def test_only_inaccurate_layers_are_expanded():
-    layer = {"weight": quantize_fp8(jnp.ones((4, 16)))}
-    frozen, note = expand_inaccurate({"layers": [layer] * 4, "norm": {}}, [0.05, 0.3, float("nan"), 0.1], 0.2)
-    assert [is_multiplied_in_fp8(layer["weight"]) for layer in frozen["layers"]] == [True, False, False, True]
-    assert "layers above 20% multiply in the activations' dtype: 1, 2" in note
+def test_only_inaccurate_layers_leave_fp8():
+    choice = choose_fp8(FP8Errors([0.05, 0.3, float("nan"), 0.1], 0.04), 0.2)
+    assert choice[:2] == ([True, False, False, True], True)
+    assert "of the head's gradient 4.0%; layers above 20% multiply in the activations' dtype: 1, 2" in choice.note
+
+
+def test_an_inaccurate_head_leaves_fp8():
+    choice = choose_fp8(FP8Errors([0.05], 0.3), 0.2)
+    assert choice[:2] == ([True], False) and choice.note.endswith("dtype: head")
 
 
 def test_nothing_changes_below_the_threshold():
-    layer = {"weight": quantize_fp8(jnp.ones((4, 16)))}
-    frozen, note = expand_inaccurate({"layers": [layer, layer]}, [0.05, 0.07], 0.2)
-    assert frozen["layers"] == [layer, layer]
-    assert note == "fp8: largest relative error of a layer 7.0%, in layer 1"
+    choice = choose_fp8(FP8Errors([0.05, 0.07], None), 0.2)
+    assert choice == ([True, True], False, "fp8: largest relative error of a layer 7.0%, in layer 1")
 
 
 @pytest.mark.parametrize(
