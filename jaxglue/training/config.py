@@ -91,8 +91,8 @@ class ModelConfig(Config):
     """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8 (about twice the rate, and 1
     byte a frozen weight; Ada, Hopper and newer GPUs). With --method full, weights and their gradients stay wider."""
     fp8_max_error: PositiveFloat = 0.2
-    """Relative error of a layer's output or of the head's gradient, measured on the first batch, above which --matmul fp8
-    multiplies there in the activations' dtype; says so."""
+    """Relative error of a layer's output or of the head's gradient, measured on the first batch, above which
+    --matmul fp8 multiplies there in the activations' dtype; says so."""
     fp8_head: bool = False
     """With --matmul fp8, multiply the frozen output projection in FP8 too."""
     fp8_experts: bool = False
