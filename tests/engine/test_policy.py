@@ -58,6 +58,19 @@ def test_policies_per_layer_are_parsed_and_formatted():
         parse_policies("2 x dots + full", 3)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("offload", "full"),
+        ("offload:layer_input,gate; save:up", "save:gate,up"),
+        ("drop:layer_input; offload:attention_out", "drop:layer_input; save:attention_out"),
+        ("dots; offload:layer_input", "dots"),
+    ],
+)
+def test_policy_keeps_the_same_values_on_the_device(text, expected):
+    assert parse_policy(text).on_device() == parse_policy(expected)
+
+
 def test_policies_are_interleaved():
     text = "5 x offload & 3 x dots"
     policies = parse_policies(text, 8)

@@ -35,6 +35,15 @@ def test_matmul_accumulates_in_place():
     assert cost(lambda x, w: x @ w + w @ x, (64, 64), (64, 64)).temporary == 0
 
 
+def test_loops_results_are_not_overwritten():
+    def loop(x, w):
+        return jax.lax.map(lambda row: row @ w, x)
+
+    shapes = (64, 64), (64, 64)
+    assert cost(lambda x, w: jnp.tanh(loop(x, w)), *shapes).temporary == SQUARE + SQUARE // 64  # and a row
+    assert cost(lambda x, w: jnp.tanh(x @ w), *shapes).temporary == 0
+
+
 def test_attention_takes_the_given_time():
     @jax.jit
     def kernel(x):

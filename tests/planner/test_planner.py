@@ -86,6 +86,17 @@ def test_does_not_fit_names_the_remedy(planner):
         _with_memory(planner, 0.01).choose(host_memory=HOST, weights="auto")
 
 
+def test_what_fits_the_gpu_is_not_offloaded(planner):
+    offload, full = (planner.plan(parse_policy(text)) for text in ("offload", "full"))
+    assert planner._keep_on_device(offload, host_memory=0).policies == full.policies
+    middle = _with_memory(planner, (offload.device_bytes + full.device_bytes) / 2 / (1 - MARGIN) / GIB)
+    kept = middle._keep_on_device(offload, host_memory=0)
+    assert 0 < kept.host_bytes < offload.host_bytes
+    assert middle.fits(kept, offload.host_bytes)
+    lean = _with_memory(planner, offload.device_bytes / (1 - MARGIN) / GIB)
+    assert lean._keep_on_device(offload, host_memory=HOST) == offload
+
+
 def test_host_memory_is_checked(planner):
     with pytest.raises(DoesNotFit, match=r"of pinned host memory, of which 0.0 GiB may be used .*HOST_MEMORY_LIMIT_GB"):
         planner.check(planner.plan(parse_policy("offload")), host_memory=1000)
