@@ -87,7 +87,7 @@ def prepare_data(
     report = DataReport(
         format=", ".join(dict.fromkeys(one.format for one in tokenized)),
         cached=all(one.cached for one in tokenized),
-        rows=sum(len(one.store.lengths) for one in tokenized),
+        rows=sum(len(one.store.lengths) // (1 if task is None else 2) for one in tokenized),
         truncated=sum(part.truncated for part in parts),
         dropped=sum(part.dropped for part in parts),
         train=sizes[0],

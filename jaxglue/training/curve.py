@@ -6,7 +6,10 @@ from pathlib import Path
 from jaxglue.hf.files import atomic_file
 from jaxglue.training.metrics import read_metrics
 
-_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+_REWARDS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "kl"),
+    *("mean_reward", "margin", "accuracy"),
+)
 
 
 def save_loss_curve(metrics: Path, output: Path) -> None:

@@ -15,6 +15,7 @@ from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.expert_load import ExpertLoadProbe
+from jaxglue.training.progress import SHOWN
 from jaxglue.training.setup import Setup
 
 _LARGEST_EXPONENT = 700.0
@@ -125,6 +126,7 @@ def evaluation_lines(values: Mapping[str, float]) -> Iterator[str]:
     if "eval_token_accuracy" in values:
         perplexity, accuracy = values["eval_perplexity"], values["eval_token_accuracy"]
         shown.append(f"perplexity {perplexity:.4g}, token accuracy {accuracy:.1%}")
+    shown += [f"{name} {values[f'eval_{key}']:.3g}" for key, name in SHOWN.items() if f"eval_{key}" in values]
     yield ", ".join(shown)
     for name, loss in values.items():
         if name.startswith("eval_loss/"):

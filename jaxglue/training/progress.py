@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-_SHOWN = {
+SHOWN = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
     "kl": "KL",
@@ -112,7 +112,7 @@ def format_report(report: StepReport, seconds_left: float | None) -> str:
     """Format a step's values on one line, the most important first, two spaces apart."""
     parts = [
         f"loss {report.loss:.4f}",
-        *(f"{name} {report.metrics[key]:.3g}" for key, name in _SHOWN.items() if key in report.metrics),
+        *(f"{name} {report.metrics[key]:.3g}" for key, name in SHOWN.items() if key in report.metrics),
         f"{format_duration(seconds_left)} left" if seconds_left is not None else "",
         f"{report.tokens_per_second:,.0f} tokens/s",
         f"epoch {report.epoch:.2f}",
