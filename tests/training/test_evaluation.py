@@ -73,5 +73,10 @@ def test_runs_log_metrics_of_each_source(make_config, write_jsonl, tmp_path):
 
 
 def test_lines_show_metrics_of_an_objective():
-    values = {"eval_loss": 0.5, "eval_rewards/accuracies": 0.75, "eval_rewards/margins": 0.25, "eval_logps/chosen": -9.0}
+    values = {
+        "eval_loss": 0.5,
+        "eval_rewards/accuracies": 0.75,
+        "eval_rewards/margins": 0.25,
+        "eval_logps/chosen": -9.0,
+    }
     assert list(evaluation_lines(values)) == ["eval loss 0.5000, accuracy 0.75, margin 0.25"]
