@@ -128,7 +128,7 @@ class _Switch(argparse.BooleanOptionalAction):
     def __call__(self, parser, namespace, value, option_string=None) -> None:
         on = True if value is None else {"true": True, "false": False}.get(value.lower())
         if on is None:
-            raise argparse.ArgumentError(self, f"expected true | false, got {value!r}")
+            raise argparse.ArgumentError(self, f"expected true | false, got {value!r:.100}")
         setattr(namespace, self.dest, on != str(option_string).startswith("--no-"))
 
 
@@ -145,7 +145,7 @@ class _Translate(argparse.Action):
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from None
         if read is not KEEP:
-            setattr(namespace, self.dest, read)
+            setattr(namespace, self.dest, list(read) if isinstance(read, tuple) else read)  # our flag may extend it
 
 
 def _flag(name: str) -> str:

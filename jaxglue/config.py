@@ -135,7 +135,7 @@ class Kind:
             return values[value]
         if value is False:
             return KEEP
-        raise ValueError(f"expected {' | '.join(map(str, values))}, got {value!r}")
+        raise ValueError(f"expected {' | '.join(map(str, values))}, got {value!r:.100}")
 
     def read_one(self, value: Any) -> Any:
         """Convert one item; raises like `read`."""
@@ -174,7 +174,7 @@ class Config:
                 raise ValueError(f"{name}: {error}") from None
         for name, cls in groups(type(self)).items():
             if not isinstance(getattr(self, name), cls):
-                raise ValueError(f"{name}: expected {cls.__name__}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: expected {cls.__name__}, got {getattr(self, name)!r:.100}")
         self.validate()
 
     def validate(self) -> None:

@@ -4,6 +4,7 @@ Most of their names are aliases beside our fields; this module has the rest.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                 unknown.append(f"{key}{nearest(key, places)}")
         except ValueError as error:
             wrong.append(f"{key}: {error}")
+        except (TypeError, AttributeError):
+            wrong.append(f"{key}: a value of another type is expected, got {value!r:.100}")
     if unknown:
         wrong.append(f"settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
     if wrong:
@@ -168,7 +171,7 @@ def _with_our_data(recipe: Mapping[str, Any]) -> Nested:
     values = dict(recipe)
     if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
         values["dataset"] = (values["dataset"], values.pop("eval_dataset"))
-    if not Path(str(values.get("chat_template"))).is_file() and "chat_template" in values:
+    if not os.path.isfile(str(values.get("chat_template"))) and "chat_template" in values:
         values["template"] = values.pop("chat_template")
     if "chat_template_jinja" in values:
         values["chat_template"] = values.pop("chat_template_jinja")
@@ -178,13 +181,13 @@ def _with_our_data(recipe: Mapping[str, Any]) -> Nested:
 
 
 def _hub_data(name: str, subset: str | None, held_out: str | None) -> Nested:
-    source = name if Path(name).exists() else "hf:" + ":".join(filter(None, [name, subset]))
+    source = name if os.path.exists(name) else "hf:" + ":".join(filter(None, [name, subset]))
     return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
 
 
 def _adapter(value: Any) -> Nested:
     if value not in ("lora", "qlora"):
-        raise ValueError(f"expected lora | qlora, got {value!r}")
+        raise ValueError(f"expected lora | qlora, got {value!r:.100}")
     return {"model": {"method": "lora", **({"quantize": "nf4"} if value == "qlora" else {})}}
 
 
@@ -212,7 +215,7 @@ def _sources(item: dict[str, Any]) -> list[str]:
     """Return a data set's files, or its name on the hub, with the settings of its rows."""
     path, files, subset = str(item.pop("path")), item.pop("data_files", []), item.pop("name", None)
     item.pop("ds_type", None)
-    hub = not Path(path).exists() and not Path(path).suffix and path.count("/") == 1
+    hub = not os.path.exists(path) and not Path(path).suffix and path.count("/") == 1
     names = [files] if isinstance(files, str) else files
     names = names or ["hf:" + ":".join(filter(None, [path, subset])) if hub else path]
     options = "&".join(f"{key}={quote(value, safe='[]%:,=')}" for key, value in _row_options(path, item).items())
@@ -223,7 +226,7 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a data set's rows that differ from the defaults; takes them out of `item`."""
     options: dict[str, str] = {}
     if not isinstance(kind := item.pop("type", "chat_template"), str) or kind not in _FORMATS:
-        raise ValueError(f"{path}: type: expected {' | '.join(_FORMATS)}, got {kind!r}")
+        raise ValueError(f"{path}: type: expected {' | '.join(_FORMATS)}, got {kind!r:.100}")
     if _FORMATS[kind] != "auto":
         options["format"] = _FORMATS[kind]
     if (split := item.pop("split", "train")) != "train":
@@ -236,7 +239,7 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
     for key, known in _ROWS.items():
         given = item.pop(f"message_field_{key}", mapping.pop(key, known[0]))
         if given not in known:
-            raise ValueError(f"{path}: {key} of a message: expected {' | '.join(known)}, got {given!r}: rename it")
+            raise ValueError(f"{path}: {key} of a message: expected {' | '.join(known)}, got {given!r:.100}: rename it")
     _check_roles(path, item.pop("roles", {}))
     if item.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
         raise ValueError(f"{path}: roles_to_train: the loss is on the assistant's turns, or on all: --loss-on all")
@@ -273,13 +276,15 @@ def _schedule(value: Any) -> Nested:
 
 def _schedule_settings(value: Any) -> Nested:
     if not isinstance(value, dict) or value.keys() - {"min_lr_rate"}:
-        raise ValueError(f"expected min_lr_rate alone, got {value!r}")
+        raise ValueError(f"expected min_lr_rate alone, got {value!r:.100}")
     return {"optimizer": {"min_lr_ratio": value.get("min_lr_rate", 0.0)}}
 
 
 def _special_tokens(value: Any) -> Nested:
     if not isinstance(value, dict) or value.keys() - {"pad_token"}:
-        raise ValueError(f"the tokenizer's own are used, got {value!r}: save a tokenizer that has them with the model")
+        raise ValueError(
+            f"the tokenizer's own are used, got {value!r:.100}: save a tokenizer that has them with the model"
+        )
     return {}  # packed rows need no padding token
 
 

@@ -69,7 +69,7 @@ def read_recipe(cls: type, path: Path) -> dict[str, Any]:
     values = _read_table(plain, cls, f"{path}: ", cls, "")
     for name in subgroups.keys() & tables.keys():
         if not isinstance(tables[name], dict):
-            raise ValueError(f"{path}: {name} = {tables[name]!r}: expected the table [{name}]")
+            raise ValueError(f"{path}: {name} = {tables[name]!r:.100}: expected the table [{name}]")
         values[name] = _read_table(tables[name], subgroups[name], f"{path}: [{name}] ", cls, name)
     return values
 
@@ -109,7 +109,7 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
     flags: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in names:
-            raise ValueError(f"unknown setting {key!r}{nearest(key, names)}")
+            raise ValueError(f"unknown setting {key!r:.100}{nearest(key, names)}")
         read = _read_value(fields[names[key]], key, value, "")
         if names[key] in flags:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
@@ -264,5 +264,5 @@ def _unknown(key: str, value: Any, names: Collection[str], root: type, own: str)
     for name, cls in {**groups(root), "": root}.items():
         if name != own and any(key in (field, *kind.aliases) for field, (_, kind) in plain_fields(cls).items()):
             place = f"in the table [{name}]" if name else "above the first table"
-            return f"{key!r} belongs {place}"
-    return f"unknown key {key!r}{nearest(key, names)}"
+            return f"{key!r:.100} belongs {place}"
+    return f"unknown key {key!r:.100}{nearest(key, names)}"

@@ -91,7 +91,7 @@ def parse_patterns(field: str, entries: Iterable[str]) -> dict[str, float]:
             patterns[pattern] = float(number)
             re.compile(pattern)
         except (ValueError, re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{field}: expected PATTERN=NUMBER, got {entry!r:.100} ({error})") from None
+            raise ValueError(f"{field}: expected PATTERN=NUMBER, got {entry!r:.100} ({error!s:.100})") from None
         if not pattern or not math.isfinite(patterns[pattern]):
             raise ValueError(f"{field}: expected PATTERN=NUMBER, got {entry!r:.100}")
     return patterns

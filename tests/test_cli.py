@@ -201,6 +201,7 @@ def test_missing_recipe_is_named(error_of, tmp_path):
         ("--use_rslora false", "lora", "rslora", False),
         ("--train_on_inputs true", "data", "loss_on", "all"),
         ("--lora-target-linear", "lora", "targets", ("all-linear",)),
+        ("--lora-target-linear false --targets q_proj", "lora", "targets", ("q_proj",)),
     ],
 )
 def test_names_of_other_programs_are_accepted(flags, group, field, value):

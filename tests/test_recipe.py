@@ -157,6 +157,13 @@ def test_recipe_without_adapter_trains_all_weights(write):
     assert config.model.method == "full" and config.optimizer.learning_rate == 2e-5
 
 
+@pytest.mark.parametrize("line", ["lora_target: 3", "lr_scheduler_type: [linear]"])
+def test_values_of_other_types_are_named(write, line):
+    key = line.partition(":")[0]
+    with pytest.raises(ValueError, match=f"{key}: a value of another type is expected, got"):
+        load_config(TrainConfig, write(f"base_model: m\ndatasets: [{{path: a}}]\n{line}\n", "r.yaml"))
+
+
 def test_unknown_settings_are_named_together(write):
     with pytest.raises(ValueError, match=r"optimizer: expected .*does not know: shrink"):
         load_config(TrainConfig, write("base_model: m\noptimizer: sgd\nshrink: 2\n"))
