@@ -21,7 +21,13 @@ _KEPT = {"remat": f"offload:layer_input,{ATTENTION}"}
 CASES: dict[str, dict] = {
     "8b-131072-8": {**_EIGHT, **_KEPT},
     "8b-131072-8-tiles": {**_EIGHT, **_KEPT, "tile": 16384},
-    "8b-131072": {**_LLAMA, "tokens": 131072, "document_tokens": 131072, "remat": "auto"},
+    "8b-131072": {
+        **_LLAMA,
+        "tokens": 131072,
+        "document_tokens": 131072,
+        "tile": 16384,
+        "remat": f"14 x offload:layer_input,{ATTENTION} & 18 x save:{ATTENTION}",
+    },
     "8b-524288": {
         **_LLAMA,
         "layers": 4,
