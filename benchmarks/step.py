@@ -47,9 +47,9 @@ from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, pinned_memory
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.training.remat import host_memory
 
 ATTENTION_KERNELS = "forward_kernel", "dq_kernel", "dkdv_kernel", "sdpa", "flash", "fmha", "fprop", "bprop"
 MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
@@ -178,7 +178,7 @@ def pinned_gib(args) -> float:
     """Return the host memory that may be pinned, GiB."""
     if args.pinned_gib is not None:
         return args.pinned_gib
-    return pinned_memory(psutil.virtual_memory().available, os.environ.get(HOST_LIMIT)) / GIB
+    return host_memory() / GIB
 
 
 def executor_step(args, work, graphdefs, trainable, frozen, batch):

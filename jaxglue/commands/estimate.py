@@ -66,7 +66,7 @@ def print_estimate(config: EstimateConfig) -> bool:
         best, verdict = None, f"Does not fit: {error}"
     console = Console(highlight=False)
     console.print(verdict, style="bold green" if best else "bold red")
-    plans = planner.plans(host_memory)
+    plans = [*([best] if best and best.mapped_bytes else []), *planner.plans(host_memory)]
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
     shown = list(_worth_showing(plans)) if config.all else list(_alternatives(fitting))[:_SHOWN]
     if shown:
@@ -78,6 +78,7 @@ def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
     """Return one line: memory, speed, and the longest row that would fit."""
     memory = f"{plan.device_bytes / GIB:.1f} of {planner.gpu.memory / GIB:.1f} GiB"
     host = f", {plan.host_bytes / GIB:.0f} GiB of host memory" if plan.host_bytes else ""
+    host += f", {plan.mapped_bytes / GIB:.0f} GiB of weights in their files" if plan.mapped_bytes else ""
     limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""
     row = f"longest row {longest or 0:,}{limit}; compiling takes {plan.compile_seconds:.0f} s"
     return f"Fits: {memory}, ~{_rate(planner, plan):,.0f} tokens/s{host}; {row}"

@@ -63,8 +63,8 @@ class PerLayer[Item]:
         if len(set(items)) == 1:
             return self.format(items[0])
         parts = list(self._parts(items))
-        if len(parts) == 1 and len(set(items)) > 2:
-            return parts[0]
+        if len(parts) == 1 and 2 < len(set(items)) > parts[0].count(" + "):
+            return parts[0]  # one short group
         return self._spread_text(items) or " + ".join(parts)
 
     def _is_counted(self, text: str) -> bool:

@@ -237,7 +237,8 @@ class Planner:
         policies = [PRESETS[name] for name in _LEAN]
         plans = [self.plan(policy, weights=places) for policy in policies for places in streams]
         if weights == AUTO:
-            plans += filter(None, map(self._stream_least, policies))
+            partly = (self._map_least(policy, host_memory) or self._stream_least(policy) for policy in policies)
+            plans += filter(None, partly)
         plans += map(self.plan, self._groups(leanest=True))
         return min(max(plan.device_bytes / self._room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
 
