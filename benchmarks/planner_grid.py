@@ -95,7 +95,6 @@ def prediction(planner: Planner, plan) -> dict:
         "attention": planner.workload.attention,
         "layers_per_program": plan.layers_per_program,
         **({} if plan.tile is None else {"tile": plan.tile}),
-        "layers-per-program": plan.layers_per_program,
         "predicted_ms": round((plan.seconds - planner.update_seconds) * 1e3, 2),
         "predicted_gib": round(plan.device_bytes / GIB, 3),
         "predicted_compile_s": round(plan.compile_seconds + plan.seconds, 1),
@@ -117,7 +116,8 @@ def arguments(setting: dict):
         "layers-per-program": setting.get("layers_per_program", 1),
         "steps": int(np.clip(_SECONDS / expected, 3, 60)),
     }
-    flags |= {name: setting[name] for name in ("tile", "layers-per-program") if name in setting}
+    if "tile" in setting:
+        flags["tile"] = setting["tile"]
     texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return step.arguments().parse_args([*texts, "--kernels", "--documents", *map(str, setting["documents"])])
 
