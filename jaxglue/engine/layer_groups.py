@@ -48,6 +48,7 @@ class GroupFunctions:
 
     def __init__(self, layers: Sequence[LayerFunctions]):
         self._layers = [layer.nested for layer in layers]
+        self._recomputes = [layer.policy.saved is not None for layer in layers]
         self.forward = jit_step(self._forward)
         self.backward = jit_step(self._backward, donate_argnames="accumulated")
         self.apply = jit_step(self._apply)
@@ -82,10 +83,10 @@ class GroupFunctions:
         gradients: list[Params] = []
         for i in reversed(range(len(self._layers))):
             own = saved[i] if i else SavedLayer(x, saved[0].residuals)
-            # Without the barrier XLA recomputes several layers' values at once.
-            (x_here, residuals), dy = jax.lax.optimization_barrier((own, dy))
-            inputs = trainable[i], frozen[i], x_here, replace(context, dropout_key=keys[i])
-            dy, gradient, *_ = self._layers[i].backward(residuals, *inputs, dy, accumulated[i])
+            if self._recomputes[i]:  # or XLA would recompute several layers' values at once
+                own, dy = jax.lax.optimization_barrier((own, dy))
+            inputs = trainable[i], frozen[i], own.x, replace(context, dropout_key=keys[i])
+            dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, dy, accumulated[i])
             gradients.append(gradient)
         return dy, gradients[::-1]
 
