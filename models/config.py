@@ -283,7 +283,7 @@ def _stored_format(raw: Mapping[str, Any]) -> Storage:
     skipped = stored.get("llm_int8_skip_modules") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise ValueError(f"llm_int8_skip_modules in config.json: expected a list of names, got {skipped!r:.100}")
-    if within := [name for name in skipped if name not in ("lm_head", "embed_tokens", "model.embed_tokens")]:
+    if within := [name for name in skipped if name not in ("lm_head", "score", "embed_tokens", "model.embed_tokens")]:
         raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {remedy}")
     if stored.get("load_in_8bit"):
         return "int8"

@@ -133,13 +133,13 @@ def _refused(files: TensorFiles, name: str, why: str) -> ValueError:
     return ValueError(f"{name} in {files.tensors[name].file}: {why}: copy the file again, or {_REQUANTIZE}")
 
 
-def quantization_config(how: str) -> dict[str, Any]:
-    """Return bitsandbytes' `quantization_config` for config.json."""
+def quantization_config(how: str, *, scores: bool = False) -> dict[str, Any]:
+    """Return bitsandbytes' `quantization_config` for config.json, of a reward model where it `scores`."""
     shared: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": how == "nf4",
         "load_in_8bit": how == "int8",
-        "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_skip_modules": ["score" if scores else "lm_head"],
     }
     if how == "int8":
         return shared | {"llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}

@@ -111,7 +111,7 @@ def quantize_folder(
 
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
-        described = read_config(temporary) | {"quantization_config": quantization_config(how)}
+        described = read_config(temporary) | {"quantization_config": quantization_config(how, scores=config.scores)}
         write_json(temporary / "config.json", described)
         write_shards(temporary, specs, QuantizedReader(quantize, parts, files.read), max_shard_bytes)
 
