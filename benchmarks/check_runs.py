@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -118,7 +119,7 @@ class Runs:
         """Return the command of a run, and make the run's folder."""
         shared = {"model": flags.get("model") or self.model(str(flags["family"])), **SHARED}
         shared |= {"output": self._output(name), "cache-dir": self._scratch / "tokens"}
-        shared |= {"compilation-cache": self.compiled} | ({"resume": True} if resume else {})
+        shared |= {"compilation-cache": self.compiled / _case(name)} | ({"resume": True} if resume else {})
         command = [sys.executable, "scripts/train.py"]
         for flag, value in {**shared, **flags}.items():
             if flag != "family":
@@ -129,7 +130,8 @@ class Runs:
     def _start(self, name: str, flags: Flags, *, resume: bool) -> subprocess.Popen:
         command = self.command(name, flags, resume=resume)
         with (self.folder(name) / "log.txt").open("a" if resume else "w") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+            environment = self.environment | {"JAX_COMPILATION_CACHE_DIR": str(self.compiled / _case(name))}
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def _finish(self, process: subprocess.Popen, name: str) -> None:
         try:
@@ -162,6 +164,11 @@ class Runs:
                 (folder / path.name).write_bytes(path.read_bytes())
             config = json.loads((folder / "config.json").read_text()) | QWEN3_06B
             (folder / "config.json").write_text(json.dumps(config))
+
+
+def _case(name: str) -> str:
+    """Name the runs that share programs: two that compile one at a time may tune it to different algorithms."""
+    return re.sub(r"-(killed|moved|seed\d+)$", "", name)
 
 
 def _spread(rng: random.Random, first: int, last: int, count: int) -> list[int]:

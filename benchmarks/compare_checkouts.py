@@ -93,9 +93,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """A digest of each file of the result."""
+    """A digest of the tensors in each file of the result; its metadata name the base."""
     files = [path for kind in ("adapter", "model") for path in (folder / "run" / kind).glob("*.safetensors")]
-    return {path.name: sha256(path.read_bytes()).hexdigest() for path in files}
+    return {path.name: _tensors_digest(path.read_bytes()) for path in files}
+
+
+def _tensors_digest(content: bytes) -> str:
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header.pop("__metadata__", None)
+    return sha256(json.dumps(header, sort_keys=True).encode() + content[end:]).hexdigest()
 
 
 def programs(folder: Path) -> dict[str, str]:
