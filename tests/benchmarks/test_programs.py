@@ -60,7 +60,7 @@ def test_programs_are_read_from_a_trace(tmp_path):
         jax.block_until_ready(jax.jit(f)(x))
     (trace,) = tmp_path.rglob("*.xplane.pb")
     flops = [work.flops for program in read_programs(trace).values() for work in program._named.values()]
-    assert max(flops) == pytest.approx(2 * 48**3)
+    assert pytest.approx(2 * 48**3) in flops  # beside those of other tests' programs
 
 
 def test_kernels_of_libraries_are_told_by_their_order():
