@@ -12,7 +12,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,6 +191,22 @@ def plain_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Kind]]:
     """Return the other fields of a configuration with their declarations."""
     hints, subgroups = typing.get_type_hints(cls, include_extras=True), groups(cls)
     return {field.name: (field, _kind(hints[field.name])) for field in _fields(cls) if field.name not in subgroups}
+
+
+def stable_repr(value: Any, known: Collection[str]) -> str:
+    """Return the repr of a dataclass or named tuple; fields outside `known` show only where they differ from defaults.
+
+    A digest of it outlives the addition of fields.
+    """
+    if dataclasses.is_dataclass(value):
+        defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    elif hasattr(value, "_field_defaults"):
+        defaults = dict.fromkeys(value._fields, dataclasses.MISSING) | value._field_defaults
+    else:
+        return repr(value)
+    shown = [name for name, default in defaults.items() if name in known or getattr(value, name) != default]
+    items = (f"{name}={stable_repr(getattr(value, name), known)}" for name in shown)
+    return f"{type(value).__qualname__}({', '.join(items)})"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -128,6 +128,18 @@ def as_dict(config: Any) -> dict[str, Any]:
     return {field.name: to_plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
+def defaults_of(config: Any) -> dict[str, Any]:
+    """Return the defaults of a configuration's optional fields, as `as_dict` does their values."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found[field.name] = defaults_of(value)
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = to_plain(field.default)
+    return found
+
+
 def to_toml(config: Any) -> str:
     """Write a recipe with every field; `load_config` reads it back as an equal configuration."""
     values = as_dict(config)

@@ -28,7 +28,7 @@ from jaxglue.ops.segments import pack_segments
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=6, help="kills of the campaign in tests/training/test_kills.py")
+    parser.addoption("--kills", type=int, default=10, help="kills of the campaign in tests/training/test_kills.py")
     parser.addoption("--flips", type=int, default=40, help="flipped bits in tests/training/test_checkpoint.py")
 
 

@@ -9,11 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int
 
+from jaxglue.config import stable_repr
 from jaxglue.data.answer_task import AnswerTask
 from jaxglue.data.answers import CHOSEN, PARTS, PROMPT, REJECTED, Answers
 from jaxglue.data.batch import Batch, TokenDataset
 from jaxglue.data.packing import PackPlan
 from jaxglue.ops.segments import BatchKind, PackedSegments, pack_forks, pack_segments, segment_bucket
+
+_DIGESTED = ("labeled", "shared_prompt", "prompt_loss", "scored", "padding")
+"""Fields of the task that fingerprints always hold; later ones only where they are not at their defaults."""
 
 
 class _Piece(NamedTuple):
@@ -60,7 +64,7 @@ class AnswerDataset(TokenDataset):
     def fingerprint(self) -> str:
         """Hash tokens, masks, selection and layout."""
         digest = hashlib.blake2b(super().fingerprint.encode(), digest_size=16)
-        digest.update(repr(self.task).encode())
+        digest.update(stable_repr(self.task, _DIGESTED).encode())
         for values in (self.prompts, self.sizes, self.seconds, self.desirable):
             digest.update(np.ascontiguousarray(values).data)
         if self.margins is not None:

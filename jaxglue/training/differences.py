@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.recipe import as_dict, read_tables
+from jaxglue.recipe import as_dict, defaults_of, read_tables
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.masking import masked
 
@@ -24,9 +24,22 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
     return {key: f"saved {_shown(old)}, now {_shown(new)}" for key, old, new in pairs}
 
 
+def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return the differences of two fingerprints.
+
+    A setting that one side's version did not have is no difference where the other side has its default, and a model
+    saved as a digest is compared by its digest.
+    """
+    old, new = dict(saved), dict(current)
+    (old_defaults, _), (new_defaults, digest) = ((x.pop("defaults", {}), x.pop("model_digest", None)) for x in (old, new))
+    if isinstance(old.get("model"), str):
+        new["model"] = digest
+    return differences(_filled(old, new_defaults), _filled(new, old_defaults))
+
+
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming each entry, other than the steps, in which a resumed run differs from the saved one."""
-    found = {key: text for key, text in differences(saved, current).items() if key not in _MAY_CHANGE}
+    found = {key: text for key, text in fingerprint_differences(saved, current).items() if key not in _MAY_CHANGE}
     if found:
         raise ValueError(
             "cannot resume, this run differs from the one that wrote the checkpoint:\n"
@@ -41,8 +54,15 @@ def changed_settings(recipe: Path, config: TrainConfig) -> dict[str, str]:
         saved = read_tables(recipe)
     except (OSError, ValueError):
         return {}
-    found = differences(saved, masked(as_dict(config.shared), os.environ))
+    settings = config.shared
+    found = differences(_filled(saved, defaults_of(settings)), masked(as_dict(settings), os.environ))
     return {key: text for key, text in found.items() if key not in _PER_START}
+
+
+def _filled(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with absent ones at their defaults, in groups too."""
+    groups = [key for key in settings if isinstance(settings[key], dict) and isinstance(defaults.get(key), dict)]
+    return {**defaults, **settings, **{key: _filled(settings[key], defaults[key]) for key in groups}}
 
 
 def _differing(

@@ -1,11 +1,11 @@
 """Runs that have reached their end, which --resume leaves as they are."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxglue.distributed import Processes
 from jaxglue.json_file import read_json
+from jaxglue.training.differences import fingerprint_differences
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.setup import Setup
 from jaxglue.training.summary import RunSummary, read_summary, summary_rows
@@ -22,7 +22,8 @@ def _finished_summary(setup: Setup) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     values = read_json(path)
-    if values.pop("fingerprint", None) != json.loads(json.dumps(fingerprint(setup))):
+    saved = values.pop("fingerprint", None)
+    if not isinstance(saved, dict) or fingerprint_differences(saved, fingerprint(setup)):
         return None
     run = setup.config.run
     if (values.pop("keep", "last"), values.pop("early_stopping", None)) != (run.keep, run.early_stopping):

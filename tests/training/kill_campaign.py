@@ -33,7 +33,7 @@ _KILLED = -signal.SIGKILL
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     config, rng = load_config(TrainConfig, given.recipe), random.Random(given.seed)

@@ -1,6 +1,15 @@
+import dataclasses
+import hashlib
+import json
+
 import pytest
 
-from jaxglue.training.differences import check_fingerprint, differences
+from jaxglue.config import stable_repr
+from jaxglue.data.answer_task import AnswerTask
+from jaxglue.models import config_from_hf
+from jaxglue.recipe import as_dict, defaults_of
+from jaxglue.training.differences import check_fingerprint, differences, fingerprint_differences
+from jaxglue.training.fingerprint import model_digest
 
 SAVED = {"optimizer": {"learning_rate": 2e-4, "clip_norm": 1.0}, "lora": {"rank": 8}, "steps": 10}
 
@@ -23,3 +32,48 @@ def test_a_long_value_is_cut():
 
 def test_only_the_length_of_a_run_may_change():
     check_fingerprint(SAVED, SAVED | {"steps": 20})
+
+
+def identity(model):
+    mapped = {"model": as_dict(model), "defaults": {"model": defaults_of(model)}, "model_digest": model_digest(model)}
+    return json.loads(json.dumps(mapped))
+
+
+@pytest.fixture
+def model(tiny_config):
+    return config_from_hf({"model_type": "qwen3", **tiny_config})
+
+
+@pytest.fixture
+def newer(model):
+    """The same model in a version with one more field."""
+    fields = [("new", int, dataclasses.field(default=0))]
+    cls = dataclasses.make_dataclass("DecoderConfig", fields, bases=(type(model),), frozen=True, kw_only=True)
+    return lambda new: cls(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)}, new=new)
+
+
+def test_setting_that_one_version_lacks_is_at_its_default(model, newer):
+    assert not fingerprint_differences(identity(model), identity(newer(0)))
+    assert not fingerprint_differences(identity(newer(0)), identity(model))
+    assert fingerprint_differences(identity(model), identity(newer(1))) == {"model.new": "saved 0, now 1"}
+    assert fingerprint_differences(identity(newer(1)), identity(model)) == {"model.new": "saved 1, now 0"}
+
+
+def test_changed_default_is_a_difference(model, newer):
+    saved, now = identity(newer(0)), identity(newer(1))
+    now["defaults"]["model"]["new"] = 1
+    assert fingerprint_differences(saved, now) == {"model.new": "saved 0, now 1"}
+
+
+def test_models_saved_as_digests_are_compared_as_such(model, newer):
+    digest = hashlib.sha256(repr(model).encode()).hexdigest()[:16]
+    assert not fingerprint_differences({"model": digest}, identity(model))
+    assert not fingerprint_differences({"model": digest}, identity(newer(0)))
+    other = identity(dataclasses.replace(model, rms_norm_eps=0.5))
+    assert list(fingerprint_differences({"model": digest}, identity(newer(1)))) == ["model"]
+    assert list(fingerprint_differences({"model": digest}, other)) == ["model"]
+
+
+def test_digested_representation_of_a_task_is_the_first_one():
+    assert stable_repr(AnswerTask(), AnswerTask._fields) == repr(AnswerTask())
+    assert stable_repr(AnswerTask(labeled=True), ()) == "AnswerTask(labeled=True)"
