@@ -36,19 +36,6 @@ def numbered_lines(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def read_own_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line; none if it is missing, and without a last line that a crash cut short.
-
-    Raises:
-        ValueError: a line that is too long, not UTF-8, not JSON, nested too deeply, or not an object.
-    """
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        lines = [(number, line) for number, line in numbered_lines(file, str(path)) if line.endswith(b"\n")]
-    return [parse_object(line, f"{path}:{number}") for number, line in lines]
-
-
 def parse_object(text: str | bytes, source: str) -> dict[str, Any]:
     """Parse a JSON object; arguments and errors are those of `parse_json`, or another type."""
     content = parse_json(text, source)

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from jaxglue import json_file
-from jaxglue.json_file import MAX_DEPTH, numbered_lines, parse_json, read_json, read_own_lines
+from jaxglue.json_file import MAX_DEPTH, numbered_lines, parse_json, read_json
 
 
 @pytest.mark.parametrize("text", ["{", "[1,]", '"\\x"', "9" * 5000, b"\xff"])
@@ -44,9 +44,3 @@ def test_a_line_is_bounded(monkeypatch):
     assert next(lines) == (1, b"[1]\n")
     with pytest.raises(ValueError, match=r"rows.jsonl:3: the line has more than 8 bytes"):
         next(lines)
-
-
-def test_damage_within_own_lines_names_the_line(tmp_path):
-    (tmp_path / "lines").write_text('{"step": 1}\n{"st\n{"step": 2}\n{"ste')
-    with pytest.raises(ValueError, match=r"lines:2: malformed JSON"):
-        read_own_lines(tmp_path / "lines")

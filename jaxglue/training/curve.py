@@ -51,5 +51,5 @@ def smooth(values: Sequence[float], *, decay: float = 0.9) -> list[float]:
 
 
 def _series(lines: list[dict], name: str) -> tuple[list[int], list[float]]:
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    points = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
     return [step for step, _ in points], [value for _, value in points]

@@ -9,12 +9,13 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.recipe import as_dict, defaults_of
 from jaxglue.training.setup import Setup
 
-_DIGESTED = frozenset(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim max_position_embeddings rms_norm_eps tie_word_embeddings rope attention_bias mlp_bias initializer_range "
-    "layer_windows moe quantize scores fp8_head fp8_experts num_experts num_experts_per_tok sparse_layers "
-    "norm_topk_prob mxfp4 rope_type rope_theta factor low_freq_factor high_freq_factor attention_factor "
-    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim truncate".split()
+_DIGESTED = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope"),
+    *("attention_bias", "mlp_bias", "initializer_range", "layer_windows", "moe", "quantize", "scores", "fp8_head"),
+    *("fp8_experts", "num_experts", "num_experts_per_tok", "sparse_layers", "norm_topk_prob", "mxfp4", "rope_type"),
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Fields of a model in the digests of earlier checkpoints, which have no mapping by field; none is ever added here."""
 

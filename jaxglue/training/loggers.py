@@ -11,8 +11,9 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from jaxglue.hf.files import atomic_file, named_errors
-from jaxglue.training.metrics import read_metrics
+from jaxglue.hf.files import named_errors
+from jaxglue.training.metrics import read_steps
+from jaxglue.training.own_lines import rewrite_lines
 from jaxglue.training.trackers import Tracker
 
 _FLUSH_SECONDS = 10
@@ -33,7 +34,8 @@ class JsonLinesLogger:
     """Appends one line of JSON a step; values that are not finite become `null`.
 
     Args:
-        path: the file; lines of steps after `resume_step` are dropped, because these steps run again.
+        path: the file; lines of steps after `resume_step` are dropped, because these steps run again; damaged ones are
+            moved aside.
         resume_step: last step of the resumed run; 0 for a new run.
     """
 
@@ -140,6 +142,5 @@ def open_loggers(
 
 
 def _truncate(path: Path, last_step: int) -> None:
-    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step]
-    with atomic_file(path) as temporary:
-        temporary.write_text("".join(kept), encoding="utf-8")
+    lines = read_steps(path)
+    rewrite_lines(path, (line for line in lines.intact if line["step"] <= last_step), lines.damaged)

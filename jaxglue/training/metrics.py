@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.json_file import read_own_lines
+from jaxglue.training.own_lines import OwnLines, read_own_lines
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `metrics.jsonl`; a last line cut short by a crash is skipped.
+    """Return the intact lines of a `metrics.jsonl`."""
+    return read_steps(path).intact
 
-    Raises:
-        ValueError: a damaged line.
-    """
-    lines = read_own_lines(path)
-    if any(type(line.get("step")) is not int for line in lines):
-        raise ValueError(f"{path} has a line without a whole number as `step`: delete that line")
-    return lines
+
+def read_steps(path: Path) -> OwnLines:
+    """Read a file whose lines have a whole number as `step`."""
+    return read_own_lines(path, lambda line: type(line.get("step")) is int)
 
 
 class Diverged(ValueError):  # noqa: N818

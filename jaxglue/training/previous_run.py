@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,7 +13,6 @@ ASIDE = ".jaxglue-old-"
 """Begins the name of the folder with the files of the run before."""
 _MOVING = ".moving"
 """Ends it until all are in it."""
-_CHECKPOINT = re.compile(r"checkpoints/\d+/")
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +55,8 @@ def recover(folder: Path) -> None:
 
 def has_checkpoint(folder: Path) -> bool:
     """Tell whether the folder's run has saved a checkpoint."""
-    return any(_CHECKPOINT.match(name) for name in RunFiles(folder).present())
+    checkpoints = (path for path in folder.glob("checkpoints/*/") if path.name.isdigit())
+    return any(any(path.iterdir()) for path in checkpoints)
 
 
 def _asides(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from jaxglue.training.export_check import check_export
 from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.setup import Setup
 from jaxglue.training.train_step import TrainStep
-from jaxglue.training.weights import export_result, keep_base
+from jaxglue.training.weights import export_result, keep_base, why_not_kept
 
 
 class Result(NamedTuple):
@@ -54,8 +54,15 @@ class ResultWriter:
         return Result(self._export(name, base, batch), step, last)
 
     def _keep_base(self) -> Path | None:
+        folder = self._output.path / "base"
+        if reason := why_not_kept(self._setup, self._model.frozen):
+            self._console.print(
+                f"{folder} is not written ({reason}), and the adapter needs its random weights: "
+                "for a usable one, name a folder with weights and leave out --random-weights",
+                highlight=False,
+            )
+            return None
         with self._output.writing("base"):
-            folder = self._output.path / "base"
             return keep_base(self._setup, self._model.frozen, folder, write=self._processes.is_main)
 
     def _return_to_best(self, checkpoints: Checkpoints) -> int:

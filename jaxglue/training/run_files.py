@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.hf.files import named_errors
-from jaxglue.json_file import read_own_lines
+from jaxglue.training.own_lines import OwnLines, read_own_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"
 """One JSON object a line: a claimed `path`, with `files` once a folder is complete."""
@@ -26,11 +26,8 @@ class RunFiles:
         self._files: set[str] = set()
         self._trees: set[str] = set()
         self._foreign: dict[str, set[str]] = {}
-        for line in read_own_lines(folder / MANIFEST):
-            if not all(map(_is_inside, [line.get("path"), *_items(line.get("files", []))])):
-                raise ValueError(
-                    f"{folder / MANIFEST} lists no path inside its folder: {str(line)[:100]}; delete the run"
-                )
+        self._lines = read_own_lines(folder / MANIFEST, _is_entry)
+        for line in self._lines.intact:
             self._apply(line)
 
     def claim(self, path: Path) -> None:
@@ -66,6 +63,9 @@ class RunFiles:
         self._apply(line)
         if self._write:
             path = self._folder / MANIFEST
+            if self._lines.damaged or self._lines.is_cut:
+                rewrite_lines(path, self._lines.intact, self._lines.damaged)
+                self._lines = OwnLines([], [], False)
             with named_errors(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
@@ -79,8 +79,9 @@ class RunFiles:
             self._trees.add(line["path"])
 
 
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [None]
+def _is_entry(line: dict[str, Any]) -> bool:
+    files = line.get("files", [])
+    return isinstance(files, list) and all(map(_is_inside, [line.get("path"), *files]))
 
 
 def _is_inside(name: Any) -> bool:

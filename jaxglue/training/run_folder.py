@@ -6,10 +6,12 @@ from pathlib import Path
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.files import atomic_file
+from jaxglue.training.own_lines import DAMAGED
 from jaxglue.training.previous_run import discard_previous, restore_previous, set_aside
-from jaxglue.training.run_files import RunFiles
+from jaxglue.training.run_files import MANIFEST, RunFiles
 
 _FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "summary.json", "trackers.json", "loss.png")
+_LINES = ("metrics.jsonl", "samples.jsonl", MANIFEST)
 
 
 class RunFolder:
@@ -46,7 +48,7 @@ class RunFolder:
         """List the files of a run that trains, and write its recipe to `config.toml`."""
         if not self._processes.is_main:
             return
-        for name in (*_FILES, *(f".{name}.tmp" for name in _FILES)):
+        for name in (*_FILES, *(f".{name}.tmp" for name in _FILES), *(name + DAMAGED for name in _LINES)):
             self._files.claim(self.path / name)
         with atomic_file(self.path / "config.toml") as temporary:
             temporary.write_text(recipe, encoding="utf-8")

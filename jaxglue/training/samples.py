@@ -1,6 +1,5 @@
 """Answers to sample prompts before and after training, and at each evaluation."""
 
-import json
 from pathlib import Path
 
 from rich.console import Console
@@ -9,9 +8,9 @@ from jaxglue.generation.batch import Request
 from jaxglue.generation.chat import encode_prompt, in_order, stop_tokens
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generate import Generator
-from jaxglue.hf.files import atomic_file
 from jaxglue.models.parameters import ModelGraphDefs, Params
-from jaxglue.training.metrics import read_metrics
+from jaxglue.training.metrics import read_steps
+from jaxglue.training.own_lines import rewrite_lines
 from jaxglue.training.setup import Setup
 
 _AT_ONCE = 8
@@ -55,7 +54,5 @@ class Samples:
 
 def _append(path: Path, step: int, lines: list[dict]) -> None:
     """Write the lines of a step after those of earlier ones; a resumed run may write them again."""
-    before = [line for line in read_metrics(path) if line["step"] < step]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in [*before, *lines])
-    with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    before = read_steps(path)
+    rewrite_lines(path, [*(line for line in before.intact if line["step"] < step), *lines], before.damaged)

@@ -132,15 +132,29 @@ def export_result(
 
 
 def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True) -> Path | None:
-    """Write an adapter's random base weights to a folder; None unless they are small and stored unquantized."""
-    plain = not (setup.remat.streams_weights or setup.workload.host_embeddings) and setup.model.quantize == "none"
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
-    random = setup.config.model.random_weights and setup.config.model.method == "lora"
-    plain &= not setup.vocabulary.changes and not setup.config.lora.modules_to_save and not setup.model.scores
-    if not (random and plain and size <= _MOST_KEPT):
+    """Write an adapter's random base weights to a folder; None for other bases."""
+    if not _has_random_base(setup):
         return None
     save_model(folder, flatten_names(frozen), setup.config.model.folder, write=write)
     return folder
+
+
+def why_not_kept(setup: Setup, frozen: Params) -> str:
+    """Return why an adapter's random base weights are not written; empty where they are, or are not random."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
+    reasons = {
+        "weights in host memory": setup.remat.streams_weights or setup.workload.host_embeddings,
+        "quantized weights": setup.model.quantize != "none",
+        "new tokens": setup.vocabulary.changes,
+        "--modules-to-save": setup.config.lora.modules_to_save,
+        "a reward model": setup.model.scores,
+        f"{size / 1e9:.1f} GB": size > _MOST_KEPT,
+    }
+    return next((reason for reason, holds in reasons.items() if holds and _has_random_base(setup)), "")
+
+
+def _has_random_base(setup: Setup) -> bool:
+    return setup.config.model.random_weights and setup.config.model.method == "lora"
 
 
 def _finish_folder(run: Exportable, folder: Path) -> None:

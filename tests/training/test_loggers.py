@@ -47,6 +47,17 @@ def test_line_cut_short_by_a_crash_is_dropped(tmp_path):
     assert [line["step"] for line in read_metrics(write(tmp_path, {2: 2.0}, resume_step=1))] == [1, 2]
 
 
+@pytest.mark.parametrize("damage", [b"{\n", b"\0\0\n", b"[2]\n", b'{"step": "2"}\n', b"\xff\n", b"[" * 99 + b"\n"])
+def test_damaged_lines_are_moved_aside(tmp_path, damage, caplog):
+    path = write(tmp_path, {1: 3.0})
+    with path.open("ab") as file:
+        file.write(damage + b'{"step": 2, "loss": 2.5}\n' + damage)
+    write(tmp_path, {3: 2.0}, resume_step=2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == 2 * damage
+    assert "2 damaged lines were moved to" in caplog.text
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_non_finite_loss_is_null(tmp_path, loss):
     (line,) = write(tmp_path, {1: loss}).read_text().splitlines()

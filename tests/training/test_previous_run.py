@@ -6,7 +6,7 @@ import pytest
 
 from jaxglue.training import previous_run
 from jaxglue.training.output import output_folder
-from jaxglue.training.run_files import RunFiles
+from jaxglue.training.run_files import MANIFEST, RunFiles
 from jaxglue.training.run_folder import RunFolder
 
 
@@ -65,6 +65,16 @@ def test_failure_before_a_checkpoint_restores_the_old_run(run):
         write_run(run, "new", checkpoint=False)
         raise KeyboardInterrupt
     assert contents(run) == OLD
+
+
+@pytest.mark.parametrize("damage", [b'{"pa\n', b'{"path": "../x"}\n', b'{"files": 3}\n'])
+def test_damaged_list_of_files_is_mended(run, damage):
+    with (run / MANIFEST).open("ab") as file:
+        file.write(damage + b'{"path": "cut')
+    RunFolder(run).begin("resumed")
+    assert {"config.toml", "checkpoints/5/array"} <= set(RunFiles(run).present())
+    assert not RunFiles(run)._lines.damaged
+    assert (run / f"{MANIFEST}.damaged").read_bytes() == damage
 
 
 def test_killed_first_run_can_be_replaced(tmp_path):

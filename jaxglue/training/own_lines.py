@@ -1,0 +1,54 @@
+"""Files of one JSON object a line that a run appends to: damage in them ends no run."""
+
+import io
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxglue.hf.files import atomic_file, named_errors
+from jaxglue.json_file import parse_object
+
+DAMAGED = ".damaged"
+"""Ends the name of the file that damaged lines are moved to."""
+_log = logging.getLogger(__name__)
+
+
+class OwnLines(NamedTuple):
+    """Lines of a file."""
+
+    intact: list[dict[str, Any]]
+    damaged: list[bytes]
+    """Lines that are no valid object."""
+    is_cut: bool
+    """Whether a crash cut short the last line, which neither list has."""
+
+
+def read_own_lines(path: Path, is_valid: Callable[[dict[str, Any]], bool]) -> OwnLines:
+    """Read a file, or none if it is missing, with damaged lines apart."""
+    lines = OwnLines([], [], False)
+    content = io.BytesIO(path.read_bytes() if path.exists() else b"")
+    for line in filter(bytes.strip, content):
+        if not line.endswith(b"\n"):
+            return lines._replace(is_cut=True)
+        try:
+            values = parse_object(line, str(path))
+        except ValueError:
+            values = {}
+        if values and is_valid(values):
+            lines.intact.append(values)
+        else:
+            lines.damaged.append(line)
+    return lines
+
+
+def rewrite_lines(path: Path, lines: Iterable[dict[str, Any]], damaged: Iterable[bytes]) -> None:
+    """Replace the lines of a file; append damaged ones to another beside it, and say so."""
+    if found := list(damaged):
+        aside = path.with_name(path.name + DAMAGED)
+        with named_errors(aside), aside.open("ab") as file:
+            file.writelines(found)
+        _log.warning("%s: %d damaged lines were moved to %s; the run goes on without them", path, len(found), aside)
+    with atomic_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
