@@ -31,9 +31,8 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     saved as a digest is compared by its digest.
     """
     old, new = dict(saved), dict(current)
-    (old_defaults, _), (new_defaults, digest) = (
-        (x.pop("defaults", {}), x.pop("model_digest", None)) for x in (old, new)
-    )
+    old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
+    _, digest = (values.pop("model_digest", None) for values in (old, new))
     if isinstance(old.get("model"), str):
         new["model"] = digest
     return differences(_filled(old, new_defaults), _filled(new, old_defaults))
