@@ -31,8 +31,9 @@ def _open(jax) -> None:
 
 def use_cache(_: Any) -> None:
     """Keep compiled programs where training keeps them by default."""
-    from jaxglue.engine.compiler import keep_programs
+    from jaxglue.engine.program_cache import explain_cache_errors, keep_programs
     from jaxglue.training.config import RunConfig
 
     assert RunConfig.compilation_cache is not None
     keep_programs(RunConfig.compilation_cache)
+    explain_cache_errors()

@@ -4,6 +4,7 @@ import os
 import sys
 
 from jaxglue.distributed import find_process_info, join_processes
+from jaxglue.engine.program_cache import explain_cache_errors
 from jaxglue.planner.plans import raise_pinned_limit
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
@@ -13,6 +14,7 @@ from jaxglue.training.trainer import train
 
 def main(config: TrainConfig) -> None:
     """Train, with the run's other processes if there are any; exit with 130 or 143 if interrupted."""
+    explain_cache_errors()
     timer, interrupt = StartupTimer.since_process_start(), Interrupt()
     with join_processes(find_process_info(config.distributed, os.environ)) as processes:
         if processes.count == 1:

@@ -1,7 +1,6 @@
-"""XLA options of the programs of a training step, and where compiled programs are kept."""
+"""XLA options of the programs of a training step."""
 
 from functools import partial
-from pathlib import Path
 
 import jax
 
@@ -20,9 +19,3 @@ jit_exchanging = partial(
     jax.jit, compiler_options=LIBRARY_MATMULS | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 )
 """`jit_step` for programs with collectives, of which two may be under way."""
-
-
-def keep_programs(folder: Path) -> None:
-    """Keep compiled programs and kernels in a folder for later processes, or where JAX already keeps them."""
-    jax.config.update("jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir or str(folder.expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds

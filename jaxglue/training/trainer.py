@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.engine.compiler import keep_programs
+from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.recipe import as_dict, load_config
 from jaxglue.training.config import ModelConfig, TrainConfig
@@ -55,7 +55,7 @@ def train(
     config = replace(config, model=pinned_model(config))
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
-        keep_programs(config.run.compilation_cache)
+        keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
     run = config.run
     setup = prepare(config, processes) if run.dry_run or run.resume else None
     if setup and run.dry_run:

@@ -1,0 +1,139 @@
+"""The folder of compiled programs: runs that start together execute the same ones, and damaged ones are replaced."""
+
+import contextlib
+import functools
+import importlib
+import logging
+import re
+import threading
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+from filelock import FileLock, Timeout
+
+_BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
+"""Event before a program is read from the folder."""
+_END = "/jax/core/compile/backend_compile_duration"
+"""Event after it was read, or compiled and written, in the same thread."""
+_LOCK = ".jaxglue.lock"
+_PATIENCE, _LONGEST = 5.0, 600.0
+"""Seconds of waiting before it is said, and at most."""
+_ERROR = re.compile(r"Error (reading|writing) persistent compilation cache entry for .*?: (.*)", re.DOTALL)
+_UNKEPT = "compiled programs cannot be kept, so that a resumed run compiles again and may round differently: "
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_log = logging.getLogger(__name__)
+
+
+def keep_programs(folder: Path, *, take_turns: bool = True) -> None:
+    """Keep compiled programs and kernels in a folder for later processes, or where JAX already keeps them.
+
+    Args:
+        folder: on a local disk.
+        take_turns: compile no program while another process does, but wait and read its. Matmuls are tuned by
+            measurement, so that two compilations may round differently, and only the first is kept for a resumed run.
+            Processes of one run wait for each other while they compile, and must not.
+    """
+    jax.config.update("jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir or str(folder.expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
+    _turns().take = take_turns
+
+
+class _Turns:
+    """Lock on the folder, held while any thread of this process reads, compiles or writes a program."""
+
+    def __init__(self) -> None:
+        self.take, self._said = False, False
+        self._guard, self._threads = threading.Lock(), set[int]()
+        self._lock: FileLock | None = None
+        jax.monitoring.register_event_listener(self._begin)
+        jax.monitoring.register_event_duration_secs_listener(self._end)
+
+    def _begin(self, event: str, **_: Any) -> None:
+        folder = jax.config.jax_compilation_cache_dir
+        if event != _BEGIN or not self.take or not folder or "://" in folder:
+            return
+        with self._guard:
+            self._lock = self._lock or self._acquire(Path(folder))
+            self._threads.add(threading.get_ident())
+
+    def _end(self, event: str, seconds: float, **_: Any) -> None:
+        if event != _END:
+            return
+        with self._guard:
+            self._threads.discard(threading.get_ident())
+            if self._lock and not self._threads:
+                self._lock.release()
+                self._lock = None
+
+    def _acquire(self, folder: Path) -> FileLock | None:
+        """Wait for the lock; None where the folder has none, or another process never frees it."""
+        lock = FileLock(folder / _LOCK, thread_local=False)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=_PATIENCE, poll_interval=0.02)
+                return lock
+            if not self._said:
+                _log.warning("waiting for another process that compiles programs into %s", folder)
+                self._said = True
+            lock.acquire(timeout=_LONGEST)
+            return lock
+        except Timeout:
+            self.take = False
+            _log.warning(
+                "%s: another process has compiled for %.0f s; this one goes on, and once resumed may round differently "
+                "(a --compilation-cache of its own prevents that)",
+                folder,
+                _LONGEST,
+            )
+        except (OSError, NotImplementedError):  # a folder that cannot be locked is rarely one that is written to
+            self.take = False
+        return None
+
+
+@functools.cache
+def _turns() -> _Turns:
+    """Return this process's lock, which listens from the first call on."""
+    return _Turns()
+
+
+def explain_cache_errors() -> None:
+    """Replace JAX's warnings about the folder of programs, one for each program, by one line; remove damaged ones."""
+    show, said = warnings.showwarning, set()
+
+    def explain(message: Warning | str, *args: Any, **options: Any) -> None:
+        found = _ERROR.match(str(message))
+        if not found:
+            return show(message, *args, **options)
+        act, reason = found.groups()
+        line = _mend(Path(jax.config.jax_compilation_cache_dir or ""), reason) if act == "reading" else _UNKEPT + reason
+        if act not in said:
+            said.add(act)
+            _log.warning("%s: %s", jax.config.jax_compilation_cache_dir, line)
+
+    warnings.showwarning = explain
+
+
+def _mend(folder: Path, reason: str) -> str:
+    """Remove damaged programs, which JAX would never overwrite; say what was found."""
+    damaged = [path for path in folder.glob("*-cache") if _is_damaged(path)]
+    for path in damaged:
+        path.unlink(missing_ok=True)
+    if not damaged:
+        return f"a compiled program cannot be read: {reason}. Delete the folder if this comes again"
+    return f"removed {len(damaged)} damaged programs, as a killed process leaves: they are compiled again"
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+        decompress = importlib.import_module("zstandard").decompress if content.startswith(_ZSTD) else zlib.decompress
+        decompress(content)
+    except (OSError, ImportError):
+        return False
+    except Exception:  # each library has its own
+        return True
+    return False

@@ -1,0 +1,96 @@
+"""Programs on disk: one process compiles at a time, damaged ones are replaced, and errors are one line each."""
+
+import resource
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from filelock import FileLock, Timeout
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxglue.engine import program_cache
+from jaxglue.engine.program_cache import explain_cache_errors, keep_programs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    keep_programs(tmp_path / "xla")
+    yield tmp_path / "xla"
+    program_cache._turns().take = False
+    jax.config.update("jax_compilation_cache_dir", before[0])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+    compilation_cache.reset_cache()
+
+
+def compile_program(number=0):
+    return jax.jit(lambda x: jnp.sin(x) + number).lower(1.0).compile()
+
+
+def test_folder_is_locked_while_a_program_compiles(folder):
+    seen = []
+
+    def look(event, **_):
+        if event == program_cache._BEGIN:
+            with pytest.raises(Timeout):
+                FileLock(folder / ".jaxglue.lock").acquire(timeout=0)
+            seen.append(event)
+
+    jax.monitoring.register_event_listener(look)
+    try:
+        compile_program()
+    finally:
+        jax.monitoring.unregister_event_listener(look)
+    assert seen
+    FileLock(folder / ".jaxglue.lock").acquire(timeout=0).lock.release()
+
+
+def test_a_process_waits_while_another_compiles(folder, monkeypatch, caplog):
+    monkeypatch.setattr(program_cache, "_PATIENCE", 0.05)
+    folder.mkdir()
+    other = FileLock(folder / ".jaxglue.lock", thread_local=False)
+    other.acquire()
+    threading.Timer(0.3, other.release).start()
+    compile_program()
+    assert not other.is_locked
+    assert caplog.text.count("waiting for another process") == 1
+
+
+def test_waiting_ends(folder, monkeypatch, caplog):
+    monkeypatch.setattr(program_cache, "_PATIENCE", 0.01)
+    monkeypatch.setattr(program_cache, "_LONGEST", 0.1)
+    folder.mkdir()
+    with FileLock(folder / ".jaxglue.lock"):
+        compile_program()
+    assert "this one goes on" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"\x78\x9c123"])
+def test_damaged_program_is_replaced(folder, damage, caplog):
+    compile_program()
+    (entry,) = folder.glob("*-cache")
+    entry.write_bytes(damage)
+    jax.clear_caches()
+    with warnings.catch_warnings(action="default"):
+        explain_cache_errors()
+        compile_program()
+    assert "removed 1 damaged programs" in caplog.text
+    assert len(entry.read_bytes()) > 100
+
+
+def test_errors_of_writing_are_one_line(folder, caplog):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with warnings.catch_warnings(action="default"):
+            explain_cache_errors()
+            for number in range(3):
+                compile_program(number)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caplog.text.count("cannot be kept") == caplog.text.count("File too large") == 1
