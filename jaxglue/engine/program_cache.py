@@ -59,7 +59,7 @@ class _Turns:
             self._lock = self._lock or self._acquire(Path(folder))
             self._threads.add(threading.get_ident())
 
-    def _end(self, event: str, seconds: float, **_: Any) -> None:
+    def _end(self, event: str, duration_secs: float, **_: Any) -> None:
         if event != _END:
             return
         with self._guard:
