@@ -94,7 +94,7 @@ def events(four_layers, batches, monkeypatch):
             patch.setattr(layer, "forward", _recorded(layer.forward, lambda _: log.append("F")))
             patch.setattr(layer, "backward", _recorded(layer.backward, lambda _: log.append("B")))
             frozen = layers_on_host(parts.frozen) if stream_weights else parts.frozen
-            for name in ("to_host", "to_device"):
+            for name in ("to_host", "request"):
                 patch.setattr(transfer, name, partial(_move, log, name, getattr(transfer, name)))
             executor.loss_and_gradients(parts.trainable, frozen, batches[:1], 10.0)
         return " ".join(log)
@@ -106,7 +106,7 @@ def _move(log, name, moves, tree):
     """Log a copy if any array moves."""
     result = moves(tree)
     if any(a is not b for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True)):
-        log.append({"to_host": "out", "to_device": "in"}[name])
+        log.append({"to_host": "out", "request": "in"}[name])
     return result
 
 

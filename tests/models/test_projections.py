@@ -99,6 +99,7 @@ class _Neighbor:
     """Context in which each token attends to its predecessor."""
 
     dropout_key = router_losses = tile = None
+    fp8 = False
 
     def rotate(self, q, k, norms):
         return q, k
