@@ -20,6 +20,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.ops.fp8 import check_fp8
+from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import DoesNotFit, Plan
@@ -55,18 +56,24 @@ def make_planner(config: EstimateConfig) -> Planner:
 
 def print_estimate(config: EstimateConfig) -> bool:
     """Print a verdict and the plans behind it; return whether the run fits."""
-    planner, host_memory = make_planner(config), config.host_memory_gib * GIB
-    longest = planner.longest_row(host_memory=host_memory, weights=config.model.weights)
+    planner, host_memory, weights = make_planner(config), config.host_memory_gib * GIB, config.model.weights
+    placed = embedding_places(planner.workload, config.model.embeddings)
+    planners = [planner, *(Planner(workload, planner.gpu) for workload in placed[1:])]
+    rows = (each.longest_row(host_memory=host_memory, weights=weights) for each in planners)
+    longest = max((row for row in rows if row), default=None)
     if config.max_seq_len and longest:
-        planner = planner.with_seq_len(longest)
+        planners = [each.with_seq_len(longest) for each in planners]
     try:
-        best = planner.resolve(config.model.remat, weights=config.model.weights, host_memory=host_memory)
+        planner, best = fastest_place(
+            planners, lambda each: (each, each.resolve(config.model.remat, weights=weights, host_memory=host_memory))
+        )
         verdict = _verdict(planner, best, longest)
     except DoesNotFit as error:
         best, verdict = None, f"Does not fit: {error}"
     console = Console(highlight=False)
     console.print(verdict, style="bold green" if best else "bold red")
-    plans = [*([best] if best and best.mapped_bytes else []), *planner.plans(host_memory)]
+    plans = planner.plans(host_memory) if config.all else planner.fitting_plans(host_memory)
+    plans = [best, *plans] if best and best not in plans else plans
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
     shown = list(_worth_showing(plans)) if config.all else list(_alternatives(fitting))[:_SHOWN]
     if shown:
@@ -78,6 +85,7 @@ def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
     """Return one line: memory, speed, and the longest row that would fit."""
     memory = f"{plan.device_bytes / GIB:.1f} of {planner.gpu.memory / GIB:.1f} GiB"
     host = f", {plan.host_bytes / GIB:.0f} GiB of host memory" if plan.host_bytes else ""
+    host += ", embeddings on the host" if planner.workload.host_embeddings else ""
     host += f", {plan.mapped_bytes / GIB:.0f} GiB of weights in their files" if plan.mapped_bytes else ""
     limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""
     row = f"longest row {longest or 0:,}{limit}; compiling takes {plan.compile_seconds:.0f} s"

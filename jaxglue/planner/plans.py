@@ -2,6 +2,7 @@
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxglue.engine.policy import RematPolicy, format_policies
 from jaxglue.engine.residency import format_weights, is_streamed
@@ -16,6 +17,15 @@ DEFAULT_PINNED_GIB = 64
 
 class DoesNotFit(ValueError):  # noqa: N818
     """Reports that a setting, or every setting, needs more memory than there is."""
+
+
+class Memory(NamedTuple):
+    """Memory that a setting takes, bytes."""
+
+    device_bytes: int
+    """At the peak."""
+    host_bytes: int
+    """Of pinned host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

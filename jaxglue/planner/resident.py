@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -61,6 +62,11 @@ class ResidentBytes:
 
 def resident_bytes(workload: Workload) -> ResidentBytes:
     """Count a workload's resident bytes from the shapes and dtypes of one GPU's parts."""
+    return _resident_bytes(workload.any_rows)
+
+
+@lru_cache(maxsize=8)
+def _resident_bytes(workload: Workload) -> ResidentBytes:
     layout = Layout(workload.mesh.abstract, workload.dtype)
     trainable, frozen = (layout.local_shapes(tree, layout.param_specs(tree)) for tree in abstract_parts(workload)[1:])
     layers = tuple(tree_bytes(layer) for layer in trainable["layers"])

@@ -1,6 +1,5 @@
-"""Searches that need few plans: each is a prediction of a whole step."""
+"""Searches that need few predictions of a whole step."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -8,19 +7,19 @@ from functools import cache
 from jaxglue.planner.plans import Plan, by_time
 
 
-def most(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[Plan], bool]) -> Plan | None:
-    """Return the plan of the last count that fits, if one does; all counts before it fit, too."""
-    fitting = _fitting(plan, counts, fits)
-    return plan(fitting[-1]) if fitting else None
+def most(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """Return the last count that fits, if one does; all counts before it fit, too."""
+    fitting = _fitting(counts, fits)
+    return fitting[-1] if fitting else None
 
 
-def fastest(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[Plan], bool]) -> Plan | None:
+def fastest(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[int], bool]) -> Plan | None:
     """Return the fastest plan of some count that fits, if one does.
 
     Memory grows with the count; time falls, and rises again where the link is full.
     """
     plan = cache(plan)
-    fitting = _fitting(plan, counts, fits)
+    fitting = _fitting(counts, fits)
     low, high = 0, len(fitting) - 1
     while high - low > 2:
         left, right = low + (high - low) // 3, high - (high - low) // 3
@@ -28,11 +27,11 @@ def fastest(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[
             high = right - 1
         else:
             low = left + 1
-    return min(filter(fits, map(plan, fitting[low : high + 1])), key=by_time, default=None)
+    return min(map(plan, filter(fits, fitting[low : high + 1])), key=by_time, default=None)
 
 
-def _fitting(plan: Callable[[int], Plan], counts: Sequence[int], fits: Callable[[Plan], bool]) -> Sequence[int]:
-    return counts[: bisect_left(counts, True, key=lambda count: not fits(plan(count)))]
+def _fitting(counts: Sequence[int], fits: Callable[[int], bool]) -> Sequence[int]:
+    return counts[: bisect_left(counts, True, key=lambda count: not fits(count))]
 
 
 def interpolate(loads: dict[int, float], limit: int, step: int) -> int:
@@ -41,6 +40,9 @@ def interpolate(loads: dict[int, float], limit: int, step: int) -> int:
     above = min((seq_len for seq_len, load in loads.items() if load > 1), default=limit)
     if not fitting or above - fitting <= step:
         return fitting or min(loads)
-    slope = (loads[above] - loads[fitting]) / (above - fitting) if above in loads else math.inf
-    guess = int(fitting + (1 - loads[fitting]) / slope) // step * step
+    free, excess = 1 - loads[fitting], loads[above] - 1
+    latest = [load <= 1 for load in reversed(loads.values())]
+    stale = 0.5 ** (latest.index(not latest[0]) - 1)  # both ends move, as in the Illinois algorithm
+    free, excess = (free, excess * stale) if latest[0] else (free * stale, excess)
+    guess = int(fitting + (above - fitting) * free / (free + excess)) // step * step
     return min(max(guess, fitting), above - step)

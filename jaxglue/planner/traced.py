@@ -1,7 +1,7 @@
 """Costs of a workload's layers and head, traced for a GPU."""
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,18 @@ class LayerCost:
     """Bytes that go to the host."""
 
 
+@lru_cache(maxsize=8)
+def _shapes(workload: Workload) -> tuple[list[Params], list[Params], list[int]]:
+    """Return trainable and frozen parameters that one GPU uses, those that it gathers, and each layer's first alike."""
+    graphdefs, *trees = abstract_parts(workload)
+    # Every GPU computes as much as if it had all experts and 1 / n of their tokens.
+    whole = Layout(replace(workload.mesh, expert=1).abstract, workload.dtype)
+    used = [whole.local_shapes(tree, whole.gathered_specs(tree)) for tree in trees]
+    layout = Layout(workload.mesh.abstract, workload.dtype)
+    gathers = [layout.gathered_shapes(tree) for tree in trees]
+    return used, gathers, [graphdefs.layers.index(graphdef) for graphdef in graphdefs.layers]
+
+
 class TracedModel:
     """Traces each kind of layer under each policy once; compiles nothing and needs no GPU.
 
@@ -46,13 +58,8 @@ class TracedModel:
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool):
         self._workload, self._gpu = workload, gpu
         self._capability = gpu.capability if kernels else None
-        self._graphdefs, *trees = abstract_parts(workload)
-        # Every GPU computes as much as if it had all experts and 1 / n of their tokens.
-        whole = Layout(replace(workload.mesh, expert=1).abstract, workload.dtype)
-        self._used = [whole.local_shapes(tree, whole.gathered_specs(tree)) for tree in trees]
-        layout = Layout(workload.mesh.abstract, workload.dtype)
-        self._gathers = [layout.gathered_shapes(tree) for tree in trees]
-        self._kinds = [self._graphdefs.layers.index(graphdef) for graphdef in self._graphdefs.layers]
+        self._graphdefs = abstract_parts(workload)[0]
+        self._used, self._gathers, self._kinds = _shapes(workload.any_rows)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._trace_replay), cache(self._trace_reference)
         self.head = self._trace_head()
@@ -66,16 +73,24 @@ class TracedModel:
         """Return the cost of a layer under a policy."""
         key = self._kinds[index], policy
         if key not in self._costs:
-            self._costs[key] = self._kept_on_device(*key) or self._trace_layer(*key)
+            self._costs[key] = self._moved(*key) or self._trace_layer(*key)
         return self._costs[key]
 
-    def _kept_on_device(self, kind: int, policy: RematPolicy) -> LayerCost | None:
-        """Return the cost from that of offloading all that the policy keeps, if it is known: programs are the same."""
-        if policy.saved is None or policy.offloaded:
+    def _moved(self, kind: int, policy: RematPolicy) -> LayerCost | None:
+        """Return the cost from that of offloading the same values and the input: programs are the same.
+
+        None for that policy itself, and for one that keeps values in both places.
+        """
+        if policy.saved is None or (policy.saved and policy.offloads_residuals):
             return None
-        layer_input = frozenset() if policy.drops_input else {LAYER_INPUT}
-        twin = self._costs.get((kind, replace(policy, saved=frozenset(), offloaded=policy.saved | layer_input)))
-        return None if twin is None else replace(twin, saved=twin.saved + twin.offloaded, offloaded=0)
+        everything = RematPolicy(saved=frozenset(), offloaded=policy.saved | policy.offloaded | {LAYER_INPUT})
+        if policy == everything:
+            return None
+        twin, input_bytes = self.layer(kind, everything), self.input_bytes
+        offloaded = 0 if policy.saved else twin.offloaded - input_bytes
+        offloaded += input_bytes if policy.offloads_input else 0
+        dropped = input_bytes if policy.drops_input else 0
+        return replace(twin, saved=twin.saved + twin.offloaded - dropped - offloaded, offloaded=offloaded)
 
     def replay(self, index: int, policy: RematPolicy) -> Cost:
         """Return the cost of running a layer again, from attention's output where the policy keeps it."""

@@ -68,6 +68,11 @@ class Workload:
             raise ValueError("embeddings on the host need a frozen table to which the output projection is not tied")
 
     @property
+    def any_rows(self) -> "Workload":
+        """Return the workload that stands for all which differ in their rows only: parameters are the same."""
+        return replace(self, seq_len=1, tile=None, document_lengths=(), objective=None, reference=False)
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of one micro-batch on one GPU."""
         return self.batch_size * self.seq_len

@@ -75,7 +75,16 @@ def _objective(setup: Setup) -> str | None:
     prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
     if objective.scores:
         return f"reward model, a score of each answer's last token; {prompts}"
-    return f"{objective.objective}, beta {objective.beta:g}; {prompts}"
+    return f"{objective.objective}, beta {objective.beta:g}; {prompts}{_reference(setup)}"
+
+
+def _reference(setup: Setup) -> str:
+    """Describe when the reference runs, if the objective has one."""
+    objective = setup.config.objective
+    if not objective.needs_reference:
+        return ""
+    how = "runs beside every step" if setup.workload.reference else "is computed once, before training"
+    return f"; the reference {how}{' (auto)' if objective.reference_cache == 'auto' else ''}"
 
 
 def _optimizer(setup: Setup) -> str:

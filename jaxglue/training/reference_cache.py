@@ -31,7 +31,7 @@ def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: 
 
     All processes call this with the weights that training begins with. None where no cached reference is needed.
     """
-    if not caches_reference(setup, model.trainable):
+    if not caches_reference(setup):
         return None
     if setup.config.model.matmul == "fp8":
         raise ValueError("--matmul fp8 with a cached reference is not supported: use --reference-cache off")

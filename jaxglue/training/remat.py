@@ -1,6 +1,5 @@
 """Choice of the remat policy, checked against the GPU's memory before weights are loaded."""
 
-import contextlib
 import os
 from dataclasses import dataclass, replace
 
@@ -12,10 +11,11 @@ from jaxglue.engine.residency import DEVICE, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
+from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, by_time, pinned_memory
+from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
@@ -79,7 +79,8 @@ def choose_remat(
     if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
-    planner, plan = _place_embeddings(config, workload)
+    places = embedding_places(workload, config.model.embeddings)
+    planner, plan = fastest_place(places, lambda placed: _resolve(config, placed))
     plan = _with_programs(plan, config.model.layers_per_program, mesh.devices)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     return RematChoice(
@@ -98,28 +99,6 @@ def choose_remat(
 def host_memory() -> float:
     """Return the bytes of host memory that this process may pin."""
     return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
-
-
-def _place_embeddings(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
-    """Return the plan with the embeddings where `--embeddings` has them; the faster one of both for `auto`.
-
-    They stay on the GPU where no layer's weights are streamed, and on several GPUs.
-    """
-    places = [workload]
-    if config.model.embeddings == AUTO and workload.mesh.devices == 1:
-        with contextlib.suppress(ValueError):  # a tied or trained table stays on the GPU
-            places.append(replace(workload, host_embeddings=True))
-    found, refused = [], []
-    for placed in places:
-        try:
-            found.append(_resolve(config, placed))
-        except DoesNotFit as error:
-            refused.append(error)
-        if found and not is_streamed(found[0][1].weights):
-            break
-    if not found:
-        raise refused[0]
-    return min(found, key=lambda planned: by_time(planned[1]))
 
 
 def _resolve(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:

@@ -21,6 +21,7 @@ from jaxglue.training.checks import check_dropout, check_model
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
+from jaxglue.training.reference_place import runs_beside
 from jaxglue.training.remat import RematChoice
 from jaxglue.training.shared_prompt import refuse_shared_prompt
 from jaxglue.training.start_adapter import read_start
@@ -98,11 +99,16 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     batches, eval_batches = _make_batches(config, data, mesh)
     total_steps = config.run.steps or batches.total_steps
     assert total_steps is not None
+    workload = replace(make_workload(config, model, lengths, mesh), host_embeddings=remat.host_embeddings)
+    if config.objective.needs_reference:
+        frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
+        beside = runs_beside(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
+        workload = replace(workload, reference=beside)
     return Setup(
         config=config,
         vocabulary=vocabulary,
         data=data,
-        workload=replace(make_workload(config, model, lengths, mesh), host_embeddings=remat.host_embeddings),
+        workload=workload,
         remat=remat,
         batches=batches,
         eval_batches=eval_batches,

@@ -38,16 +38,15 @@ def make_workload(
         attention=config.model.attention,
         tile=config.model.tile,
         objective=None if config.objective.objective == "sft" else PreferenceLoss(config=config.objective),
-        reference=_runs_reference(config),
+        reference=config.objective.needs_reference and _runs_beside(config),
     )
     if optimizer.optimizer == "adamw":
         return workload
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
 
 
-def _runs_reference(config: TrainConfig) -> bool:
+def _runs_beside(config: TrainConfig) -> bool:
     """Tell whether the reference's layers run beside the model's, as far as flags decide."""
     several = config.run.epochs > 1 and config.run.steps is None
     cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
-    frozen = config.model.method == "lora" and config.model.adapter is None
-    return config.objective.needs_reference and frozen and not cached
+    return config.model.method == "lora" and config.model.adapter is None and not cached

@@ -1,0 +1,165 @@
+"""Prediction of a training step's time and memory under remat policies and places of weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxglue.engine.layer_groups import why_not_grouped
+from jaxglue.engine.policy import RematPolicy
+from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
+from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
+from jaxglue.ops.backend import has_jax_triton
+from jaxglue.planner.attention import with_fitting_attention
+from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.groups import restore_work, restored_groups, restored_inputs
+from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
+from jaxglue.planner.peak import PeakMemory
+from jaxglue.planner.plans import Memory, Plan
+from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.schedule import Work, simulate
+from jaxglue.planner.setting import Setting
+from jaxglue.planner.traced import LayerCost, TracedModel
+from jaxglue.planner.workload import Workload
+
+_LINK_SHARE = 0.9
+"""Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
+
+
+class Predictor:
+    """Predicts the cost of a workload's settings on one GPU, which need not be present.
+
+    Args:
+        workload: what is trained.
+        gpu: rates and memory.
+        prefetch_depth: layers by which copies from the host are ahead; None for the executor's default.
+        run_ahead: dispatched layers that the host does not wait for.
+
+    Raises:
+        ValueError: a mixture of experts without jax-triton installed, whose kernels are traced.
+    """
+
+    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = RUN_AHEAD):
+        if workload.config.moe is not None and not has_jax_triton():
+            raise ValueError(
+                f"planning {workload.config.model_type}, which has experts, needs the kernels' definitions: install "
+                "jax-triton and triton (part of jaxglue[cuda13])"
+            )
+        self.workload, self.gpu = with_fitting_attention(workload, gpu), gpu
+        self._depth, self._run_ahead = prefetch_depth, run_ahead
+        self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton())
+        self._resident = resident_bytes(self.workload)
+
+    def plan(
+        self,
+        policies: RematPolicy | Sequence[RematPolicy],
+        *,
+        weights: str | Sequence[str] = DEVICE,
+        layers_per_program: int | None = None,
+    ) -> Plan:
+        """Predict the cost of a setting: policies, places of the layers' weights, and layers in a program.
+
+        The fewest layers in a program that hide the host's time by default.
+        """
+        setting = self._setting(policies, weights)
+        memory = self._memory_of(setting)
+        size = layers_per_program or self._layers_per_program(setting)
+        return Plan(
+            policies=setting.policies,
+            weights=setting.weights,
+            seconds=self._seconds(setting, size),
+            device_bytes=memory.device_bytes,
+            tile=self.workload.tile,
+            layers_per_program=size,
+            host_bytes=memory.host_bytes,
+            mapped_bytes=sum(setting.mapped),
+            compile_seconds=compile_seconds(self.workload.config, setting.policies, setting.offloaded, size),
+        )
+
+    def memory(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Memory:
+        """Predict the memory of a setting, in half the time of its plan."""
+        return self._memory_of(self._setting(policies, weights))
+
+    def _setting(self, policies: RematPolicy | Sequence[RematPolicy], weights: str | Sequence[str]) -> Setting:
+        model = self._model
+        chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
+        places = parse_weights(weights, model.layers) if isinstance(weights, str) else tuple(weights)
+        return Setting(
+            policies=chosen,
+            weights=places,
+            costs=[model.layer(index, policy) for index, policy in enumerate(chosen)],
+            streamed=self._resident.streamed_layers(places),
+            mapped=self._resident.mapped_layers(places),
+            depth=default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth,
+        )
+
+    def _memory_of(self, setting: Setting) -> Memory:
+        peak = PeakMemory(
+            workload=self.workload,
+            model=self._model,
+            resident=self._resident,
+            costs=setting.costs,
+            streamed=setting.streamed,
+            depth=setting.depth,
+            run_ahead=self._run_ahead,
+            restored=restored_inputs(setting.policies, setting.depth),
+        )
+        host_bytes = self._resident.host_ends + setting.weight_bytes + setting.offloaded
+        return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
+
+    def _layers_per_program(self, setting: Setting) -> int:
+        """Return the layers of a program; one where gradients of several layers should not exist at once."""
+        work, streams = self.workload, any(setting.streamed)
+        alone = why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams)
+        return 1 if alone or work.update_in_backward else choose_group(setting.costs)
+
+    def _seconds(self, setting: Setting, size: int) -> float:
+        """Predict the time of an optimizer step."""
+        streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
+        forward, backward = self._work(setting.costs, streamed, depth)
+        for group in restored_groups(setting.policies):
+            work = restore_work(group, setting.policies, self._model, streamed, link=_LINK_SHARE * self.gpu.link)
+            backward[group.stop] = backward[group.stop].and_before(work)
+        layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
+        layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
+        passes = 3 if self.workload.reference else 2
+        micro_batch = with_dispatch(layers + self._model.head.seconds, setting.costs, size, passes)
+        return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
+
+    def reference_seconds(self, policies: Sequence[RematPolicy], weights: Sequence[str]) -> tuple[float, float]:
+        """Predict the time that the reference adds to a step, and the time of a pass of its own over the same rows."""
+        setting, model = self._setting(policies, weights), self._model
+        without = Predictor(replace(self.workload, reference=False), self.gpu)
+        programs = self._layers_per_program(setting)
+        added = self._seconds(setting, programs) - without._seconds(without._setting(policies, weights), programs)
+        arriving = (
+            bytes_ / (_LINK_SHARE * self.gpu.link) for bytes_ in self._arriving(setting.streamed, setting.mapped)
+        )
+        layers = [Work(model.reference_seconds(index), weights=copy) for index, copy in enumerate(arriving)]
+        ahead = weights_prefetch_depth(setting.depth)
+        alone = simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
+        alone += model.head.seconds - without._model.head.seconds
+        return added, self.workload.gradient_accumulation_steps * alone
+
+    def _arriving(self, streamed: list[int], mapped: list[int]) -> list[int]:
+        """Return each layer's streamed bytes, those from files in units of the link's rate."""
+        slower = max(self.gpu.link / self.gpu.files, 1) if self.gpu.files else 1
+        return [size + round(in_file * (slower - 1)) for size, in_file in zip(streamed, mapped, strict=True)]
+
+    @property
+    def update_seconds(self) -> float:
+        """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient."""
+        return (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
+
+    def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
+        """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""
+        link, copy = _LINK_SHARE * self.gpu.link, self.gpu.copy
+        forward, backward = [], []
+        gathered = self._model.gathered_layers
+        for index, (cost, weights) in enumerate(zip(costs, streamed, strict=True)):
+            out, gather = cost.offloaded, gathered[index] / self.gpu.peers
+            stays = keep_on_device(index, len(costs), depth)
+            computing = cost.forward.seconds + self._model.reference_seconds(index)
+            kernels = max(computing + (out + weights) / copy, gather)
+            forward.append(Work(kernels, weights=weights / link, leaving=0.0 if stays else out / link))
+            kernels = max(cost.backward.seconds + (out + weights) / copy, gather)
+            backward.append(Work(kernels) if stays else Work(kernels, arriving=out / link, weights=weights / link))
+        return forward, backward
