@@ -97,3 +97,13 @@ def test_remembered_words_are_few_and_short(monkeypatch):
     assert tokenize._known.keys() == {"a", " b"}
     tokenize(["d e"])
     assert not tokenize._known
+
+
+def test_texts_of_new_words_are_read_whole(monkeypatch):
+    monkeypatch.setattr(words, "_TRIAL", 2)
+    tokenizer = make_tokenizer(None)
+    tokenize = WordTokenizer(tokenizer)
+    tokenize(["a b"])
+    (tokens,) = tokenize(["c d"])
+    assert np.frombuffer(tokens, np.int32).tolist() == tokenizer.encode("c d").ids
+    assert tokenize._known.keys() == {"a", " b"}
