@@ -124,7 +124,7 @@ def _mend(folder: Path, reason: str) -> str:
         path.unlink(missing_ok=True)
     if not damaged:
         return f"a compiled program cannot be read: {reason}. Delete the folder if this comes again"
-    return f"removed {len(damaged)} damaged programs, as a killed process leaves: they are compiled again"
+    return f"removed damaged programs ({len(damaged)}), as a killed process leaves: they are compiled again"
 
 
 def _is_damaged(path: Path) -> bool:

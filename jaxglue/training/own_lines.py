@@ -49,6 +49,6 @@ def rewrite_lines(path: Path, lines: Iterable[dict[str, Any]], damaged: Iterable
         aside = path.with_name(path.name + DAMAGED)
         with named_errors(aside), aside.open("ab") as file:
             file.writelines(found)
-        _log.warning("%s: %d damaged lines were moved to %s; the run goes on without them", path, len(found), aside)
+        _log.warning("%s: damaged lines (%d) were moved to %s; the run goes on without them", path, len(found), aside)
     with atomic_file(path) as temporary:
         temporary.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

@@ -95,9 +95,9 @@ def _read(path: Path, units: int) -> LogProbs | None:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
-    values = np.frombuffer(content[32:], np.float32)
-    whole = hashlib.sha256(content[32:]).digest() == content[:32] and len(values) == 2 * units
-    return values.reshape(units, 2).copy() if whole else None
+    digest, values = content[:32], content[32:]
+    is_whole = hashlib.sha256(values).digest() == digest and len(values) == 2 * units * np.float32().nbytes
+    return np.frombuffer(values, np.float32).reshape(units, 2).copy() if is_whole else None
 
 
 def _write(path: Path, values: LogProbs) -> None:

@@ -79,7 +79,7 @@ def test_damaged_program_is_replaced(folder, damage, caplog):
     with warnings.catch_warnings(action="default"):
         explain_cache_errors()
         compile_program()
-    assert "removed 1 damaged programs" in caplog.text
+    assert "removed damaged programs (1)" in caplog.text
     assert len(entry.read_bytes()) > 100
 
 

@@ -55,7 +55,7 @@ def test_damaged_lines_are_moved_aside(tmp_path, damage, caplog):
     write(tmp_path, {3: 2.0}, resume_step=2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     assert path.with_name("metrics.jsonl.damaged").read_bytes() == 2 * damage
-    assert "2 damaged lines were moved to" in caplog.text
+    assert "damaged lines (2) were moved to" in caplog.text
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
