@@ -1,5 +1,6 @@
 """Content-addressed cache of tokenized data."""
 
+import errno
 import hashlib
 import json
 from collections.abc import Callable
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.store import DamagedStoreError, TokenStore, open_store, remove_store
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def content_key(*parts: Any) -> str:
@@ -22,6 +25,7 @@ def open_or_write(folder: Path, write: Callable[[], None]) -> tuple[TokenStore, 
 
     Raises:
         ValueError: a cache that may not be read or written.
+        OSError: a full disk.
     """
     try:
         if not folder.is_dir():
@@ -37,3 +41,10 @@ def open_or_write(folder: Path, write: Callable[[], None]) -> tuple[TokenStore, 
         reason = f"{error.strerror}: {error.filename}"
         hint = "name a folder of your own with --cache-dir, or have its owner open it to your group"
         raise ValueError(f"cache_dir {folder.parent}: {reason}: {hint}") from error
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        hint = "make room, or name another folder with --cache-dir"
+        raise OSError(
+            error.errno, f"{error.strerror}: {folder.parent} cannot hold the tokenized data: {hint}"
+        ) from error

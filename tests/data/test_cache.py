@@ -1,6 +1,7 @@
 """The cache: content-addressed, verified, rebuilt when damaged."""
 
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -97,6 +98,17 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path, prepare, write_json
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ValueError, match=r"cache_dir .*cache: .*: name a folder of your own with --cache-dir"):
         prepare(write_jsonl([{"text": "What is 1"}]))
+
+
+def test_a_full_disk_names_the_cache(tmp_path, prepare, write_jsonl):
+    path, limits = write_jsonl([{"text": "What is 1"}]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cache cannot hold the tokenized data: make room, or name .* --cache-dir"):
+            prepare(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any((tmp_path / "cache").iterdir())
 
 
 def test_folders_of_killed_writers_are_removed(tmp_path, prepare, write_jsonl):
