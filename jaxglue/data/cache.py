@@ -44,7 +44,5 @@ def open_or_write(folder: Path, write: Callable[[], None]) -> tuple[TokenStore, 
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        hint = "make room, or name another folder with --cache-dir"
-        raise OSError(
-            error.errno, f"{error.strerror}: {folder.parent} cannot hold the tokenized data: {hint}"
-        ) from error
+        hint = "cannot hold the tokenized data: make room, or name another folder with --cache-dir"
+        raise OSError(error.errno, f"{error.strerror}: {folder.parent} {hint}") from error

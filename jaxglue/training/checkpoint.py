@@ -201,7 +201,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            with contextlib.suppress(OSError) if self._failed else self._explained():  # the manager raises it again
+                self._manager.close()
             self._quiet.close()
             if self._failed:
                 silence_abandoned_writes()
