@@ -33,7 +33,7 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
     _, digest = (values.pop("model_digest", None) for values in (old, new))
-    if isinstance(old.get("model"), str):
+    if digest and isinstance(old.get("model"), str):
         new["model"] = digest
     return differences(_filled(old, new_defaults), _filled(new, old_defaults))
 
