@@ -4,7 +4,7 @@ import json
 import re
 from array import array
 from collections.abc import Collection, Sequence
-from itertools import batched, chain
+from itertools import batched, chain, filterfalse
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -13,8 +13,8 @@ from tokenizers.normalizers import NFC
 
 _SPACE, _CUT = re.compile(r"\s"), re.compile(r"(?<=\S)(?= )")
 _IRREGULAR = re.compile(r"\0|\s ")
-_LONGEST, _MOST = 32, 2**17
-"""Characters of a remembered word, and remembered words: 30 MB."""
+_LONGEST, _MOST = 64, 2**17
+"""Characters of a remembered word, and remembered words: 40 MB."""
 _TRIAL = 2**16
 """Words learned before texts of mostly new ones are read whole: a word by itself takes three times as long."""
 _BATCH = 64
@@ -51,7 +51,7 @@ class WordTokenizer:
         if not self._by_words:
             return self._encode(texts)
         words = [split_words(text) for text in texts]
-        new = list(set(chain.from_iterable(words)) - self._known.keys())
+        new = list(set(filterfalse(self._known.__contains__, chain.from_iterable(words))))
         if self._learned + len(new) > _TRIAL and 2 * len(new) > sum(map(len, words)):
             return self._encode(texts)
         self._learned += len(new)
