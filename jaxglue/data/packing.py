@@ -1,6 +1,7 @@
 """Packing of documents into rows by online best fit."""
 
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import chain
 
@@ -77,7 +78,7 @@ def best_fit(
     """
     capacity = max_segments or len(lengths)
     shortest = int(lengths.min(initial=seq_len))
-    rooms: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by remaining room
+    rooms: defaultdict[int, list[int]] = defaultdict(list)  # rows by remaining room
     open_rooms = 0  # bit i: `rooms[i]` is non-empty, so the lowest bit ≥ length is the best fit
     rows, sizes = array("q"), array("q")
     for length in chain.from_iterable(

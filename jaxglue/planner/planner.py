@@ -96,8 +96,15 @@ class Planner(Predictor):
             return found[0]
         if weights == AUTO and (mapped := self._map_lean(host_memory)):
             return mapped
-        leanest = min(self.plans(host_memory, weights), key=lambda plan: plan.device_bytes)
-        raise DoesNotFit(self._why_not(leanest, host_memory))
+        raise DoesNotFit(self._why_not(self._leanest(weights), host_memory))
+
+    def _leanest(self, weights: str) -> Plan:
+        """Return the plan that needs the least memory of the GPU."""
+        policies: list[RematPolicy | Sequence[RematPolicy]] = [*(PRESETS[name] for name in _LEAN)]
+        policies += self._groups(leanest=True)
+        streams = (DEVICE, HOST) if weights == AUTO else (weights,)
+        plans = (self.plan(each, weights=places) for places in streams for each in policies)
+        return min(plans, key=lambda plan: plan.device_bytes)
 
     def fitting_plans(self, host_memory: float, weights: str = AUTO) -> list[Plan]:
         """Return the plans of `plans` that fit, the fastest first."""

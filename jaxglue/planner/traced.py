@@ -16,7 +16,7 @@ from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.layer_programs import layer_programs, reference_program, replay_program
+from jaxglue.planner.layer_programs import LayerPrograms, layer_programs, reference_program, replay_program
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
@@ -60,6 +60,9 @@ class TracedModel:
         self._capability = gpu.capability if kernels else None
         self._graphdefs = abstract_parts(workload)[0]
         self._used, self._gathers, self._kinds = _shapes(workload.any_rows)
+        sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
+        self._alike = [sparse.index(kind) for kind in sparse]  # windows change attention's cost, not the programs
+        self._programs = cache(self._trace_programs)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._trace_replay), cache(self._trace_reference)
         self.head = self._trace_head()
@@ -136,15 +139,21 @@ class TracedModel:
         """Return the bytes of a layer's gradients before they are split among GPUs."""
         return max(2 * tree_bytes(layer) for layer in self._gathers[0]["layers"])
 
-    def _trace_layer(self, index: int, policy: RematPolicy) -> LayerCost:
+    def _trace_programs(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
+        """Trace a layer's programs, and those whose memory counts."""
         work, trees = self._workload, [tree["layers"][index] for tree in self._used]
         graphdef = self._graphdefs.layers[index]
-        attention = attention_costs(work, self._gpu, work.config.layer_windows[index])
         with tracing_for(self._capability):
-            roomy = programs = layer_programs(graphdef, policy, work, trees)
-            if (devices := work.mesh.expert) > 1:
-                # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
-                roomy = layer_programs(graphdef, policy, work, trees, experts=devices)
+            programs = layer_programs(graphdef, policy, work, trees)
+            if (devices := work.mesh.expert) == 1:
+                return programs, programs
+            # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
+            return programs, layer_programs(graphdef, policy, work, trees, experts=devices)
+
+    def _trace_layer(self, index: int, policy: RematPolicy) -> LayerCost:
+        work = self._workload
+        attention = attention_costs(work, self._gpu, work.config.layer_windows[index])
+        programs, roomy = self._programs(self._alike[index], policy)
         return LayerCost(
             forward=self._program_cost(programs.forward, roomy.forward, attention),
             backward=self._program_cost(programs.backward, roomy.backward, attention),
