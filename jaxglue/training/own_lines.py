@@ -43,7 +43,9 @@ def read_own_lines(path: Path, is_valid: Callable[[dict[str, Any]], bool]) -> Ow
     return lines
 
 
-def rewrite_lines(path: Path, lines: Iterable[dict[str, Any]], damaged: Iterable[bytes]) -> None:
+def rewrite_lines(
+    path: Path, lines: Iterable[dict[str, Any]], damaged: Iterable[bytes], *, ensure_ascii: bool = True
+) -> None:
     """Replace the lines of a file; append damaged ones to another beside it, and say so."""
     if found := list(damaged):
         aside = path.with_name(path.name + DAMAGED)
@@ -51,4 +53,6 @@ def rewrite_lines(path: Path, lines: Iterable[dict[str, Any]], damaged: Iterable
             file.writelines(found)
         _log.warning("%s: damaged lines (%d) were moved to %s; the run goes on without them", path, len(found), aside)
     with atomic_file(path) as temporary:
-        temporary.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps(line, ensure_ascii=ensure_ascii) + "\n" for line in lines), encoding="utf-8"
+        )

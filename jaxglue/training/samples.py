@@ -55,4 +55,5 @@ class Samples:
 def _append(path: Path, step: int, lines: list[dict]) -> None:
     """Write the lines of a step after those of earlier ones; a resumed run may write them again."""
     before = read_steps(path)
-    rewrite_lines(path, [*(line for line in before.intact if line["step"] < step), *lines], before.damaged)
+    lines = [*(line for line in before.intact if line["step"] < step), *lines]
+    rewrite_lines(path, lines, before.damaged, ensure_ascii=False)
