@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.answer_dataset import AnswerDataset
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.readers import read_rows
 from jaxglue.data.sources import Source
@@ -46,11 +47,14 @@ def longest(data: TokenDataset, sources: Sequence[Source], count: int) -> list[t
 
 
 def trained_parts(data: TokenDataset, document: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """Yield the tokens of a document one by one, decoded, and whether each is trained on."""
+    """Yield the tokens of a document one by one, decoded, and whether each is trained on; a pair's answers in lines."""
     tokens, mask = _tokens(data, document)
+    second = len(tokens) - data.sizes[document, 1] if isinstance(data, AnswerDataset) else None
     pending: list[int] = []
     decode = tokenizer.backend_tokenizer.decode
-    for token, trained in zip(tokens.tolist(), mask.tolist(), strict=True):
+    for index, (token, trained) in enumerate(zip(tokens.tolist(), mask.tolist(), strict=True)):
+        if index == second:
+            yield "\n", False
         pending.append(token)
         text = decode(pending, skip_special_tokens=False)
         if not text.endswith("\ufffd") or len(pending) > 4:  # else the token ends inside a character

@@ -35,6 +35,12 @@ def test_long_documents_are_cut(preview, write_jsonl):
     assert "⟦What …" in preview(write_jsonl([{"text": "What is 1?"}]), "--max-tokens", "1")
 
 
+def test_answers_of_a_pair_stand_in_lines(preview, write_jsonl):
+    pair = {"prompt": "What is 1? ", "chosen": "It is 1.", "rejected": "Good"}
+    shown = preview(write_jsonl([pair, pair | {"rejected": "2"}]), "--rows", "1", "--objective", "dpo")
+    assert "What is 1? ⟦It is 1." in shown and "⟧\n⟦Good" in shown
+
+
 def test_every_length_is_in_one_bin():
     lengths = np.array([1, 5, 12, 13, 24])
     bins = length_bins(lengths)

@@ -231,6 +231,16 @@ def test_expert_parallel_layers_hold_tokens_of_all_devices(tiny_config):
     assert passes == pytest.approx([2, 3], rel=0.05)  # the backward pass gathers the tokens again
 
 
+def test_reference_waits_for_streamed_weights_in_a_pass_of_its_own(workload):
+    objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
+    compared = replace(workload, seq_len=2048, objective=objective, reference=True)
+    planner = Planner(compared, find_gpu("H100"))
+    policies = [parse_policy("full")] * 6
+    beside, alone = planner.reference_seconds(policies, ["device"] * 6)
+    _, streamed = planner.reference_seconds(policies, ["device", *["host"] * 5])
+    assert beside > 0 and streamed > 2 * alone > 0
+
+
 def test_longest_row_fits_and_the_next_one_does_not(planner):
     here, there = (each.plan(parse_policy("full")).device_bytes for each in (planner, planner.with_seq_len(2048)))
     small = _with_memory(planner, (here + there) / 2 / (1 - MARGIN) / GIB)
