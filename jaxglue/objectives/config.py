@@ -62,7 +62,10 @@ class ObjectiveConfig(Config):
                 raise ValueError(
                     f"--{flag} is for --objective {' or '.join(objectives)}, not {self.objective}: leave it out"
                 )
-
+        if self.reference_cache == "on" and not self.needs_reference:
+            raise ValueError(
+                f"--reference-cache on is for --objective dpo, ipo or kto, not {self.objective}: leave it out"
+            )
         if self.loss_type == "exo_pair" and not self.label_smoothing:
             raise ValueError("--loss-type exo_pair needs --label-smoothing above 0, such as 0.001")
 
