@@ -10,7 +10,7 @@ class FileParam:
     """Parameter in memory-mapped files, read anew for each use; a leaf of parameter trees."""
 
     shape: tuple[int, ...]
-    """Of the parameter, before quantization."""
+    """Shape of the parameter before quantization."""
     dtype: Any
     nbytes: int
     """Bytes in the files."""

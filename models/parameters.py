@@ -32,7 +32,7 @@ class ModelGraphDefs:
     lm_head: nnx.GraphDef | None
     """None when the output projection is tied to the embedding."""
     score: nnx.GraphDef | None = None
-    """Of a reward model, in place of the output projection."""
+    """Score of a reward model, in place of the output projection."""
 
     @property
     def output_name(self) -> str:

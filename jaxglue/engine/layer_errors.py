@@ -24,7 +24,7 @@ class FP8Errors(NamedTuple):
     layers: list[float]
     """‖y − z‖ / ‖z − x‖ of each layer, with z in the activations' dtype; x is z of the layer before."""
     head: float | None
-    """Of the gradient to the last output; None where the head is not in FP8."""
+    """Error of the gradient to the last output; None where the head is not in FP8."""
 
 
 def fp8_errors(executor: Executor, trainable: Params, frozen: Params, batch: Batch) -> FP8Errors:

@@ -23,9 +23,9 @@ class Memory(NamedTuple):
     """Memory that a setting takes, bytes."""
 
     device_bytes: int
-    """At the peak."""
+    """Bytes of GPU memory at the peak."""
     host_bytes: int
-    """Of pinned host memory."""
+    """Bytes of pinned host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,10 +71,10 @@ class ModelConfig(Config):
     memory_limit: PositiveFloat | None = None
     """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
     weights: str = "device"
-    """Where the layers' frozen weights are: device; host, from whose memory they are streamed layer by layer; mapped,
-    from their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
+    """Place of the layers' frozen weights: device; host, streamed layer by layer from its memory; mapped, read from
+    their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
     embeddings: Literal["device", "host", "auto"] = "device"
-    """Where frozen embedding table and output projection are: on the GPU, or in host memory, from which each step reads
+    """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
     its tokens' rows and copies the projection. auto moves them there where layers' weights would be streamed, if this
     is predicted to be faster."""
     expand_experts: bool = False

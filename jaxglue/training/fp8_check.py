@@ -6,7 +6,7 @@ from jaxglue.engine.layer_errors import FP8Errors
 
 
 class FP8Choice(NamedTuple):
-    """What is multiplied in FP8, and a line that says so."""
+    """Parts that are multiplied in FP8, and a line that names them."""
 
     layers: list[bool]
     head: bool

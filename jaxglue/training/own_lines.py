@@ -22,7 +22,7 @@ class OwnLines(NamedTuple):
     damaged: list[bytes]
     """Lines that are no valid object."""
     is_cut: bool
-    """Whether a crash cut short the last line, which neither list has."""
+    """True where a crash cut the last line short; neither list has it."""
 
 
 def read_own_lines(path: Path, is_valid: Callable[[dict[str, Any]], bool]) -> OwnLines:

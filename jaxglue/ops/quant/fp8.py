@@ -12,7 +12,7 @@ E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
 """Largest e4m3 value."""
 SMALLEST_SCALE = 2.0**-120
-"""Of rows that are not zero: a scale below 2⁻¹²⁶ may be flushed to zero, and 0 / 0 is NaN."""
+"""Least scale of a row that is not zero: one below 2⁻¹²⁶ may be flushed to zero, and 0 / 0 is NaN."""
 BLOCK = 128
 """Columns that share a scale where a row has several."""
 
