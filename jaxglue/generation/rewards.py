@@ -13,7 +13,6 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.formats import detect_format
-from jaxglue.data.packing import plan_packing
 from jaxglue.data.preference import PAIRS, detect_preference
 from jaxglue.data.readers import read_rows
 from jaxglue.data.sources import parse_source
@@ -23,11 +22,11 @@ from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.chat import is_reward_model, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
+from jaxglue.generation.scoring import plan_rows
 from jaxglue.models.parameters import split_model
-from jaxglue.ops.segments import pack_segments, segment_bucket
+from jaxglue.ops.segments import pack_segments
 
 Tokens = Sequence[int] | np.ndarray
-_SHORTEST_ROW = 2048
 _CHUNK = 1024
 """Rows of data that are packed together."""
 
@@ -60,9 +59,7 @@ class RewardModel:
         if not documents:
             return []
         lengths = np.array([len(document) for document in documents], np.int64)
-        row = max(_SHORTEST_ROW, 1 << (int(lengths.max()) - 1).bit_length())
-        plan = plan_packing(lengths, seq_len=row)
-        slots = segment_bucket(plan.max_segments)
+        plan, row, slots = plan_rows(lengths)
         scores = np.zeros(len(documents))
         for members in map(plan.row, range(plan.rows)):
             batch = _make_batch([documents[index] for index in members], row, slots)

@@ -50,9 +50,7 @@ class Scorer:
         found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
         if not len(lengths):
             return found
-        row = max(_SHORTEST_ROW, 1 << (int(lengths.max()) - 1).bit_length())
-        plan = plan_packing(lengths, seq_len=row)
-        slots = segment_bucket(plan.max_segments)
+        plan, row, slots = plan_rows(lengths)
         for index in range(plan.rows):
             losses, hits = self._score_row(plan, index, whole, row, slots)
             ends = np.cumsum(lengths[plan.row(index)])
@@ -73,6 +71,13 @@ class Scorer:
         batch = Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments)
         losses, hits = jax.device_get(self._executor.token_scores(*self._trees, jax.device_put(batch)))
         return losses[0], hits[0]
+
+
+def plan_rows(lengths: np.ndarray) -> tuple[PackPlan, int, int]:
+    """Pack documents into rows; return the plan, a row's tokens and its segment slots, of which few sizes occur."""
+    row = max(_SHORTEST_ROW, 1 << (int(lengths.max()) - 1).bit_length())
+    plan = plan_packing(lengths, seq_len=row)
+    return plan, row, segment_bucket(plan.max_segments)
 
 
 def _joined(context: Tokens, continuation: Tokens, limit: int) -> Tokens:

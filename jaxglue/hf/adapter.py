@@ -141,7 +141,8 @@ def load_adapter(folder: str | Path) -> Adapter:
     stored = {key: files.read(key) for key in files.tensors}
     if not stored:
         raise ValueError(f"{folder / TENSORS} holds no tensors")
-    if files.metadata().get(_DIGEST, found := _digest(stored)) != found:
+    recorded = files.metadata().get(_DIGEST)
+    if recorded is not None and recorded != _digest(stored):
         raise ValueError(
             f"{folder / TENSORS} is damaged: its tensors differ from their digest: copy or export it again"
         )

@@ -116,7 +116,7 @@ class Predictor:
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
         forward, backward = self._work(setting.costs, streamed, depth)
         for group in restored_groups(setting.policies):
-            work = restore_work(group, setting.policies, self._model, streamed, link=_LINK_SHARE * self.gpu.link)
+            work = restore_work(group, setting.policies, self._model, streamed, link=self._link)
             backward[group.stop] = backward[group.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
@@ -130,14 +130,17 @@ class Predictor:
         without = Predictor(replace(self.workload, reference=False), self.gpu)
         programs = self._layers_per_program(setting)
         added = self._seconds(setting, programs) - without._seconds(without._setting(policies, weights), programs)
-        arriving = (
-            bytes_ / (_LINK_SHARE * self.gpu.link) for bytes_ in self._arriving(setting.streamed, setting.mapped)
-        )
+        arriving = (size / self._link for size in self._arriving(setting.streamed, setting.mapped))
         layers = [Work(model.reference_seconds(index), weights=copy) for index, copy in enumerate(arriving)]
         ahead = weights_prefetch_depth(setting.depth)
         alone = simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
         alone += model.head.seconds - without._model.head.seconds
         return added, self.workload.gradient_accumulation_steps * alone
+
+    @property
+    def _link(self) -> float:
+        """Return the bytes/s between host and GPU that a plan counts on."""
+        return _LINK_SHARE * self.gpu.link
 
     def _arriving(self, streamed: list[int], mapped: list[int]) -> list[int]:
         """Return each layer's streamed bytes, those from files in units of the link's rate."""
@@ -151,7 +154,7 @@ class Predictor:
 
     def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
         """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""
-        link, copy = _LINK_SHARE * self.gpu.link, self.gpu.copy
+        link, copy = self._link, self.gpu.copy
         forward, backward = [], []
         gathered = self._model.gathered_layers
         for index, (cost, weights) in enumerate(zip(costs, streamed, strict=True)):

@@ -5,9 +5,8 @@ from dataclasses import replace
 import jax
 
 from jaxglue.distributed import Processes
-from jaxglue.engine.residency import MAPPED
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.rates import device_gpu, measure_files
+from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice
@@ -45,8 +44,7 @@ def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> 
     """Compare predicted times; with no weights to stream, both passes over a row take the same."""
     if epochs <= 1 or not remat.streams_weights or jax.default_backend() == "cpu":
         return epochs <= 1
-    device = jax.local_devices()[0]
-    gpu = replace(device_gpu(device), files=measure_files(device) if MAPPED in remat.weights else 0.0)
+    gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
     planner = Planner(replace(workload, tile=remat.tile, attention=remat.attention, reference=True), gpu)
     beside, alone = planner.reference_seconds(remat.policies, remat.weights)
     return epochs * beside <= alone

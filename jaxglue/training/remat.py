@@ -1,7 +1,9 @@
 """Choice of the remat policy, checked against the GPU's memory before weights are loaded."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
 
@@ -12,7 +14,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.embeddings import embedding_places, fastest_place
-from jaxglue.planner.gpus import GIB
+from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
@@ -46,6 +48,8 @@ class RematChoice:
     """Frozen embedding table and output projection are in host memory."""
     host_bytes: int = 0
     """Bytes of pinned host memory that are predicted."""
+    files: float = 0.0
+    """Rate of weights in files, bytes/s; 0 where it was not measured."""
     note: str = ""
     """Reason, and predicted time and memory."""
 
@@ -79,8 +83,7 @@ def choose_remat(
     if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
-    places = embedding_places(workload, config.model.embeddings)
-    planner, plan = fastest_place(places, lambda placed: _resolve(config, placed))
+    planner, plan = _fastest(config, workload)
     plan = _with_programs(plan, config.model.layers_per_program, mesh.devices)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     return RematChoice(
@@ -92,6 +95,7 @@ def choose_remat(
         layers_per_program=plan.layers_per_program,
         host_embeddings=planner.workload.host_embeddings,
         host_bytes=plan.host_bytes,
+        files=planner.gpu.files,
         note=note,
     )
 
@@ -101,22 +105,32 @@ def host_memory() -> float:
     return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
 
 
-def _resolve(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
-    """Return the plan; weights may stay in files where it asks for that, or where the host's memory is short."""
-    device, model, pinned = jax.local_devices()[0], config.model, host_memory()
-    gpu = device_gpu(device).limited(model.memory_limit)
+def _fastest(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
+    """Return the fastest plan over the embeddings' places."""
+    device = jax.local_devices()[0]
+    gpu, files = device_gpu(device).limited(config.model.memory_limit), cache(lambda: measure_files(device))
+    places = embedding_places(workload, config.model.embeddings)
+    return fastest_place(places, lambda placed: _resolve(config, placed, gpu, files))
+
+
+def _resolve(config: TrainConfig, workload: Workload, gpu: Gpu, files: Callable[[], float]) -> tuple[Planner, Plan]:
+    """Return the plan; weights may stay in files where it asks for that, or where the host's memory is short.
+
+    `files` measures the rate of these.
+    """
+    model, pinned = config.model, host_memory()
     refused = refuse_mapped(config, workload.mesh)
     if MAPPED in model.weights and refused:
         raise ValueError(refused)
     if MAPPED in model.weights:
-        gpu = replace(gpu, files=measure_files(device))
+        gpu = replace(gpu, files=files())
     planner = Planner(workload, gpu)
     try:
         return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
     except DoesNotFit:
         if refused or gpu.files or model.weights != AUTO:
             raise
-    planner = Planner(workload, replace(gpu, files=measure_files(device)))
+    planner = Planner(workload, replace(gpu, files=files()))
     return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
 
 

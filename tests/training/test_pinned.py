@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +13,6 @@ from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import MARGIN, Planner
@@ -120,5 +118,5 @@ def test_embeddings_leave_the_gpu_where_memory_is_short(make_config, tiny_config
     gpu = replace(find_gpu("H100"), memory=(2 * most if roomy else (most + least) / 2) / (1 - MARGIN))
     monkeypatch.setattr(remat, "device_gpu", lambda device: gpu)
     config = make_config(embeddings="auto", weights="auto", remat="full")
-    planner, plan = fastest_place(embedding_places(on_gpu, "auto"), partial(remat._resolve, config))
+    planner, plan = remat._fastest(config, on_gpu)
     assert planner.workload.host_embeddings != roomy and not is_streamed(plan.weights)

@@ -1,6 +1,5 @@
 """FP8 products of frozen weights that share an input, and their adapters: scales are applied where both are added."""
 
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +13,7 @@ from jaxglue.ops.fp8.vjp import shared_scales
 from jaxglue.ops.lora import (
     Quantizer,
     ScaledProduct,
+    first_ranks,
     lora_expand_gradients_and_codes,
     lora_expand_onto,
     shrink,
@@ -48,10 +48,9 @@ def _project(x, weights: tuple[FP8Weight, ...], down, ups: tuple[Array, ...]) ->
 def _forward(x, weights, down, ups):
     hidden = checkpoint_name(shrink(x, down), names.LORA_HIDDEN)
     codes, scales = encode(x)
-    firsts = itertools.accumulate((up.shape[1] for up in ups), initial=0)
     outputs = tuple(
         lora_expand_onto(ScaledProduct(dot(codes, weight.codes, 1, x.dtype), scales, weight.scales), hidden, up, first)
-        for weight, up, first in zip(weights, ups, firsts, strict=False)
+        for weight, up, first in zip(weights, ups, first_ranks(ups), strict=True)
     )
     return outputs, (x, hidden, weights, down, ups)
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.fp8.products import dot, input_products, rescale
+from jaxglue.ops.lora import shrink_gradient
 from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
 
 
@@ -61,13 +62,9 @@ def _trained_forward(x, weights):
 def _trained_backward(residuals, cotangents):
     x, weights = residuals
     dx, _ = _backward(tuple(map(_quantize, weights)), cotangents)
-    tokens = tuple(range(x.ndim - 1))
-
-    def gradient(dy, weight):
-        total = jax.lax.dot_general(dy, x, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
-        return total.astype(weight.dtype)
-
-    return dx, tuple(map(gradient, cotangents, weights))
+    return dx, tuple(
+        shrink_gradient(x, dy).astype(weight.dtype) for dy, weight in zip(cotangents, weights, strict=True)
+    )
 
 
 project_trained.defvjp(_trained_forward, _trained_backward)

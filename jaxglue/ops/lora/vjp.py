@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 
 class Quantizer(NamedTuple):
-    """How cotangents dy [M, N] become e4m3: dy · columns / rows."""
+    """Scales by which cotangents dy [M, N] become e4m3 codes: dy · columns / rows."""
 
     columns: Float[Array, " N"]
     rows: Float[Array, "M 1"]
@@ -45,8 +45,15 @@ def expand(
     backend: LoraBackend, hidden: Float[Array, "M ranks"], matrices: tuple[Float[Array, "out R"], ...]
 ) -> tuple[Float[Array, "M out"], ...]:
     """See `lora_expand`."""
-    firsts = itertools.accumulate((matrix.shape[1] for matrix in matrices), initial=0)
-    return tuple(backend.product(hidden, matrix, first) for matrix, first in zip(matrices, firsts, strict=False))
+    return tuple(
+        backend.product(hidden, matrix, first) for matrix, first in zip(matrices, first_ranks(matrices), strict=True)
+    )
+
+
+def first_ranks(matrices: Sequence[Float[Array, "out R"]]) -> list[int]:
+    """Return each matrix's first rank among those of all, side by side."""
+    *firsts, _ = itertools.accumulate((matrix.shape[1] for matrix in matrices), initial=0)
+    return firsts
 
 
 def _expand_forward(backend, hidden, matrices):
@@ -62,14 +69,10 @@ def expand_gradients(
     backend: LoraBackend, hidden, matrices, cotangents, quantizers: Sequence[Quantizer | None] | None = None
 ):
     """See `lora_expand_gradients`."""
-    dhidden, dmatrices, codes, first = [], [], [], 0
-    for dy, matrix, quantizer in zip(cotangents, matrices, quantizers or [None] * len(matrices), strict=True):
-        part, dmatrix, code = backend.gradients(dy, matrix, hidden, first, quantizer)
-        dhidden.append(part)
-        dmatrices.append(dmatrix)
-        codes.append(code)
-        first += matrix.shape[1]
-    return jnp.concatenate(dhidden, axis=-1), tuple(dmatrices), codes
+    calls = zip(cotangents, matrices, first_ranks(matrices), quantizers or [None] * len(matrices), strict=True)
+    found = (backend.gradients(dy, matrix, hidden, first, quantizer) for dy, matrix, first, quantizer in calls)
+    dhidden, dmatrices, codes = zip(*found, strict=True)
+    return jnp.concatenate(dhidden, axis=-1), dmatrices, codes
 
 
 expand.defvjp(_expand_forward, _expand_backward)
