@@ -1,6 +1,7 @@
 """Measure DPO steps on UltraFeedback-like pairs: pairs a second, memory, and the limit of the matmuls.
 
     python benchmarks/dpo_step.py --shape qwen3-8b --row 16384 --json FILE
+    python benchmarks/dpo_step.py --memory-limit 22        # the fastest plan within 22 GiB
     python benchmarks/dpo_step.py --quantize nf4 --remat full --row 8192 --pair-tokens 8192
     python benchmarks/dpo_step.py --pairs-only FILE.npz    # pairs and config.json, for benchmarks/peers/dpo.py
 
@@ -12,6 +13,8 @@ trainer's, executor and AdamW, dispatched one ahead.
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,19 +30,24 @@ from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
 from jaxglue.engine.model_executor import Executor
-from jaxglue.engine.policy import parse_policies
+from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
+from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import without_adapters
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.planner.flops import matmul_parameters
-from jaxglue.planner.gpus import peak_flops
+from jaxglue.planner.gpus import GIB, peak_flops
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.rates import device_gpu
+from jaxglue.planner.workload import Workload
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.optimizer_config import OptimizerConfig
 
 PROMPT, ANSWER = (300, 200), (350, 250)
 """Mean and standard deviation of lengths."""
 LONGEST = 2048
+SETTINGS = ("shape", "row", "remat", "memory_limit", "copies", "quantize", "pair_tokens")
 
 
 class Pairs(NamedTuple):
@@ -97,19 +105,40 @@ def limit_seconds(config: DecoderConfig, pairs: np.ndarray) -> float:
     return flops / (peak_flops(jax.devices()[0].device_kind) or np.nan)
 
 
+def choose_policies(args: argparse.Namespace, work: Workload) -> tuple[Sequence[RematPolicy], tuple[str, ...]]:
+    """Return the layers' policies and places of their weights: --remat's, or the fastest plan's within a limit."""
+    layers = work.config.num_hidden_layers
+    if args.memory_limit is None:
+        return parse_policies(args.remat, layers), parse_weights(DEVICE, layers)
+    gpu = device_gpu(jax.devices()[0]).limited(args.memory_limit)
+    plan = Planner(work, gpu).choose(host_memory=args.pinned_gib * GIB, weights=AUTO)
+    print(f"{plan}: planned {plan.seconds * 1e3:.0f} ms, {plan.device_bytes / GIB:.1f} GiB", flush=True)
+    return plan.policies, plan.weights
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return pairs a second and memory of the steps after the warm-up."""
     work = workload(args.shape, args.layers, args.row, "lora", args.quantize)
-    graphdefs, trainable, frozen = parameters(work)
     pairs = make_pairs(args.pairs, work.config.vocab_size)
     if args.pair_tokens:
         pairs = make_long_pairs(args.steps + args.warm_up + 1, work.config.vocab_size, args.pair_tokens)
     batches = make_batches(pairs, args.row, shared=not args.copies)
+    objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
+    planned = replace(
+        work,
+        document_lengths=tuple(batches.dataset.document_lengths.tolist()),
+        host_embeddings=args.memory_limit is not None and not work.config.tie_word_embeddings,
+        objective=objective,
+        reference=True,
+    )
+    policies, weights = choose_policies(args, planned)
+    graphdefs, trainable, frozen = parameters(work, weights, "host" if planned.host_embeddings else "device")
     executor = Executor(
         graphdefs,
         work.config,
-        policy=parse_policies(args.remat, len(graphdefs.layers)),
-        objective=PreferenceLoss(config=ObjectiveConfig(objective="dpo")),
+        policy=policies,
+        stream_weights=is_streamed(weights),
+        objective=objective,
         reference=[without_adapters(graphdefs.layers[0], trainable["layers"][0], frozen["layers"][0])]
         * len(graphdefs.layers),
     )
@@ -139,7 +168,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_gib": memory(jax.devices()[0], "peak_bytes_in_use"),
         "first_loss": losses[0],
         "last_loss": losses[-1],
-    } | {name: getattr(args, name) for name in ("shape", "row", "remat", "copies", "quantize", "pair_tokens")}
+    } | {name: getattr(args, name) for name in SETTINGS}
 
 
 def main() -> None:
@@ -150,6 +179,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1024)
     parser.add_argument("--pair-tokens", type=int, help="all pairs have this many tokens")
     parser.add_argument("--remat", default="full")
+    parser.add_argument("--memory-limit", type=float, help="GiB of the GPU, for the fastest plan instead of --remat")
+    parser.add_argument("--pinned-gib", type=float, default=48, help="host memory for that plan")
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--copies", action="store_true", help="a copy of the prompt for each answer")
     parser.add_argument("--steps", type=int, default=12)
