@@ -13,8 +13,6 @@ import jax
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.experts import checkpoint_layout, part_shape
@@ -175,7 +173,10 @@ def make_adapter(folder: Path, config: dict, lora: LoraConfig) -> None:
     save_adapter(folder, {name: matrix(name, shape) for name, shape in shapes.items()}, lora, "")
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # slow, and not for shapes
+    from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -2,18 +2,22 @@
 
     python benchmarks/planner.py benchmarks/results/offload.json --json benchmarks/results/planner.json
     python benchmarks/planner.py --grid --part 1/4 --json benchmarks/results/planner_grid_1.json
+    python benchmarks/planner.py --grid --part 1/4 --plan-for H100 --json plans.json
     python benchmarks/planner.py --grid benchmarks/results/planner_grid_*.json
 
 The first form takes steps of benchmarks/offload.py and needs no GPU. The second plans and measures a quarter of 64
-settings, in at most 8 minutes; the third predicts measured settings anew and prints the error's distribution.
+settings, in at most 8 minutes; with --plans it measures those of the third form, which needs no GPU either. The last
+predicts measured settings anew and prints the error's distribution.
 """
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import planner_grid
+from grid_runs import device
 from measure import table, write_results
 from step import workload
 
@@ -53,6 +57,8 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="i/n: every n-th setting, from the i-th on")
     parser.add_argument("--seed", type=int, default=planner_grid.HELD_OUT, help="of the grid's settings")
     parser.add_argument("--minutes", type=float, default=7, help="begin no setting after this time")
+    parser.add_argument("--plan-for", metavar="GPU", help="only plan")
+    parser.add_argument("--plans", type=Path, help="planned settings, to measure a part of")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = grid(args) if args.grid else compare(args.measured)
@@ -62,13 +68,7 @@ def main() -> None:
 
 def grid(args: argparse.Namespace) -> list[dict]:
     """Measure settings, or predict measured ones anew, and print both and the error's distribution."""
-    part, parts = map(int, args.part.split("/"))
-    if args.measured:
-        found = planner_grid.predicted_anew(
-            [row for path in args.measured for row in json.loads(path.read_text())["results"]]
-        )
-    else:
-        found = planner_grid.rows(args.seed, part, parts, args.minutes)
+    found = grid_rows(args)
     results = []
     for row in found:
         results.append(row)
@@ -79,6 +79,26 @@ def grid(args: argparse.Namespace) -> list[dict]:
     for name, value in planner_grid.summary(results).items():
         print(f"{name}: {value}")
     return results
+
+
+def grid_rows(args: argparse.Namespace) -> Iterator[dict]:
+    """Yield the rows that the flags ask for."""
+    part, parts = map(int, args.part.split("/"))
+    if args.measured:
+        return planner_grid.predicted_anew([row for path in args.measured for row in read_rows(path)])
+    if args.plan_for:
+        gpu = find_gpu(args.plan_for)
+        return ({**row, "gpu": gpu.name} for row in planner_grid.plans(args.seed, part, parts, gpu))
+    if args.plans:
+        planned = read_rows(args.plans)[part - 1 :: parts]
+    else:
+        planned = list(planner_grid.plans(args.seed, part, parts, device()[0]))
+    return planner_grid.measured(planned, args.minutes)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Return the results in a file."""
+    return json.loads(path.read_text())["results"]
 
 
 def compare(paths: list[Path]) -> list[dict]:

@@ -1,19 +1,18 @@
-"""Settings drawn at random, planned, and measured each in its own process: the errors of the planner.
+"""Settings drawn at random, planned and measured: the errors of the planner.
 
 Run by `benchmarks/planner.py --grid`. Constants were fitted to the settings of seed 1; other seeds are held out.
 """
 
 import multiprocessing
 import os
-import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from queue import Empty
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
 
+import jax
 import numpy as np
 import step
+from grid_runs import PINNED_GIB, arguments, device, measure_all
 from inputs import SHAPES
 
 from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
@@ -32,12 +31,7 @@ METHODS = ("lora", "lora", "lora", "nf4", "fp8", "int8", "full")
 REMATS = ("none", "dots", "full", "offload", "auto", "auto", "auto")
 LIMITS = (0.02, 0.15, 0.4, 0.8)
 """Memory of `auto`, between the needs of the leanest and of the fastest preset."""
-PINNED_GIB = 40
 _CPU_PROCESSES = 6
-_SECONDS = 2.0
-"""Duration of the timed steps."""
-_PATIENCE = 60
-"""Most seconds for a setting."""
 
 
 def settings(seed: int) -> list[dict]:
@@ -71,7 +65,7 @@ def settings(seed: int) -> list[dict]:
 
 def planned(setting: dict, gpu: Gpu) -> dict:
     """Return the setting with its plan: what to run, and predicted time and memory; `refused` where nothing fits."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
     work = step.args_workload(arguments(setting))
     planner = Planner(work, gpu)
     if setting["remat"] == AUTO and "gib" not in setting:
@@ -101,62 +95,22 @@ def prediction(planner: Planner, plan) -> dict:
     }
 
 
-def arguments(setting: dict):
-    """Return the flags of benchmarks/step.py for a setting."""
-    expected = setting.get("predicted_ms", 1e3) / 1e3
-    flags = {
-        "shape": setting["shape"],
-        "layers": setting["layers"],
-        "tokens": setting["tokens"],
-        "method": setting["method"],
-        "quantize": setting["quantize"],
-        "remat": setting.get("run", setting["remat"]),
-        "weights": setting.get("weights", DEVICE),
-        "attention": setting.get("attention", "auto"),
-        "layers-per-program": setting.get("layers_per_program", 1),
-        "steps": int(np.clip(_SECONDS / expected, 3, 60)),
-    }
-    if "tile" in setting:
-        flags["tile"] = setting["tile"]
-    texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    return step.arguments().parse_args([*texts, "--kernels", "--documents", *map(str, setting["documents"])])
+def plans(seed: int, part: int, parts: int, gpu: Gpu) -> Iterator[dict]:
+    """Yield the planned settings of a part."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(_CPU_PROCESSES, os.cpu_count() or 1), mp_context=context) as pool:
+        yield from pool.map(
+            planned, *zip(*((setting, gpu) for setting in settings(seed)[part - 1 :: parts]), strict=True)
+        )
 
 
-def measured(setting: dict, environment: dict[str, str], results) -> None:
-    """Measure a setting in this process, and put the result or the error on the queue."""
-    os.environ.update(environment)
-    try:
-        results.put(step.measure(arguments(setting)))
-    except Exception as error:
-        results.put({"error": f"{type(error).__name__}: {str(error)[:200]}"})
-
-
-def device() -> tuple[Gpu, float]:
-    """Return the first visible GPU and its GiB of memory, from nvidia-smi."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    query = ["nvidia-smi", f"--id={visible}", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    name, mib = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
-    return find_gpu(name), float(mib) / 1024
-
-
-def rows(seed: int, part: int, parts: int, minutes: float) -> Iterator[dict]:
-    """Yield the settings of a part with their plans and measurements, while time is left."""
+def measured(planned_settings: list[dict], minutes: float) -> Iterator[dict]:
+    """Yield the settings with their measurements, those that no plan fits as they are."""
     deadline = time.monotonic() + 60 * minutes
     gpu, total = device()
-    gpu = gpu.limited(0.9 * total)
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["planner_grid"])
-    with ProcessPoolExecutor(_CPU_PROCESSES, mp_context=context) as pool:
-        plans: list[Future] = [pool.submit(planned, setting, gpu) for setting in settings(seed)[part - 1 :: parts]]
-        for plan in as_completed(plans):
-            setting = plan.result()
-            if "refused" in setting:
-                yield {**setting, "gpu": gpu.name}
-            elif time.monotonic() < deadline:
-                found = _run(context, setting, setting.get("gib", gpu.memory / GIB) / total)
-                yield {**setting, **found, "gpu": gpu.name}
-                if "no result" in found.get("error", ""):  # a process forked from one with threads may hang
-                    context = multiprocessing.get_context("spawn")
+    yield from ({**row, "gpu": gpu.name} for row in planned_settings if "refused" in row)
+    fit = [row for row in planned_settings if "refused" not in row]
+    yield from ({**row, "gpu": gpu.name} for row in measure_all(fit, total, deadline))
 
 
 def predicted_anew(results: list[dict]) -> Iterator[dict]:
@@ -169,31 +123,6 @@ def predicted_anew(results: list[dict]) -> Iterator[dict]:
         policies, programs = parse_policies(row["run"], row["layers"]), row.get("layers_per_program", 1)
         plan = planner.plan(policies, weights=row["weights"], layers_per_program=programs)
         yield row | prediction(planner, plan) | {"attention": row["attention"]}
-
-
-def _run(context, setting: dict, fraction: float) -> dict:
-    environment = {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{fraction:.4f}",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(PINNED_GIB + 8),
-        "JAX_PLATFORMS": "cuda",
-    }
-    results = context.Queue()
-    process = context.Process(target=measured, args=(setting, environment, results))
-    process.start()
-    deadline, found = time.monotonic() + _PATIENCE, {"error": f"no result within {_PATIENCE} s"}
-    while time.monotonic() < deadline:
-        try:
-            found = results.get(timeout=1)
-            break
-        except Empty:
-            if not process.is_alive() and results.empty():
-                found = {"error": f"ended with exit status {process.exitcode}"}
-                break
-    process.kill()
-    process.join()
-    found.pop("setting", None)
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
 def summary(results: list[dict]) -> dict:

@@ -54,6 +54,8 @@ from jaxglue.training.remat import host_memory
 ATTENTION_KERNELS = "forward_kernel", "dq_kernel", "dkdv_kernel", "sdpa", "flash", "fmha", "fprop", "bprop"
 MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
 """Parts of kernels' names."""
+UNEXPECTED = 0.04
+"""Relative error of an expected time from which a step is traced."""
 LENGTHS_SEED = 0
 DOCUMENTS = 64, 1024
 """Least and most tokens of a document."""
@@ -260,8 +262,11 @@ def report(phase: str) -> None:
     print(f"[{time.time() - process.create_time():.0f} s] {phase}: {used}; {host}, {free}", file=sys.stderr, flush=True)
 
 
-def measure(args) -> dict:
-    """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace."""
+def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
+    """Return milliseconds of a step, seconds of the first, peak memory, and copies from the trace.
+
+    Call `ready` once all programs are compiled.
+    """
     work = args_workload(args)
     chosen = {}
     if args.remat == AUTO:
@@ -285,6 +290,7 @@ def measure(args) -> dict:
         first = time.perf_counter() - begun
     del gradients
     report(" ".join([f"{args.steps} steps; the first took {first:.1f} s", *(f"{k} {v}" for k, v in found.items())]))
+    ready()
     if args.warm_up:
         jax.block_until_ready(step())
     times = step_times(step, args.steps) or [(found["busy_ms"] / 1e3, first)]
@@ -306,10 +312,15 @@ def measure(args) -> dict:
         "peak_gib": memory(device, "peak_bytes_in_use"),
         **chosen,
     }
-    if (args.trace or args.kernels) and not args.trace_first:
+    if (args.trace or args.kernels) and not args.trace_first and is_unexpected(row["ms"], args.expected_ms):
         with traced(args, True) as found:
             jax.block_until_ready(step())
     return row | found
+
+
+def is_unexpected(ms: float, expected: float | None) -> bool:
+    """Return whether a step's time is worth an explanation; always where none was expected."""
+    return expected is None or abs(ms / expected - 1) > UNEXPECTED
 
 
 def step_times(step: Callable, steps: int) -> list[tuple[float, float]]:
@@ -387,6 +398,7 @@ def arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="trace the first step; with --trace --steps 0 its kernels' time, without gaps, stands for a step's",
     )
+    parser.add_argument("--expected-ms", type=float, help="trace only a step that takes another time")
     parser.add_argument("--kernels", action="store_true", help="add up kernels' time by kind")
     return parser
 
