@@ -8,6 +8,7 @@ import multiprocessing.connection
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -88,16 +89,26 @@ def measure_all(plans: list[dict], total: float, deadline: float) -> Iterator[di
     waiting, running = list(plans), list[_Run]()
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["grid_runs"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     with tempfile.TemporaryDirectory() as programs:
-        while running or (waiting and time.monotonic() < deadline):
-            free = total - 1 - sum(run.gib + _CONTEXT_GIB for run in running)
-            fits = (plan for plan in waiting if not running or pool_gib(plan, total) + _CONTEXT_GIB <= free)
-            plan = next(fits, None) if len(running) < _SIDE_BY_SIDE and time.monotonic() < deadline else None
-            if plan is not None:
-                waiting.remove(plan)
-                running.append(_start(context, plan, total, programs))
-            else:
-                yield from _answers(running)
+        try:
+            while running or (waiting and time.monotonic() < deadline):
+                plan = _next(waiting, running, total) if time.monotonic() < deadline else None
+                if plan is not None:
+                    waiting.remove(plan)
+                    running.append(_start(context, plan, total, programs))
+                else:
+                    yield from _answers(running)
+        finally:
+            for run in running:
+                run.process.kill()
+
+
+def _next(waiting: list[dict], running: list[_Run], total: float) -> dict | None:
+    """Return the first plan for which there is room."""
+    free = total - 1 - sum(run.gib + _CONTEXT_GIB for run in running)
+    fits = (plan for plan in waiting if not running or pool_gib(plan, total) + _CONTEXT_GIB <= free)
+    return next(fits, None) if len(running) < _SIDE_BY_SIDE else None
 
 
 def arguments(setting: dict):
