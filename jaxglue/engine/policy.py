@@ -60,25 +60,10 @@ class RematPolicy:
 
     def wrap(self, layer: Callable) -> Callable:
         """Apply `jax.checkpoint` to a layer, with offloaded values saved on the device; the executor copies them."""
-        return self._checkpoint(layer, jax.checkpoint_policies.save_only_these_names(*self._inner))
-
-    def wrap_with_offload(self, layer: Callable) -> Callable:
-        """Apply `jax.checkpoint` to a layer, with the copies to and from the host inside the program."""
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=sorted((self.saved or frozenset()) & _INTERMEDIATES),
-            names_which_can_be_offloaded=sorted(self.offloaded & _INTERMEDIATES),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-        return self._checkpoint(layer, policy)
-
-    @property
-    def _inner(self) -> list[str]:
-        return sorted(((self.saved or frozenset()) | self.offloaded) & _INTERMEDIATES)
-
-    def _checkpoint(self, layer: Callable, policy: Callable) -> Callable:
         if self.saved is None:
             return layer
+        inner = sorted((self.saved | self.offloaded) & _INTERMEDIATES)
+        policy = jax.checkpoint_policies.save_only_these_names(*inner)
         # Forward and backward are separate programs, so CSE cannot undo the recomputation.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 

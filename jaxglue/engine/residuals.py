@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 from jaxtyping import Array, Float
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params
-from jaxglue.ops.names import ATTENTION_OUT, LAYER_INPUT
+from jaxglue.ops.names import ATTENTION_OUT
 
 _ARGUMENT, _SAVED, _OFFLOADED = range(3)
 
@@ -65,28 +65,20 @@ def differentiate(
     y, vjp = _vjp(policy.wrap(layer), inputs)
     leaves, treedef = jax.tree.flatten(vjp)
     ids = _value_ids(layer, inputs) if policy.saved is None else list(map(id, jax.tree.leaves((inputs, vjp))))
-    on_host = _offloaded_leaves(layer, policy, inputs) if policy.offloads_residuals else [False] * len(leaves)
+    find_attention = find_attention and policy.keeps_attention
+    looked_for = policy.offloads_residuals or find_attention
+    names: list[str | None] = _leaf_names(policy.wrap(layer), inputs) if looked_for else [None] * len(leaves)
     known = {value: (_ARGUMENT, index) for index, value in enumerate(ids[: -len(leaves)])}
     kept: dict[int, list[Array]] = {_SAVED: [], _OFFLOADED: []}
     sources = []
-    for leaf, value, offload in zip(leaves, ids[-len(leaves) :], on_host, strict=True):
+    for leaf, value, name in zip(leaves, ids[-len(leaves) :], names, strict=True):
         if value not in known:
-            kind = _OFFLOADED if offload else _SAVED
+            kind = _OFFLOADED if name in policy.offloaded else _SAVED
             known[value] = kind, len(kept[kind])
             kept[kind].append(leaf)
         sources.append((*known[value], leaf.shape))
-    attention = _attention_leaf(layer, policy, inputs) if find_attention else None
+    attention = names.index(ATTENTION_OUT) if find_attention and ATTENTION_OUT in names else None
     return y, Residuals(kept[_SAVED], kept[_OFFLOADED], treedef, tuple(sources), attention)
-
-
-def _attention_leaf(layer: Layer, policy: RematPolicy, inputs: LayerInputs) -> int | None:
-    """Return the leaf of the vjp function that is attention's output, by offloading nothing else."""
-    if not policy.keeps_attention:
-        return None
-    kept = (policy.saved or frozenset()) | policy.offloaded
-    only = RematPolicy(saved=kept - {ATTENTION_OUT, LAYER_INPUT}, offloaded=frozenset({ATTENTION_OUT}))
-    found = _offloaded_leaves(layer, only, inputs)
-    return found.index(True) if True in found else None
 
 
 def _vjp(layer: Layer, inputs: LayerInputs) -> tuple[Array, Callable]:
@@ -122,11 +114,30 @@ def _passed_through(eqn) -> Iterator[tuple[Any, Any]]:
                 yield outer, operands[value]
 
 
-def _offloaded_leaves(layer: Layer, policy: RematPolicy, inputs: LayerInputs) -> list[bool]:
-    """Ask `jax.checkpoint` which leaves of the vjp function its own offloading would send to the host."""
+def _leaf_names(layer: Layer, inputs: LayerInputs) -> list[str | None]:
+    """Return the name of `jaxglue.ops.names` by which each leaf of the vjp function is kept, None for the others."""
+    trainable, frozen, x, context = inputs
 
     def leaves(trainable, x):
-        return jax.tree.leaves(_vjp(policy.wrap_with_offload(layer), (trainable, inputs[1], x, inputs[3]))[1])
+        return jax.tree.leaves(_vjp(layer, (trainable, frozen, x, context))[1])
 
-    avals = jax.make_jaxpr(leaves)(inputs[0], inputs[2]).out_avals
-    return [aval.memory_space == jax.memory.Space.Host for aval in avals]
+    return _result_names(jax.make_jaxpr(leaves)(trainable, x).jaxpr)
+
+
+def _result_names(jaxpr: Jaxpr) -> list[str | None]:
+    sources = {result: (eqn, index) for eqn in jaxpr.eqns for index, result in enumerate(eqn.outvars)}
+
+    def name_of(value) -> str | None:
+        if isinstance(value, Literal) or value not in sources:
+            return None
+        eqn, index = sources[value]
+        match eqn.primitive.name:
+            case "name":
+                return eqn.params["name"]
+            case "reduce_precision" | "reshape":
+                return name_of(eqn.invars[0])
+            case "jit":
+                return _result_names(eqn.params["jaxpr"].jaxpr)[index]
+        return None
+
+    return list(map(name_of, jaxpr.outvars))

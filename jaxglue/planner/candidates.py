@@ -3,18 +3,21 @@
 from itertools import pairwise
 
 ATTENTION = "attention_out,attention_lse"
+_RANKS = "lora_hidden"
+"""Few bytes a token, and they save the passes to adapters' ranks, SwiGLU's among them: kept wherever it can be."""
 _OFFLOADS = (
-    "offload:layer_input,attention_residual,query,key,value",
-    "offload:layer_input,gate",
-    "offload:layer_input,attention_residual,gate",
-    "offload:layer_input,attention_residual,key,value,gate",
-    "offload:layer_input,attention_residual,query,key,value,gate",
+    f"offload:layer_input,attention_residual,query,key,value,{_RANKS}",
+    f"offload:layer_input,gate,{_RANKS}",
+    f"offload:layer_input,attention_residual,gate,{_RANKS}",
+    f"offload:layer_input,attention_residual,key,value,gate,{_RANKS}",
+    f"offload:layer_input,attention_residual,query,key,value,gate,{_RANKS}",
 )
 """In the order of bytes offloaded. All values save about as much recomputation per byte, so their total decides."""
-_POLICIES = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_OFFLOADS)
+_LEAN = f"save:{_RANKS}", f"offload:layer_input,{_RANKS}"
+_POLICIES: tuple[str, ...] = ("none", "dots", "dots; offload:layer_input", "full", "offload", *_LEAN, *_OFFLOADS)
 _MIXES = (
     ("dots", "none"),
-    *((lean, "dots") for lean in ("full", "offload", *_OFFLOADS)),
+    *((lean, "dots") for lean in (*_LEAN, *_OFFLOADS)),
     *pairwise(_OFFLOADS),
     *((lean, f"{lean}; save:up") for lean in _OFFLOADS[1:]),
     *((lean, f"{other}; save:up") for other, lean in pairwise(_OFFLOADS[1:])),
@@ -33,21 +36,30 @@ _LEAST_TILE = 1024
 Candidates = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
-def candidates(*, keep_attention: bool, tiled: bool) -> Candidates:
+def candidates(*, keep_attention: bool, tiled: bool, adapters: bool) -> Candidates:
     """Return policies, and pairs of a lean and a fast one, spread among the lean so that the link catches up.
 
     Args:
         keep_attention: attention's output and log-sum-exp are copied faster than they are recomputed.
         tiled: layers compute by tiles.
+        adapters: layers have adapters.
     """
     if tiled:
         return _TILED_POLICIES, _TILED_MIXES
-    if not keep_attention:
-        return _POLICIES, _MIXES
-    kept = f"offload:layer_input,{ATTENTION}"
-    mixes = tuple((_with_attention(lean), _with_attention(fast)) for lean, fast in _MIXES)
-    more = ("offload", kept), (kept, _with_attention(_OFFLOADS[0])), (kept, "dots")
-    return (kept, *map(_with_attention, _POLICIES)), (*more, *mixes)
+    policies, mixes = _POLICIES, _MIXES
+    if keep_attention:
+        kept = _with_attention(_LEAN[1])
+        more = (_LEAN[1], kept), (kept, _with_attention(_OFFLOADS[0]))
+        mixes = (*more, *((_with_attention(lean), _with_attention(fast)) for lean, fast in mixes))
+        policies = tuple(map(_with_attention, policies))
+    if adapters:
+        return policies, mixes
+    pairs = ((_without_ranks(lean), _without_ranks(fast)) for lean, fast in mixes)
+    return tuple(dict.fromkeys(map(_without_ranks, policies))), tuple(pairs)
+
+
+def _without_ranks(policy: str) -> str:
+    return policy.replace(f",{_RANKS}", "").replace(f"save:{_RANKS}", "full")
 
 
 def _with_attention(policy: str) -> str:

@@ -238,7 +238,9 @@ class Planner(Predictor):
                         yield partly
 
     def _candidates_of(self, places: Sequence[str], host_memory: float) -> Iterator[Plan]:
-        policies, mixes = candidates(keep_attention=self._model.keeps_attention, tiled=self.workload.tile is not None)
+        work, keep_attention = self.workload, self._model.keeps_attention
+        tiled, adapters = work.tile is not None, work.lora is not None
+        policies, mixes = candidates(keep_attention=keep_attention, tiled=tiled, adapters=adapters)
         for text in policies:
             yield self.plan(parse_policy(text), weights=places)
         for lean, fast in mixes:

@@ -24,3 +24,14 @@ def test_residuals_hold_no_inputs_and_no_duplicates(split_parts, random_batch):
     assert len(kept) > 8
     assert not any(np.array_equal(a, b) for a in kept for b in known)
     assert not any(np.array_equal(a, b) for a, b in combinations(kept, 2))
+
+
+def test_values_are_kept_where_the_policy_names_them(split_parts, random_batch):
+    parts = split_parts("lora")
+    x = jax.random.normal(jax.random.key(0), (1, 14, parts.config.hidden_size))
+    context = packed_context(parts.config, random_batch([[5, 1, 7]], 14).segments)
+    layer = LayerFunctions(parts.graphdefs.layers[0], parse_policy("offload:gate,lora_hidden; save:up,query"))
+    _, residuals, _ = layer.forward(parts.trainable["layers"][0], parts.frozen["layers"][0], x, context)
+    wide, (saved, offloaded) = parts.config.intermediate_size, (residuals.saved, residuals.offloaded)
+    assert [value.shape[-1] for value in saved].count(wide) == [value.shape[-1] for value in offloaded].count(wide) == 1
+    assert all(value.shape[-1] == wide or value.shape[-1] < 16 for value in offloaded)
