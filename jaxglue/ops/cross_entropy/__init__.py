@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -114,11 +115,16 @@ def log_sum_squares(
 
 def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False) -> ChunkSpec:
     kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
+    chunk = chunk or chunk_size(weight.shape[0])
     if fp8:
-        cross_entropy = kernels.scaled if kernels else reference_scaled_cross_entropy
-    else:
-        cross_entropy = kernels or reference_cross_entropy
-    return ChunkSpec(cross_entropy=cross_entropy, chunk=chunk or chunk_size(weight.shape[0]))
+        scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
+        return ChunkSpec(cross_entropy=scaled, chunk=chunk)
+    wide = kernels and x.dtype != jnp.float16  # whose exponents are too few for numerators
+    return ChunkSpec(
+        cross_entropy=kernels or reference_cross_entropy,
+        chunk=chunk,
+        softmax_gradient=kernels.softmax_gradient if wide else None,
+    )
 
 
 def chunk_size(vocab_size: int) -> int:

@@ -9,6 +9,9 @@ from jaxtyping import Array, Float
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
 """(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`."""
 
+SoftmaxGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"], Float[Array, " M"]]]
+"""The same as each token's loss, numerators [M, V] in `dtype`, and the float32 factors that make them the gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpec:
@@ -17,6 +20,18 @@ class ChunkSpec:
     cross_entropy: CrossEntropy
     chunk: int
     """Tokens whose logits exist at a time."""
+    softmax_gradient: SoftmaxGradient | None = None
+
+    def loss_and_input_gradient(
+        self, logits: Float[Array, "M V"], targets, weights, w: Float[Array, "V D"]
+    ) -> tuple[Float[Array, " M"], Float[Array, "M D"]]:
+        """Return each token's loss and gradient to the hidden states, in w's dtype, of logits = hidden·wᵀ."""
+        if self.softmax_gradient is None:
+            losses, dlogits = self.cross_entropy(logits, targets, weights, w.dtype)
+            return losses, dlogits @ w
+        losses, numerators, factors = self.softmax_gradient(logits, targets, weights, w.dtype)
+        products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
+        return losses, (products * factors[:, None]).astype(w.dtype)
 
 
 def split_chunks(chunk: int, *arrays: Array) -> list[Array]:

@@ -33,8 +33,8 @@ def _scan(spec: ChunkSpec, x, weight, targets, counted, *, x_needs_grad: bool) -
         logits = _logits(x_chunk, w)
         if not x_needs_grad:
             return None, (-count * token_losses(logits, target)[0], None)
-        losses, dlogits = spec.cross_entropy(logits, target, count, x.dtype)
-        return None, (-losses, -(dlogits @ w))
+        losses, dx = spec.loss_and_input_gradient(logits, target, count, w)
+        return None, (-losses, -dx)
 
     _, (log_probs, dx) = lax.scan(step, None, split_chunks(spec.chunk, x, targets, counted))
     return log_probs.ravel()[: len(x)], None if dx is None else dx.reshape(-1, x.shape[1])[: len(x)]

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxglue.ops.cross_entropy.kernels import cross_entropy_kernel, scaled_cross_entropy_kernel
+from jaxglue.ops.cross_entropy.kernels import (
+    cross_entropy_kernel,
+    scaled_cross_entropy_kernel,
+    softmax_gradient_kernel,
+)
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.fp8 import E4M3
 
@@ -23,6 +27,13 @@ class TritonCrossEntropy(Launcher):
         M, V = logits.shape
         out_type = jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M, V), dtype)
         return self._call(cross_entropy_kernel, (logits, targets, weights), out_type)
+
+    def softmax_gradient(self, logits, targets, weights, dtype):
+        """See `SoftmaxGradient`."""
+        M, V = logits.shape
+        per_row = jax.ShapeDtypeStruct((M,), jnp.float32)
+        out_type = per_row, jax.ShapeDtypeStruct((M, V), dtype), per_row
+        return self._call(softmax_gradient_kernel, (logits, targets, weights), out_type)
 
     def scaled(self, products, row_scales, column_scales, targets, weights):
         """See `reference_scaled_cross_entropy`."""

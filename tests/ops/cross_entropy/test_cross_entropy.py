@@ -85,3 +85,21 @@ def test_replaced_rows_get_gradients_and_the_weight_none(case, chunk):
 
     assert_close(jax.value_and_grad(ours, (0, 1))(x, values), jax.value_and_grad(with_rows, (0, 1))(x, values), 1e-5)
     assert_close(ours(x, values), with_rows(x, values), 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 200.0])
+def test_numerators_times_factors_are_the_gradient(interpreted_cross_entropy, case, scale):
+    x, weight, targets, weights = case
+    logits = (scale * x @ weight.T).at[2, V - 2].set(900.0)  # far above the first block
+    losses, numerators, factors = interpreted_cross_entropy.softmax_gradient(logits, targets, weights, jnp.float32)
+    expected = reference_cross_entropy(logits, targets, weights, jnp.float32)
+    assert_close((losses, numerators * factors[:, None]), expected, 1e-5)
+
+
+def test_gradient_by_numerators_matches_the_definition(interpreted_cross_entropy, case):
+    x, weight, *rest = case
+    with module.CROSS_ENTROPY.using(interpreted_cross_entropy):
+        got = jax.value_and_grad(lambda x: linear_cross_entropy(x, weight, *rest, 4))(x)
+        log_probs = jax.grad(lambda x: -module.linear_log_probs(x, weight, *rest, 4).sum())(x)
+    expected = jax.value_and_grad(by_definition)(x, weight, *rest)
+    assert_close((*got, log_probs), (*expected, expected[1]), 1e-5)
