@@ -20,7 +20,8 @@ from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import axis_size, copy_to, reduce_from
 from jaxglue.ops.fp8 import project_adapted_fp8, project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
-from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
+from jaxglue.ops.lora_heads import lora_heads
+from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu, projected_lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantized, quantize_matrix
@@ -190,6 +191,21 @@ def _multiply(x, linears: Sequence[Linear], context: LayerContext) -> list[Array
     return [project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight) for weight in weights]
 
 
+def _joinable(linears: Sequence[Linear], context: LayerContext) -> tuple[tuple[Array, ...], ...] | None:
+    """Return weights, first and second matrices of adapted linear layers; None if one lacks them or does more."""
+    if context.tile is not None or any(_does_more(linear, context) for linear in linears):
+        return None
+    weights, downs = (tuple(getattr(linear, name)[...] for linear in linears) for name in ("weight", "lora_A"))
+    return weights, downs, tuple(up for linear in linears if (up := linear.scaled_b) is not None)
+
+
+def _does_more(linear: Linear, context: LayerContext) -> bool:
+    """Return whether a layer is not just a plain weight with an adapter."""
+    drops = context.dropout_key is not None and linear.lora_dropout > 0.0
+    others = linear.bias is not None or linear.lora_magnitude_vector is not None or linear.trains_in_fp8
+    return drops or others or linear.lora_A is None or not isinstance(linear.weight.get_value(), jax.Array)
+
+
 def _shrink_to_ranks(linears: Sequence[Linear], x, context: LayerContext) -> Float[Array, "B T R"] | None:
     """Compute dropout(x)·Aᵀ of every adapter, concatenated along the last axis."""
     adapters = [(linear, linear.lora_A[...]) for linear in linears if linear.lora_A is not None]
@@ -247,12 +263,21 @@ class Attention(nnx.Module):
 
     def enter(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
+        if (heads := self._joined_heads(x, context)) is not None:
+            return heads
         projected = project_together((self.q_proj, self.k_proj, self.v_proj), x, context)
         q, k, v = (
             self._heads(checkpoint_name(y, name))
             for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         )
         return *context.rotate(q, k, self._head_norms()), v
+
+    def _joined_heads(self, x, context: LayerContext) -> tuple[Array, Array, Array] | None:
+        """Return the same by one matmul and one pass over the heads; None where that cannot serve."""
+        linears = self.q_proj, self.k_proj, self.v_proj
+        if not isinstance(context, PackedContext) or (parts := _joinable(linears, context)) is None:
+            return None
+        return lora_heads(x, *parts, context.cos, context.sin, norms=self._head_norms())
 
     def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
@@ -311,6 +336,8 @@ class GatedMLP(nnx.Module):
         ):
             out, low = swiglu_fp8(x, weights, first, matrices)
             return [out], checkpoint_name(low, names.LORA_HIDDEN)
+        if (parts := _joinable(linears[:2], context)) and (found := projected_lora_swiglu(x, *parts[:2], matrices)):
+            return [self.down_proj.base(found[0], context)], checkpoint_name(found[1], names.LORA_HIDDEN)
         (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)

@@ -38,10 +38,14 @@ _SIZES = (
 PRODUCT_TILES = LoraTiles(block_m=64, block_n=128, num_warps=4, num_stages=1)
 
 
-def fitting_tiles(M: int, N: int) -> GradientTiles:
-    """Return the largest tiles of [M, N], with least to add up, that still fill every multiprocessor."""
+def fitting_tiles(M: int, N: int, multiple: int = 0) -> GradientTiles:
+    """Return the largest tiles of [M, N], with least to add up, that still fill every multiprocessor.
+
+    Their columns divide `multiple`.
+    """
+    sizes = [(tiles, programs) for tiles, programs in _SIZES if multiple % tiles.columns == 0]
     return next(
-        tiles for tiles, programs in _SIZES if triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.columns) >= programs
+        tiles for tiles, programs in sizes if triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.columns) >= programs
     )
 
 

@@ -5,10 +5,13 @@ from functools import partial
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
+from jaxglue.ops.lora import LORA
+from jaxglue.ops.lora.joined import is_worth_joining
+from jaxglue.ops.lora_swiglu.joined import JoinedSwiglu, Pair, joined_lora_swiglu
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import LoraSwigluBackend, Matrices, fused_lora_swiglu
 
-__all__ = ["LORA_SWIGLU", "Matrices", "lora_swiglu"]
+__all__ = ["LORA_SWIGLU", "Matrices", "lora_swiglu", "projected_lora_swiglu"]
 
 _check = partial(check_triton_rank, largest=32)
 
@@ -54,3 +57,25 @@ def lora_swiglu(
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, hidden))
     out, low = fused_lora_swiglu(kernels, *rows, matrices)
     return out.reshape(gate.shape), low.reshape(*gate.shape[:-1], -1)
+
+
+def projected_lora_swiglu(
+    x: Float[Array, "*B D"], weights: Pair, downs: Pair, matrices: Matrices
+) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]] | None:
+    """Return `lora_swiglu` of x's projections; None where separate operations serve better.
+
+    Args:
+        x: the feed-forward's normed input.
+        weights: frozen, of gate and up.
+        downs: their adapters' first matrices in float32.
+        matrices: see `lora_swiglu`.
+    """
+    rank = len(matrices[2])
+    if {*map(len, downs)} != {rank} or not is_worth_joining(weights):
+        return None
+    backend, lora = LORA_SWIGLU.load(x.dtype, rank), LORA.load(x.dtype, rank)
+    if backend is None or lora is None:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    out, low = joined_lora_swiglu(JoinedSwiglu(backend=backend, lora=lora), rows, weights, downs, matrices)
+    return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)

@@ -22,7 +22,7 @@ def _sigmoid(x):
 def _ranks(hidden, rows, lanes, M: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr):
     """Load [rows, lanes] of hidden [M, STRIDE] from column FIRST on."""
     mask = (rows < M)[:, None] & (lanes < R)[None, :]
-    return tl.load(hidden + rows[:, None] * STRIDE + FIRST + lanes[None, :], mask=mask, other=0.0)
+    return tl.load(hidden + rows[:, None].to(tl.int64) * STRIDE + FIRST + lanes[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -49,18 +49,20 @@ def _forward(
     gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """Read gate and up with rows of WIDTH values, and hidden with rows of RANKS."""
     rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     dtype = out.dtype.element_ty
-    gate_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, 0)
-    up_hidden = _ranks(hidden, rows, lanes, M, R, 2 * R, R)
+    gate_hidden = _ranks(hidden, rows, lanes, M, R, RANKS, 0)
+    up_hidden = _ranks(hidden, rows, lanes, M, R, RANKS, R)
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     largest = tl.full((BLOCK_M,), 0.0, tl.float32)
     if SCALED:
         row_scale = _vector(row_scales, rows, M)[:, None]
-    origin = tl.program_id(0).to(tl.int64) * BLOCK_M * F
-    offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    origin, out = tl.program_id(0).to(tl.int64) * BLOCK_M * WIDTH, out + tl.program_id(0).to(tl.int64) * BLOCK_M * F
+    offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
+    to = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
     first = tl.program_id(1) * COLUMNS
     for start in tl.range(first, min(first + COLUMNS, F), BLOCK_N, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_N)
@@ -73,7 +75,7 @@ def _forward(
         g = tl.dot(gate_hidden, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
         u = tl.dot(up_hidden, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
         y = (g * _sigmoid(g) * u).to(dtype)
-        tl.store(out + at + offsets, y, mask=mask)
+        tl.store(out + start + to, y, mask=mask)
         if SCALED:
             largest = tl.maximum(largest, tl.max(tl.abs(y.to(tl.float32)), 1))
         a = _inner(down_a, columns, lanes, F, R, dtype)
@@ -93,7 +95,20 @@ def forward_kernel(
     """Compute out [M, F] and partial sums ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns)."""
     _forward(
         gate, up, hidden, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, F, 2 * R,
+    )  # fmt: skip
+
+
+@triton.jit
+def joined_forward_kernel(
+    z, gate_b, up_b, down_a, out, ranks,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do as `forward_kernel` for z [M, WIDTH] with gate, up and hidden side by side."""
+    _forward(
+        z, z + F, z + 2 * F, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, WIDTH, WIDTH,
     )  # fmt: skip
 
 
@@ -109,7 +124,7 @@ def scaled_forward_kernel(
     """
     _forward(
         gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, True,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, True, F, 2 * R,
     )  # fmt: skip
 
 
@@ -119,8 +134,9 @@ def _backward(
     dgate, dup, ddown_a, absmax,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """Read gate and up, and write their gradients, with rows of WIDTH values; read hidden with rows of RANKS."""
     lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
     columns = left + tl.arange(0, BLOCK_N)
     dtype = dgate.dtype.element_ty
@@ -129,22 +145,23 @@ def _backward(
     total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
     if SCALED:
         gate_scale, up_scale = _vector(gate_scales, columns, F)[None, :], _vector(up_scales, columns, F)[None, :]
-    offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
+    out_offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
     first = tl.program_id(1) * ROWS
-    origin = first.to(tl.int64) * F + left
+    origin, out_origin = first.to(tl.int64) * WIDTH + left, first.to(tl.int64) * F + left
     for start in tl.range(first, min(first + ROWS, M), BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
-        at, mask = origin + (start - first) * F, (rows < M)[:, None] & (columns < F)[None, :]
+        at, mask = origin + (start - first) * WIDTH, (rows < M)[:, None] & (columns < F)[None, :]
         g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dout + at + offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dout + out_origin + (start - first) * F + out_offsets, mask=mask, other=0.0).to(tl.float32)
         if SCALED:
             row_scale = _vector(row_scales, rows, M)[:, None]
             g, u = g * row_scale * gate_scale, u * row_scale * up_scale
             d = d * _vector(dout_scales, rows, M)[:, None]
         down_ranks = _ranks(dranks, rows, lanes, M, R, R, 0)
-        g = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, 0), tl.trans(b_gate), g, input_precision=PRECISION)
-        u = tl.dot(_ranks(hidden, rows, lanes, M, R, 2 * R, R), tl.trans(b_up), u, input_precision=PRECISION)
+        g = tl.dot(_ranks(hidden, rows, lanes, M, R, RANKS, 0), tl.trans(b_gate), g, input_precision=PRECISION)
+        u = tl.dot(_ranks(hidden, rows, lanes, M, R, RANKS, R), tl.trans(b_up), u, input_precision=PRECISION)
         d = tl.dot(down_ranks, a, d, input_precision=PRECISION)
         sigmoid = _sigmoid(g)
         silu = g * sigmoid
@@ -172,7 +189,21 @@ def backward_kernel(
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
         dgate, dup, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R,
+    )  # fmt: skip
+
+
+@triton.jit
+def joined_backward_kernel(
+    z, gate_b, up_b, down_a, dout, dranks, dz, ddown_a,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do as `backward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; leave out dz's last columns."""
+    _backward(
+        z, z + F, z + 2 * F, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
+        dz, dz + F, ddown_a, ddown_a,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH,
     )  # fmt: skip
 
 
@@ -190,5 +221,5 @@ def scaled_backward_kernel(
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
         dgate, dup, ddown_a, absmax,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R,
     )  # fmt: skip

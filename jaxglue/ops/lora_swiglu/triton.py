@@ -62,8 +62,32 @@ class TritonLoraSwiglu(Launcher):
         dgate, dup, ddown = self._call(kernels.backward_kernel, arrays, out_type, grid, tiles, length, 8 * M * F * R)
         return dgate, dup, ddown.sum(axis=0).T
 
+    def joined_forward(self, z, matrices):
+        """See `JoinedSwigluBackend`."""
+        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.forward_tiles
+        parts = triton.cdiv(F, tiles.length)
+        out_type = jax.ShapeDtypeStruct((M, F), z.dtype), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
+        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "COLUMNS": tiles.length}
+        grid, flops = (triton.cdiv(M, tiles.block_m), parts), 6 * M * F * R
+        out, ranks = self._compile(kernels.joined_forward_kernel, (z, *matrices), out_type, grid, tiles, sizes, flops)
+        return out, ranks.sum(axis=0).astype(z.dtype)
+
+    def joined_backward(self, z, matrices, dout, dranks):
+        """See `JoinedSwigluBackend`."""
+        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.backward_tiles
+        parts = triton.cdiv(M, tiles.length)
+        out_type = shape_dtype_of(z), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
+        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "ROWS": tiles.length}
+        grid, flops, arrays = (triton.cdiv(F, tiles.block_n), parts), 8 * M * F * R, (z, *matrices, dout, dranks)
+        dz, ddown = self._compile(kernels.joined_backward_kernel, arrays, out_type, grid, tiles, sizes, flops)
+        return dz, ddown.sum(axis=0).T
+
     def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], flops: int):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]
-        blocks = block_constants(tiles, R, arrays[2].dtype)
-        constants = {"M": M, "F": F, "R": R, "STAGES": tiles.num_stages} | blocks | length
+        sizes = {"M": M, "F": F, "R": R} | length
+        return self._compile(kernel, arrays, out_type, grid, tiles, sizes, flops, arrays[2].dtype)
+
+    def _compile(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, sizes, flops: int, dtype=None):
+        blocks = block_constants(tiles, sizes["R"], dtype or arrays[0].dtype)
+        constants = sizes | {"STAGES": tiles.num_stages} | blocks
         return self._launch(kernel, arrays, out_type, grid, constants, tiles.num_warps, tiles.num_stages, flops)

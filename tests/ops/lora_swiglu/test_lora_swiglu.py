@@ -8,7 +8,8 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu
+from jaxglue.ops.lora import LORA
+from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu, projected_lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
 CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
@@ -84,3 +85,31 @@ def test_ranks_that_differ_are_refused():
     (gate, up, hidden, matrices), _ = random_case(4, 8, 2)
     with pytest.raises(ValueError, match=r"one rank R, and hidden 2R columns, got ranks 2 and 3 columns"):
         lora_swiglu(gate, up, hidden[..., :3], matrices)
+
+
+def test_joined_projections_match_separate_ones(interpreted):
+    from jaxglue.ops.lora.tiles import GradientTiles
+    from jaxglue.ops.lora.triton import TritonLora
+    from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
+    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
+
+    M, D, F, R = 37, 24, 256, 5
+    (gate, up, _, matrices), cotangents = random_case(M, F, R)
+    x, *weights = (
+        jax.random.normal(key, (n, D)) / 4 for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
+    )
+    weights, downs = weights[:2], weights[2:]
+
+    def separate(x, downs, matrices):
+        gate, up = (x @ weight.T for weight in weights)
+        return by_definition(gate, up, jnp.concatenate([x @ down.T for down in downs], -1), matrices)
+
+    tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
+    swiglu = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
+    lora = interpreted(TritonLora)(compute_capability=90, gradient_tiles=GradientTiles(block_m=16, columns=128))
+    arguments = (x, tuple(downs), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
+    with LORA_SWIGLU.using(swiglu), LORA.using(lora):
+        got = outputs_and_gradients(
+            lambda x, downs, matrices: projected_lora_swiglu(x, tuple(weights), downs, matrices), *arguments
+        )
+    assert_close(got, outputs_and_gradients(separate, *arguments), 1e-5)

@@ -1,0 +1,57 @@
+"""Several frozen projections of one input, and their adapters' first matrices, as rows of one matrix."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxglue.ops.lora.vjp import LoraBackend, shrink_gradient
+
+COLUMNS = 256
+"""Joined projections have outputs in multiples of it, as have the kernels' smallest tiles."""
+_LARGEST = 2**25
+"""Bytes of weights up to which one matmul instead of several is worth copying them together."""
+_ALIGNMENT = 64
+"""Rows of a joined matrix are a multiple of it."""
+
+
+class JoinedLoraBackend(LoraBackend, Protocol):
+    """Gradients of two products side by side, in one pass; hashable."""
+
+    def joined_gradients(
+        self, dz: Float[Array, "M width"], z: Float[Array, "M width"], matrices: tuple[Array, Array]
+    ) -> tuple[Float[Array, "M ranks"], tuple[Array, Array]]:
+        """Return the gradients to the ranks, which follow the two projections in z, and to their second matrices."""
+
+
+def is_worth_joining(weights: Sequence[Array]) -> bool:
+    """Return whether frozen weights of one input are small enough to be copied together, and of fitting sizes."""
+    fits = all(isinstance(weight, jax.Array) and len(weight) % COLUMNS == 0 for weight in weights)
+    return fits and sum(weight.size * weight.dtype.itemsize for weight in weights) <= _LARGEST
+
+
+def join(weights: Sequence[Array], downs: Sequence[Float[Array, "R in"]], dtype) -> Float[Array, "width in"]:
+    """Return the rows of all weights, of the adapters' first matrices, and zeros up to a multiple of 64, in `dtype`."""
+    parts = [part.astype(dtype) for part in (*weights, *downs)]
+    padding = -sum(map(len, parts)) % _ALIGNMENT
+    return jnp.concatenate([*parts, jnp.zeros((padding, parts[0].shape[1]), dtype)])
+
+
+def project_joined(x: Float[Array, "M in"], joined: Float[Array, "width in"]) -> Float[Array, "M width"]:
+    """Return x·joinedᵀ."""
+    return jax.lax.dot_general(x, joined, (((1,), (1,)), ((), ())))
+
+
+def with_ranks(dz: Float[Array, "M width"], dhidden: Float[Array, "M ranks"], first: int) -> Float[Array, "M width"]:
+    """Return dz with the gradient to the ranks from column `first` on, then zeros."""
+    padding = dz.shape[1] - first - dhidden.shape[1]
+    return dz.at[:, first:].set(jnp.pad(dhidden, ((0, 0), (0, padding))))
+
+
+def down_gradients(x, dhidden, downs: Sequence[Float[Array, "R in"]]) -> tuple[Float[Array, "R in"], ...]:
+    """Return the float32 gradients to the adapters' first matrices, whose ranks are side by side in `dhidden`."""
+    ends = list(itertools.accumulate(map(len, downs)))
+    return tuple(jnp.split(shrink_gradient(x, dhidden), ends[:-1]))
