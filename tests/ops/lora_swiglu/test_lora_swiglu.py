@@ -96,7 +96,8 @@ def test_joined_projections_match_separate_ones(interpreted):
     M, D, F, R = 37, 24, 256, 5
     (gate, up, _, matrices), cotangents = random_case(M, F, R)
     x, *weights = (
-        jax.random.normal(key, (n, D)) / 4 for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
+        jax.random.normal(key, (n, D)) / 4
+        for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
     )
     weights, downs = weights[:2], weights[2:]
 
