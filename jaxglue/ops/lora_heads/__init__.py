@@ -1,4 +1,4 @@
-"""Queries, keys and values with adapters: one matmul to queries, keys and all ranks, one pass for norms and rotation."""
+"""Queries, keys and values between adapters: one matmul to queries, keys and all ranks, one pass for the rotation."""
 
 from collections.abc import Sequence
 from functools import partial

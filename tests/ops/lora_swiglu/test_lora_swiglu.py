@@ -94,7 +94,7 @@ def test_joined_projections_match_separate_ones(interpreted):
     from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
 
     M, D, F, R = 37, 24, 256, 5
-    (gate, up, _, matrices), cotangents = random_case(M, F, R)
+    (_, _, _, matrices), cotangents = random_case(M, F, R)
     x, *weights = (
         jax.random.normal(key, (n, D)) / 4
         for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
