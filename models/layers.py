@@ -191,11 +191,15 @@ def _multiply(x, linears: Sequence[Linear], context: LayerContext) -> list[Array
     return [project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight) for weight in weights]
 
 
-def _joinable(linears: Sequence[Linear], context: LayerContext) -> tuple[tuple[Array, ...], ...] | None:
+_Matrices = tuple[Array, ...]
+
+
+def _joinable(linears: Sequence[Linear], context: LayerContext) -> tuple[_Matrices, _Matrices, _Matrices] | None:
     """Return weights, first and second matrices of adapted linear layers; None if one lacks them or does more."""
     if context.tile is not None or any(_does_more(linear, context) for linear in linears):
         return None
-    weights, downs = (tuple(getattr(linear, name)[...] for linear in linears) for name in ("weight", "lora_A"))
+    weights = tuple(linear.weight[...] for linear in linears)
+    downs = tuple(linear.lora_A[...] for linear in linears if linear.lora_A is not None)
     return weights, downs, tuple(up for linear in linears if (up := linear.scaled_b) is not None)
 
 

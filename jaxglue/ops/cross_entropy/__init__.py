@@ -119,11 +119,11 @@ def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool
     if fp8:
         scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
         return ChunkSpec(cross_entropy=scaled, chunk=chunk)
-    wide = kernels and x.dtype != jnp.float16  # whose exponents are too few for numerators
+    wide = x.dtype != jnp.float16  # whose exponents are too few for numerators
     return ChunkSpec(
         cross_entropy=kernels or reference_cross_entropy,
         chunk=chunk,
-        softmax_gradient=kernels.softmax_gradient if wide else None,
+        softmax_gradient=kernels.softmax_gradient if kernels and wide else None,
     )
 
 

@@ -55,8 +55,8 @@ def _scan_chunks(
         if not any(needs):
             return (loss + jnp.sum(token_weight * token_losses(logits, target)[0]), dweight, drows), None
         if needs == Needs(x=True) and values is None:
-            losses, dx = spec.loss_and_input_gradient(logits, target, token_weight, w)
-            return (loss + jnp.sum(losses), dweight, drows), dx
+            losses, alone = spec.loss_and_input_gradient(logits, target, token_weight, w)
+            return (loss + jnp.sum(losses), dweight, drows), alone
         losses, dlogits = spec.cross_entropy(logits, target, token_weight, x.dtype)
         loss += jnp.sum(losses)
         dx = None

@@ -12,9 +12,8 @@ from jaxtyping import Array, Float
 from jaxglue.ops import names
 from jaxglue.ops.lora.joined import JoinedLoraBackend, down_gradients, join, project_joined, with_ranks
 
-Weights = tuple[Float[Array, "out_q D"], Float[Array, "out_k D"], Float[Array, "out_v D"]]
-Downs = tuple[Float[Array, "R D"], ...]
-Ups = tuple[Float[Array, "out_q R"], Float[Array, "out_k R"], Float[Array, "out_v R"]]
+Matrices = tuple[Array, ...]
+"""A matrix of queries, one of keys and one of values."""
 Norms = tuple[Float[Array, " H"], Float[Array, " H"]]
 Heads = tuple[Float[Array, "M out_q"], Float[Array, "M out_k"], Float[Array, "M out_v"]]
 
@@ -45,9 +44,9 @@ class HeadsSpec:
 def joined_heads(
     spec: HeadsSpec,
     x: Float[Array, "M D"],
-    weights: Weights,
-    downs: Downs,
-    ups: Ups,
+    weights: Matrices,
+    downs: Matrices,
+    ups: Matrices,
     norms: Norms | None,
     cos: Float[Array, "M half"],
     sin: Float[Array, "M half"],
@@ -77,7 +76,7 @@ def _backward(spec: HeadsSpec, residuals, cotangents):
     return dx, None, down_gradients(x, dhidden, downs), (*dups, dup), None, None, None
 
 
-def _value_ranks(ups: Ups) -> int:
+def _value_ranks(ups: Matrices) -> int:
     """Return the column of z where the values' ranks begin."""
     return len(ups[0]) + len(ups[1]) + 2 * ups[0].shape[1]
 

@@ -12,7 +12,8 @@ from jaxglue.ops import names
 from jaxglue.ops.lora.joined import JoinedLoraBackend, down_gradients, join, project_joined, with_ranks
 from jaxglue.ops.lora_swiglu.vjp import Matrices
 
-Pair = tuple[Float[Array, "..."], Float[Array, "..."]]
+Pair = tuple[Array, ...]
+"""A matrix of gate and one of up."""
 
 
 class JoinedSwigluBackend(Protocol):
