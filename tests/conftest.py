@@ -1,6 +1,7 @@
 """Shared fixtures: tiny models, batches, a tokenizer, chats, Triton's interpreter, an H200 compile target."""
 
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -9,7 +10,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 if os.environ.get("JAX_PLATFORMS") == "cpu":  # before JAX reads it: tiny models compile longer than they run
-    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    quick += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"  # those take twice as long to compile
+    os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -30,6 +33,12 @@ from jaxglue.ops.segments import pack_segments
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=10, help="kills of the campaign in tests/training/test_kills.py")
     parser.addoption("--flips", type=int, default=40, help="flipped bits in tests/training/test_checkpoint.py")
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and tests stay: searching them for garbage while JAX traces takes a tenth of the time
+    gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_collection_modifyitems(items):
