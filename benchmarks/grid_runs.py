@@ -29,7 +29,7 @@ _CONTEXT_GIB = 1.0
 """Memory of a process beside JAX's pool."""
 _ROOM = 1.12
 """Memory of settings without a limit of their own, in units of the planned."""
-_PATIENCE = 150
+_PATIENCE = 110
 """Most seconds for a setting."""
 _TIMED_MS = 1500.0
 """Duration of the timed steps."""
@@ -145,7 +145,7 @@ def _start(context, plan: dict, total: float, programs: str) -> _Run:
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(PINNED_GIB + 8),
     }
     ours, theirs = context.Pipe()
-    process = context.Process(target=_measure, args=(plan, environment, programs, theirs))
+    process = context.Process(target=_measure, args=(plan, environment, programs, theirs), daemon=True)
     process.start()
     theirs.close()
     return _Run(plan, gib, process, ours)

@@ -139,13 +139,11 @@ def summary(results: list[dict]) -> dict:
         return counts
     seconds = np.array([row["predicted_ms"] / row["ms"] - 1 for row in fine])
     gib = np.array([row["predicted_gib"] / row["peak_gib"] - 1 for row in fine])
-    compiles = np.array([row["predicted_compile_s"] / row["first_step_s"] - 1 for row in fine])
     return counts | {
         "time off, median": _percent(np.median(np.abs(seconds))),
         "time off, 90th percentile": _percent(np.quantile(np.abs(seconds), 0.9)),
         "memory too low, most": _percent(max(0, -gib.min())),
         "memory too high, median": _percent(np.median(gib)),
-        "first step off, median": _percent(np.median(np.abs(compiles))),
     }
 
 
@@ -163,11 +161,10 @@ def line(row: dict) -> dict:
         "remat": row["remat"] + (f" within {row['gib']} GiB" if "gib" in row else ""),
     }
     if "ms" not in row:
-        return names | {"ms": "–", "GiB": "–", "first step": row.get("refused", row.get("error", "–"))[:60]}
+        return names | {"ms": row.get("refused", row.get("error", "–"))[:60], "GiB": "–"}
     return names | {
         "ms": _beside(row["predicted_ms"], row["ms"]),
         "GiB": _beside(row["predicted_gib"], row["peak_gib"]),
-        "first step": _beside(row["predicted_compile_s"], row["first_step_s"]),
     }
 
 
