@@ -10,6 +10,7 @@ Python, flags and recipes read the same declarations: `RunConfig(steps=0)` fails
 import contextlib
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,6 +23,8 @@ KEEP = object()
 """Stands for no change to a field."""
 _SHOWN = 200
 """Longest part of a wrong value in an error, in characters."""
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""A byte of a flag, or half of a character of JSON or YAML, that is not UTF-8."""
 _ACCEPTS: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float), bool: (bool,), Path: (str,)}
 """Types that each field type is converted from, besides itself."""
 
@@ -142,6 +145,8 @@ class Kind:
         value = self.synonyms.get(value, value) if isinstance(value, str) else value
         if type(value) not in _ACCEPTS[self.scalar] and not (self.scalar is Path and isinstance(value, Path)):
             raise self._unexpected(value)
+        if isinstance(value, str | Path) and _LONE_SURROGATE.search(str(value)):
+            raise self._unexpected(value, ", which is not UTF-8, so no recipe can hold it")
         if self.scalar is Path and isinstance(value, str) and not value.strip():
             raise self._unexpected(value, ", an empty name, which would stand for the current folder")
         try:

@@ -161,8 +161,9 @@ def to_plain(value: Any) -> Any:
 
 
 def _assignments(values: dict[str, Any]) -> str:
-    # TOML's strings, numbers, booleans and lists are JSON's.
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    # TOML's strings, numbers, booleans and lists are JSON's, but for a character that it wants escaped.
+    lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    return "".join(lines).replace("\x7f", r"\u007f")
 
 
 def read_tables(path: Path) -> dict[str, Any]:
@@ -203,34 +204,9 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> dict[str, Any]:
-    """Parse YAML, with keys that have no value left out."""
-    import yaml
+    from jaxglue.yaml_file import parse_yaml  # only such recipes need the library
 
-    class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):  # nested ones multiply
-                raise yaml.YAMLError("aliases (*name) are not read: write the value out")
-            return super().compose_node(parent, index)
-
-    try:
-        values = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    if not isinstance(values, dict):
-        raise ValueError("expected keys and values")
-    return {key: _number(value) for key, value in values.items() if value is not None}
-
-
-def _number(value: Any) -> Any:
-    """Return the number that a text stands for: YAML reads 2e-4 as text, for want of a dot."""
-    if isinstance(value, dict):
-        return {key: _number(item) for key, item in value.items() if item is not None}
-    if not isinstance(value, str) or "e" not in value.lower():
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    return parse_yaml(text)
 
 
 def _with_folder(value: Any, folder: str) -> Any:

@@ -18,7 +18,7 @@ FLOORS = (
     {"cli", "distributed", "ops"},
     {"recipe"},
     {"dialects"},
-    {"config", "json_file"},
+    {"config", "json_file", "yaml_file"},
 )
 """From the top; packages of one floor do not import each other."""
 

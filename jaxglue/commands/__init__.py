@@ -111,6 +111,8 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
                 _end(f"jaxglue {name}: interrupted", status=STATUS)
             if isinstance(error, (ValueError, OSError)):
                 _end(f"error: {error}", status=1)
+            if isinstance(error, MemoryError):
+                _end(f"error: the host has too little memory: {error or 'for its programs'}", status=1)
             raise
 
 

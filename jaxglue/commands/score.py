@@ -20,7 +20,7 @@ def main(config: ScoreConfig) -> None:
     if config.output is None:
         scores = list(_print_scores(config))
     else:
-        with atomic_file(config.output) as target, target.open("w", encoding="utf-8") as lines:
+        with atomic_file(config.output) as target, target.open("w", encoding="utf-8", errors="backslashreplace") as lines:
             scores = list(_write_rows(config, lines))
         print(f"wrote {config.output}")
     print(_summary(scores))
@@ -34,7 +34,7 @@ def _print_scores(config: ScoreConfig) -> Iterator[tuple[float, ...]]:
 
 def _write_rows(config: ScoreConfig, file: IO[str]) -> Iterator[tuple[float, ...]]:
     for row, scores in score_rows(config):
-        print(json.dumps(_scored(row, scores), ensure_ascii=False), file=file)
+        print(json.dumps(_scored(row, scores), ensure_ascii=False, default=str), file=file)
         yield scores
 
 

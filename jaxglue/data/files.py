@@ -2,20 +2,22 @@
 
 import csv
 import io
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from jaxglue.json_file import numbered_lines, parse_json
+from jaxglue.json_file import MAX_BYTES, numbered_lines, parse_json
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _PARQUET_ROWS, _PARQUET_BUFFER = 64, 2**20
 """Rows decoded and bytes of a column read at a time."""
+_ARRAY_BYTES = 2**31
+"""Longest array of rows, which is read whole."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of data files; all but Parquet files may be compressed, with a further suffix."""
 
@@ -71,6 +73,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     import pyarrow as pa
 
     compression = _COMPRESSION[path.suffix]
+    if not path.stat().st_size:
+        raise ValueError(f"{path}: damaged {compression} file: it has no bytes")
     try:
         with io.BufferedReader(pa.input_stream(str(path), compression=compression)) as file:
             yield file
@@ -93,7 +97,9 @@ def _json_rows(path: Path, skip: int) -> Iterator[Row]:
         yield from _jsonl_rows(path, skip)
         return
     with _opened(path) as file:
-        text = file.read()
+        text = file.read(_ARRAY_BYTES + 1)
+    if len(text) > _ARRAY_BYTES:
+        raise ValueError(f"{path}: an array of more than {_ARRAY_BYTES:,} bytes: write a row a line, as .jsonl")
     values = parse_json(text, str(path))
     for number, value in enumerate(values[skip:], skip + 1):
         yield _checked(f"{path}, row {number}", value, len(text) / len(values))
@@ -101,10 +107,10 @@ def _json_rows(path: Path, skip: int) -> Iterator[Row]:
 
 def _table_rows(path: Path, delimiter: str) -> Iterator[Row]:
     """Read a table whose first line names its columns; all values are strings."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MAX_BYTES)
     with _opened(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        reader = csv.DictReader(_bounded_lines(lines), delimiter=delimiter, strict=True)
         try:
             names = list(reader.fieldnames or ())
             if len(set(names)) < len(names):
@@ -115,6 +121,13 @@ def _table_rows(path: Path, delimiter: str) -> Iterator[Row]:
             raise ValueError(f"{path}: not UTF-8 after line {reader.line_num}: save the file as UTF-8") from error
         except (csv.Error, ValueError) as error:
             raise ValueError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _bounded_lines(lines: TextIO) -> Iterator[str]:
+    for line in iter(partial(lines.readline, MAX_BYTES + 1), ""):
+        if len(line) > MAX_BYTES:
+            raise ValueError(f"a line of more than {MAX_BYTES:,} characters")
+        yield line
 
 
 def _full_row(row: dict[Any, Any]) -> dict[str, str]:
@@ -133,6 +146,8 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
         batches = file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=groups)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a readable Parquet file: {_in_line(error)}") from error
+    if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
+        raise ValueError(f"{path}: two columns have the same name")
     size = path.stat().st_size / max(1, file.metadata.num_rows)
     values = (value for batch in batches for value in batch.to_pylist())
     try:
@@ -140,6 +155,8 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
             yield Row(f"{path}, row {number}", without_nulls(value), size)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: damaged Parquet file: {_in_line(error)}") from error
+    except (ValueError, OverflowError) as error:  # a date beyond Python's
+        raise ValueError(f"{path}: a value that Python cannot hold: {_in_line(error)}") from error
 
 
 def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:

@@ -9,18 +9,35 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.packing import PackPlan, plan_epoch
 from jaxglue.data.sources import Source
 
+_MOST_DOCUMENTS = 2**31
+"""Of an epoch."""
+
 
 def passes_per_epoch(sources: Sequence[Source], tokens: Sequence[float], temperature: float) -> tuple[float, ...]:
     """Return the passes over each source in an epoch.
 
     Weights are passes. With shares, an epoch has as many tokens as all sources together. With a temperature, the
     largest source is read once and smaller ones more often.
+
+    Raises:
+        ValueError: a source without tokens has a share.
     """
     if any(source.share for source in sources):
+        if not all(tokens):
+            raise ValueError(f"{sources[tokens.index(0)]} has a share, but eval_fraction holds out all its documents")
         return tuple(source.share * sum(tokens) / own for source, own in zip(sources, tokens, strict=True))
     largest = max(tokens)
     spread = 1 - 1 / temperature
-    return tuple(source.weight * (largest / own) ** spread for source, own in zip(sources, tokens, strict=True))
+    return tuple(source.weight * (largest / max(own, 1)) ** spread for source, own in zip(sources, tokens, strict=True))
+
+
+def check_epoch(documents: Sequence[int], passes: Sequence[float]) -> None:
+    """Raise ValueError for sources' passes that leave an epoch without documents, or with too many to list."""
+    sizes = [count * times for count, times in zip(documents, passes, strict=True)]
+    if max(sizes) < 1:
+        raise ValueError(f"data: an epoch would have {sum(sizes):.3g} documents: raise the sources' weights")
+    if sum(sizes) > _MOST_DOCUMENTS:
+        raise ValueError(f"data: an epoch would have {sum(sizes):.3g} documents: lower the sources' weights")
 
 
 def plan_dataset_epoch(

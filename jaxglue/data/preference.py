@@ -16,6 +16,8 @@ PAIRS = "preference"
 """Format of rows of two answers."""
 KEYS: dict[str, tuple[str, ...]] = {PAIRS: ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
+_LARGEST = 3e38
+"""Largest margin."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -49,11 +51,12 @@ def read_answers(row: Mapping[str, Any], format: str) -> Answers:
 
 
 def read_margin(row: Mapping[str, Any]) -> float:
-    """Return the least difference of the answers' scores, 0 without one, NaN for what is no number."""
+    """Return the least difference of the answers' scores, 0 without one, NaN for what is no number of float32."""
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    return float(margin) if isinstance(margin, int | float) and not isinstance(margin, bool) else math.nan
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and abs(margin) <= _LARGEST
+    return float(margin) if is_number else math.nan
 
 
 def _pair(row: Mapping[str, Any]) -> Answers:
@@ -64,7 +67,7 @@ def _pair(row: Mapping[str, Any]) -> Answers:
         if prompt is None:
             raise ValueError("'chosen' and 'rejected' are strings: give their 'prompt' too, or whole conversations")
         return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
-    if not isinstance(prompt, list):
+    if prompt is None or isinstance(prompt, str):
         return _divided(chosen, rejected, row.get("tools"), prompt)
     return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
 

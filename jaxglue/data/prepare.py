@@ -13,7 +13,7 @@ from jaxglue.data.answer_selection import select_answers
 from jaxglue.data.answer_task import AnswerTask
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.config import DataConfig
-from jaxglue.data.mixing import passes_per_epoch, plan_dataset_epoch
+from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.readers import SAVED_INFO
@@ -161,6 +161,7 @@ def _mix(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
     owners = np.zeros(len(dataset), np.int64) if dataset.sources is None else dataset.sources
     tokens = np.bincount(owners, weights=dataset.lengths, minlength=len(config.sources))
     passes = passes_per_epoch(config.sources, tokens.tolist(), config.mix_temperature)
+    check_epoch(np.bincount(owners, minlength=len(passes)).tolist(), passes)
     return replace(dataset, sources=owners, passes=passes)
 
 

@@ -67,7 +67,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._reserved.sub(_split_token, value)
         if isinstance(value, dict):
-            return {key: self._protect(item) for key, item in value.items()}
+            return {self._protect(key): self._protect(item) for key, item in value.items()}
         return [self._protect(item) for item in value] if isinstance(value, list) else value
 
     def encode_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:

@@ -39,7 +39,7 @@ def read_prompts(config: GenerateConfig) -> list[dict[str, Any]]:
     if config.prompt_file is None:
         return rows
     text = sys.stdin.read() if config.prompt_file == STDIN else config.prompt_file.read_text(encoding="utf-8")
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if config.prompt_file.suffix != ".jsonl":
         return rows + [{"prompt": line} for _, line in lines]
     return rows + [_parse_row(line, f"{config.prompt_file}:{number}") for number, line in lines]

@@ -32,7 +32,7 @@ def cached(compile_ir: Compile) -> Compile:
         cache = jax.config.jax_compilation_cache_dir
         if not cache or "://" in cache:
             return compile_ir(ir, backend, options, gpu)
-        key = hashlib.sha256("\n".join(map(str, (*_VERSIONS, options, gpu, ir))).encode()).hexdigest()
+        key = _digest("\n".join(map(str, (*_VERSIONS, options, gpu, ir))))
         path = Path(cache) / "triton" / f"{key}.json"
         if (result := _read(path)) is None:
             result = compile_ir(ir, backend, options, gpu)
@@ -44,9 +44,14 @@ def cached(compile_ir: Compile) -> Compile:
 
 def _read(path: Path) -> CompilationResult | None:
     try:
-        return CompilationResult(**json.loads(path.read_text()), **_DUMPS)
+        digest, _, text = path.read_text().partition("\n")
+        return CompilationResult(**json.loads(text), **_DUMPS) if digest == _digest(text) else None
     except (OSError, ValueError, TypeError):  # absent, or not one of ours: compiled, and written, again
         return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _write(path: Path, result: CompilationResult) -> None:
@@ -54,7 +59,8 @@ def _write(path: Path, result: CompilationResult) -> None:
     temporary = path.with_suffix(f".{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(fields))
+        text = json.dumps(fields)
+        temporary.write_text(f"{_digest(text)}\n{text}")
         temporary.replace(path)
     except OSError as error:
         _log.warning("compiled kernels are not kept: %s", error)

@@ -42,11 +42,13 @@ class _Manager(ocp.CheckpointManager):
     """Orbax's manager, which cannot open a folder with a damaged metric."""
 
     def metrics(self, step: int) -> PyTree | None:
-        """Read a checkpoint's eval loss; None without one, or where it cannot be read."""
+        """Read a checkpoint's eval loss; None without a finite one, or where it cannot be read."""
         try:
-            return super().metrics(step)
-        except ValueError:
+            found = super().metrics(step)
+        except (ValueError, OSError, RecursionError):
             return None
+        loss = found.get("eval_loss") if isinstance(found, dict) else None
+        return {"eval_loss": loss} if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def _eval_loss(metrics: Mapping[str, float]) -> float:

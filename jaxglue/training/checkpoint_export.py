@@ -1,5 +1,6 @@
 """Export of one checkpoint of a run that has finished, was interrupted or still trains."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def choose_step(checkpoints: Path, which: str) -> int:
     Raises:
         ValueError: there is none; names those that exist.
     """
-    steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
+    steps = sorted(int(path.name) for path in checkpoints.glob("*/") if path.name.isdecimal())
     if not steps:
         raise ValueError(f"{checkpoints} holds no checkpoint")
     losses = {step: loss for step in steps if (loss := _eval_loss(checkpoints / str(step))) is not None}
@@ -120,9 +121,10 @@ def _restore(state: Path) -> Params:
 def _eval_loss(folder: Path) -> float | None:
     path = folder / "metrics" / "metrics"
     try:
-        return float(read_json(path)["eval_loss"])
-    except (OSError, ValueError, KeyError, TypeError):
+        loss = read_json(path).get("eval_loss")
+    except (OSError, ValueError):
         return None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def _read_run(config: TrainConfig) -> FinishedRun:

@@ -333,5 +333,6 @@ class TrainConfig(Config):
     @property
     def inputs(self) -> list[str]:
         """Return the files and folders that the run reads."""
-        template = self.data.chat_template
-        return [self.model.model, *self.data.data, *self.data.eval_data, *([template] if template else [])]
+        files = (self.data.chat_template, self.model.adapter, self.model.new_tokens)
+        sources = (source.name for source in (*self.data.sources, *self.data.eval_sources))
+        return [self.model.model, *sources, *(str(file) for file in files if file is not None)]

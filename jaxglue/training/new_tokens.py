@@ -1,5 +1,6 @@
 """Tokens that a run adds to its tokenizer and its model's vocabulary."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -83,13 +84,13 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        tokens = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--new-tokens {path}: {error}: expected a text file with a token a line") from None
     if not tokens:
         raise ValueError(f"--new-tokens {path} is empty: expected a token a line")
     if padded := [token for token in tokens if token != token.strip()]:
         raise ValueError(f"--new-tokens {path}: {padded[0]!r} begins or ends with a space: remove it")
-    if twice := [token for token in tokens if tokens.count(token) > 1]:
-        raise ValueError(f"--new-tokens {path} has {twice[0]} twice: remove one")
+    if twice := next((token for token, count in Counter(tokens).items() if count > 1), None):
+        raise ValueError(f"--new-tokens {path} has {twice!r:.100} twice: remove one")
     return tokens

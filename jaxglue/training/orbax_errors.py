@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+_SHORTEST = 8
+"""Characters of a cause that says something by itself."""
+
 
 def reason_of(error: Exception) -> str:
     """Shorten an error to its cause, without the paths that the storage library adds."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)", str(error), maxsplit=1)[0]
-    return message.rpartition(": ")[2][:200] or type(error).__name__
+    cause = message.rpartition(": ")[2]
+    return (cause if len(cause) >= _SHORTEST else message)[:200] or type(error).__name__
 
 
 @contextlib.contextmanager

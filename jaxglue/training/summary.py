@@ -54,7 +54,7 @@ def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> Non
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    width = console.width - max(map(len, rows)) - _BORDER
+    width = max(console.width - max(map(len, rows)) - _BORDER, 1)
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, Text(_with_breaks(str(value), width)))
