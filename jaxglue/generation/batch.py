@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jaxglue.generation.cache import PREFILL_TOKENS, CachePlan, Pages, PageTable
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.contexts import Slots, places_of
-from jaxglue.generation.programs import Programs, Trees
+from jaxglue.generation.programs import NOT_FINITE, Programs, Trees
 from jaxglue.generation.sampling import request_key
 from jaxglue.ops.segments import pack_segments
 
@@ -133,7 +133,13 @@ class Batch:
         yield from self._receive(row, np.asarray(first)[:, None])
 
     def _receive(self, row: Sequence[int], new: Int[np.ndarray, "S steps"]) -> Iterator[Piece]:
-        """Yield the new tokens of these slots, and free those that ended."""
+        """Yield the new tokens of these slots, and free those that ended.
+
+        Raises:
+            ValueError: logits that are infinite or NaN.
+        """
+        if (new[list(row)] == NOT_FINITE).any():
+            raise ValueError("the model's logits are not finite (NaN or infinity): check its weights and the adapter")
         for slot in row:
             tokens = [token for token in new[slot].tolist() if token >= 0]
             yield self._piece(slot, tokens)

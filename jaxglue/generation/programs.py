@@ -20,6 +20,8 @@ from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
 
+NOT_FINITE = -2
+"""In place of a token whose logits are infinite or NaN."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
 
@@ -133,9 +135,10 @@ class Programs:
         output = merge_module(self._graphdefs.output, *output_weights)
         logits, positions = project(norm(x[0]), output_matrix(output), jnp.float32), slots.positions + 1
         tokens = sample_tokens(logits, slots.keys, positions, slots.temperatures, slots.top_ps).astype(jnp.int32)
-        live = slots.live & ~jnp.isin(tokens, stops) & (positions + 1 < slots.ends)
+        finite = jnp.isfinite(logits).all(-1)
+        live = slots.live & finite & ~jnp.isin(tokens, stops) & (positions + 1 < slots.ends)
         after = replace(slots, tokens=tokens, positions=jnp.where(live, positions, slots.positions), live=live)
-        return after, jnp.where(slots.live, tokens, -1)
+        return after, jnp.where(slots.live, jnp.where(finite, tokens, NOT_FINITE), -1)
 
 
 def _part(trees: Trees, name: str) -> Any:

@@ -22,7 +22,7 @@ from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.chat import is_reward_model, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
-from jaxglue.generation.scoring import plan_rows
+from jaxglue.generation.scoring import plan_rows, require_finite
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
 
@@ -53,7 +53,7 @@ class RewardModel:
         """Return each document's score: that of its last token other than padding.
 
         Raises:
-            ValueError: an empty document, or one beyond the model's limit.
+            ValueError: an empty document, one beyond the model's limit, or a score that is not finite.
         """
         documents = [self._without_padding(document) for document in documents]
         if not documents:
@@ -65,6 +65,7 @@ class RewardModel:
             batch = _make_batch([documents[index] for index in members], row, slots)
             found = self._executor.answer_log_probs(self._trainable, self._frozen, jax.device_put(batch))
             scores[members] = np.asarray(found)[0, : len(members), CHOSEN]
+        require_finite(scores)
         return scores.tolist()
 
     def _without_padding(self, document: Tokens) -> np.ndarray:

@@ -43,7 +43,7 @@ class Scorer:
         Contexts are cut from the left where they and their continuation exceed the model's limit.
 
         Raises:
-            ValueError: an empty context, or a continuation beyond the limit.
+            ValueError: an empty context, a continuation beyond the limit, or a score that is not finite.
         """
         whole = [_joined(context, continuation, self.limit) for context, continuation in pairs]
         lengths = np.array([len(tokens) - 1 for tokens in whole], np.int64)
@@ -70,7 +70,14 @@ class Scorer:
         fields: dict[str, Any] = {"tokens": arrays[0], "targets": arrays[1]}
         batch = Batch(**fields, loss_weights=jnp.ones((1, row)), segments=segments)
         losses, hits = jax.device_get(self._executor.token_scores(*self._trees, jax.device_put(batch)))
+        require_finite(losses[0, :filled])
         return losses[0], hits[0]
+
+
+def require_finite(scores: np.ndarray) -> None:
+    """Raise ValueError for scores that are infinite or NaN."""
+    if not np.isfinite(scores).all():
+        raise ValueError("the model's scores are not finite (NaN or infinity): check its weights and the adapter")
 
 
 def plan_rows(lengths: np.ndarray) -> tuple[PackPlan, int, int]:

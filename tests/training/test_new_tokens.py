@@ -41,7 +41,7 @@ def test_unused_rows_of_the_base_are_taken_first(make_config, tmp_path):
     ("text", "message"),
     [
         ("", "is empty: expected a token a line"),
-        ("<a>\n<a>\n", "has <a> twice"),
+        ("<a>\n<a>\n", "has '<a>' twice"),
         ("<|im_end|>\n", r"the tokenizer already has <\|im_end\|>"),
         (" <a>\n", "begins or ends with a space"),
     ],
