@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import VocabularyModule
+from jaxglue.ops.rows import take_rows
 
 EMBEDDING: VocabularyModule = "embed_tokens"
 HEAD: VocabularyModule = "lm_head"
@@ -37,13 +38,13 @@ class Embedding(nnx.Module):
             dtype: of the result.
             ids: the tokens, where `tokens` are rows of a table that holds only those needed.
         """
-        x = jnp.take(self.weight[...], tokens, axis=0).astype(dtype)
+        x = take_rows(self.weight[...], tokens).astype(dtype)
         if (rows := replaced_rows(self)) is None:
             return x
         values, indices = rows
         ids = tokens if ids is None else ids
         slots = jnp.minimum(jnp.searchsorted(indices, ids), len(indices) - 1)
-        return jnp.where((indices[slots] == ids)[..., None], jnp.take(values, slots, axis=0).astype(dtype), x)
+        return jnp.where((indices[slots] == ids)[..., None], take_rows(values, slots).astype(dtype), x)
 
 
 def replaced_rows(module: Any) -> Rows | None:

@@ -29,7 +29,7 @@ def find_token(given: str | None, job: str | None, host: str) -> bytes:
     if given is not None and len(given) < _SHORTEST:
         raise ValueError(f"--token, {TOKEN}: expected {_SHORTEST} or more characters, got {len(given)}")
     if given is None and job is None and is_loopback(host):
-        return _own_token(_OWN.expanduser())
+        return _own_token(_OWN)
     if secret := given or job:
         return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
     raise ValueError(
@@ -41,14 +41,16 @@ def find_token(given: str | None, job: str | None, host: str) -> bytes:
 def _own_token(path: Path) -> bytes:
     """Read this user's secret, after making it once."""
     try:
+        path = path.expanduser()
         if not path.exists():
             _make(path)
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise ValueError(f"{path}: other users can read this secret: delete it, or set {TOKEN}")
         return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: no secret can be kept there ({error.strerror}): set {TOKEN}") from error
+    except (OSError, RuntimeError) as error:  # the latter without a home folder
+        reason = getattr(error, "strerror", error)
+        raise ValueError(f"{path}: no secret can be kept there ({reason}): set {TOKEN}") from error
 
 
 def _make(path: Path) -> None:

@@ -36,7 +36,12 @@ def keep_programs(folder: Path, *, take_turns: bool = True) -> None:
             measurement, so that two compilations may round differently, and only the first is kept for a resumed run.
             Processes of one run wait for each other while they compile, and must not.
     """
-    jax.config.update("jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir or str(folder.expanduser()))
+    try:
+        folder = Path(jax.config.jax_compilation_cache_dir or folder.expanduser())
+    except RuntimeError:  # an unknown user, as in some containers
+        _log.warning("compiled programs are not kept: there is no home folder (HOME): name a --compilation-cache")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
     _turns().take = take_turns
 

@@ -14,6 +14,7 @@ from jaxglue.hf.adapter_config import (
     SEQUENCE_CLASSIFIER,
     config_from_peft,
     config_to_peft,
+    matching,
     refuse_unsupported,
     token_indices,
 )
@@ -151,8 +152,9 @@ def load_adapter(folder: str | Path) -> Adapter:
     )
     _require_finite(folder / TENSORS, tensors)
     tensors = join_rows(folder / TENSORS, tensors, _row_order(folder / CONFIG, tensors, raw))
-    config = config_from_peft(folder / CONFIG, raw, tensors)
-    check_shapes(folder / TENSORS, tensors, config)
+    with matching(folder):
+        config = config_from_peft(folder / CONFIG, raw, tensors)
+        check_shapes(folder / TENSORS, tensors, config)
     return Adapter(folder=folder, config=config, tensors=tensors, peft=raw, base=_recorded_base(folder, files))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.adapter_config import matching
 from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.models.lora import is_target
@@ -55,7 +56,8 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
             raise ValueError(f"{refusal}: for {path} it is {ours}, the base {list(shapes[path])}")
     vocabulary = {path: shape for path, shape in shapes.items() if path in PATHS.values()}
     linears = {path: shape for path, shape in shapes.items() if path not in vocabulary}
-    wanted = {path for path, shape in linears.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
+    with matching(adapter.folder):
+        wanted = {path for path, shape in linears.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
     if missing := sorted(wanted - set(adapter.modules)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")
     fitted = adapter if PATHS["lm_head"] in vocabulary else fit_tied(adapter)

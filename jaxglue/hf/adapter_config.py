@@ -1,9 +1,11 @@
 """adapter_config.json: PEFT's settings of an adapter, read and written."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxglue.data.limits import SECONDS, time_limit
 from jaxglue.hf.adapter_tensors import PATHS, SCORE, is_adapter
 from jaxglue.hf.expert_adapter import target_parameters
 from jaxglue.hf.hub import BaseReference
@@ -42,6 +44,16 @@ SEQUENCE_CLASSIFIER = "SEQ_CLS"
 _SCORES = ("score", "classifier")
 """Names under which PEFT saves a sequence classifier's head."""
 _NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …) also change the base weights
+
+
+@contextmanager
+def matching(folder: Path) -> Iterator[None]:
+    """Raise ValueError where the regular expressions of an adapter take longer than any that PEFT writes."""
+    try:
+        with time_limit(SECONDS):
+            yield
+    except TimeoutError:
+        raise ValueError(f"{folder}: the patterns of its adapter_config.json take more than {SECONDS} s") from None
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

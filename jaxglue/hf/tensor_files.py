@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import jax
 import ml_dtypes
@@ -96,18 +97,32 @@ class TensorFiles:
 
 
 class MappedFiles(TensorFiles):
-    """Safetensors files mapped into memory: tensors are read-only views of the page cache."""
+    """Safetensors files mapped into memory: tensors are read-only views of the page cache.
+
+    A file that is replaced stays readable. One that is changed in place is refused: its values would be others, and
+    the end of a shorter one is no memory.
+    """
 
     def __init__(self, paths: Iterable[Path]):
         super().__init__(paths)
-        files = {info.file for info in self.tensors.values()}
-        self._bytes = {file: np.memmap(file, np.uint8, "r").view(np.ndarray) for file in files}
+        opened = {file: file.open("rb") for file in {info.file for info in self.tensors.values()}}
+        self._opened = {file: (handle, _stamp(handle)) for file, handle in opened.items()}
+        self._bytes = {file: np.memmap(handle, np.uint8, "r").view(np.ndarray) for file, handle in opened.items()}
 
     def _read(self, name: str, first: int, shape: tuple[int, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         assert buffer is None, "a view needs none"
         info = self.tensors[name]
+        handle, stamp = self._opened[info.file]
+        if _stamp(handle) != stamp:
+            raise ValueError(f"{info.file} was changed while it was in use: bring it back, then start again")
         start, size = info.start + first * info.dtype.itemsize, math.prod(shape) * info.dtype.itemsize
         return self._bytes[info.file][start : start + size].view(info.dtype).reshape(shape)
+
+
+def _stamp(file: IO[bytes]) -> tuple[int, int]:
+    """Return the size and the last change of a file's content."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 def _read_into(target: np.ndarray, path: Path, offset: int) -> None:

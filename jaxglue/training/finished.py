@@ -23,12 +23,12 @@ def _finished_summary(setup: Setup) -> dict[str, Any] | None:
         return None
     values = read_json(path)
     saved = values.pop("fingerprint", None)
-    if not isinstance(saved, dict) or fingerprint_differences(saved, fingerprint(setup)):
-        return None
     run = setup.config.run
     if (values.pop("keep", "last"), values.pop("early_stopping", None)) != (run.keep, run.early_stopping):
         return None
     try:
+        if not isinstance(saved, dict) or fingerprint_differences(saved, fingerprint(setup)):
+            return None
         summary = read_summary(values)
         summary_rows(summary)
         at_end = summary.steps >= setup.total_steps or summary.stopped_early

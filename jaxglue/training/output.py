@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from jaxglue.distributed import Processes
 from jaxglue.hf.files import named_errors
 from jaxglue.training.own_lines import DAMAGED
-from jaxglue.training.previous_run import recover
+from jaxglue.training.previous_run import ASIDE, recover
 from jaxglue.training.run_files import MANIFEST, RunFiles
 
 _OWNER = ".jaxglue-run"
@@ -118,7 +118,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _check_links(path: Path) -> None:
     """Refuse symbolic links where a run writes: their targets are not the run's."""
     names = [form.format(name) for name in _WRITTEN for form in ("{}", ".{}.tmp", "{}" + DAMAGED)]
-    for entry in filter(os.path.lexists, (path / name for name in names)):
+    for entry in filter(os.path.lexists, (*(path / name for name in names), *path.glob(f"{ASIDE}*"))):
         within = (Path(parent, name) for parent, *names in os.walk(entry) for name in (*names[0], *names[1]))
         if link := next((link for link in (entry, *within) if link.is_symlink()), None):
             raise ValueError(
