@@ -20,7 +20,10 @@ def main(config: ScoreConfig) -> None:
     if config.output is None:
         scores = list(_print_scores(config))
     else:
-        with atomic_file(config.output) as target, target.open("w", encoding="utf-8", errors="backslashreplace") as lines:
+        with (
+            atomic_file(config.output) as target,
+            target.open("w", encoding="utf-8", errors="backslashreplace") as lines,
+        ):
             scores = list(_write_rows(config, lines))
         print(f"wrote {config.output}")
     print(_summary(scores))
