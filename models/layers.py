@@ -18,14 +18,21 @@ from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import axis_size, copy_to, reduce_from
-from jaxglue.ops.fp8 import project_adapted_fp8, project_fp8, swiglu_fp8
+from jaxglue.ops.fp8 import add_adapted_fp8, project_adapted_fp8, project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
 from jaxglue.ops.lora_heads import lora_heads
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu, projected_lora_swiglu
-from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
+from jaxglue.ops.norm_rope import HeadNorms, branch_norm, coded_branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantized, quantize_matrix
-from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
+from jaxglue.ops.quant.fp8 import CodedRows, is_multiplied_in_fp8
+
+Normed = Float[Array, "B T D"] | CodedRows
+"""A norm's output, with e4m3 codes where FP8 products read it."""
+
+
+def _copy_to(normed: Normed) -> Normed:
+    return normed if isinstance(normed, CodedRows) else copy_to(normed)
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -101,6 +108,8 @@ class Linear(nnx.Module):
 
     def add_to(self, x: Float[Array, "B T out"], inputs: Float[Array, "B T in"], context: LayerContext) -> Array:
         """Return x plus the projection of `inputs`, summed over the devices that split it."""
+        if self.bias is None and (up := self.scaled_b) is not None and _have_fp8_adapters((self,), context):
+            return add_adapted_fp8(x, inputs, self.weight.get_value(), _first_matrices((self,)), up)
         return _add_projection(x, self, *_project_base((self,), inputs, context))
 
     @property
@@ -119,32 +128,34 @@ class Linear(nnx.Module):
         return jnp.where(keep, x / (1.0 - self.lora_dropout), 0).astype(x.dtype)
 
 
-def project_together(linears: Sequence[Linear], x: Float[Array, "B T in"], context: LayerContext) -> list[Array]:
+def project_together(linears: Sequence[Linear], x: Normed, context: LayerContext) -> list[Array]:
     """Apply several linear layers to one input, shrinking it to all adapters' ranks in a single matmul.
 
     Each base matmul accumulates onto its adapter's product.
     """
-    if len(linears) > 1 and (down := _frozen_fp8_adapters(linears, context)) is not None:
-        weights, ups = (
-            [linear.weight.get_value() for linear in linears],
-            [up for linear in linears if (up := linear.scaled_b) is not None],
-        )
-        return _add_adapters(linears, project_adapted_fp8(x, weights, down, ups), None)
+    if len(linears) > 1 and _have_fp8_adapters(linears, context):
+        weights = [linear.weight.get_value() for linear in linears]
+        ups = [up for linear in linears if (up := linear.scaled_b) is not None]
+        return _add_adapters(linears, project_adapted_fp8(x, weights, _first_matrices(linears), ups), None)
+    assert not isinstance(x, CodedRows)
     return _add_adapters(linears, *_project_base(linears, x, context))
 
 
-def _frozen_fp8_adapters(linears: Sequence[Linear], context: LayerContext) -> Float[Array, "ranks in"] | None:
-    """Return the adapters' first matrices, one below the other, of frozen FP8 weights; None if something intervenes."""
-    matrices = [
-        linear.lora_A[...]
-        for linear in linears
-        if _is_in_fp8(linear, context)
+def _have_fp8_adapters(linears: Sequence[Linear], context: LayerContext) -> bool:
+    """Return whether all are frozen FP8 weights with adapters and nothing intervenes between the two."""
+    return all(
+        _is_in_fp8(linear, context)
         and not linear.trains_in_fp8
         and linear.lora_A is not None
         and linear.lora_magnitude_vector is None
         and (context.dropout_key is None or linear.lora_dropout == 0.0)
-    ]
-    return jnp.concatenate(matrices) if len(matrices) == len(linears) else None
+        for linear in linears
+    )
+
+
+def _first_matrices(linears: Sequence[Linear]) -> Float[Array, "ranks in"]:
+    """Return the adapters' first matrices, one below the other."""
+    return jnp.concatenate([linear.lora_A[...] for linear in linears if linear.lora_A is not None])
 
 
 def _add_adapters(linears: Sequence[Linear], outputs: list[Array], hidden: Array | None) -> list[Array]:
@@ -238,9 +249,9 @@ class RMSNorm(nnx.Module):
         """Normalize x, in x's dtype."""
         return rms_norm(x, self.weight[...], self.eps)
 
-    def branch(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Return (x, norm of x) for a residual block."""
-        return branch_norm(x, self.weight[...], self.eps)
+    def branch(self, x: Float[Array, "B T D"], *, coded: bool = False) -> tuple[Float[Array, "B T D"], Normed]:
+        """Return (x, norm of x) for a residual block, the latter with its e4m3 codes if asked for."""
+        return (coded_branch_norm if coded else branch_norm)(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -261,11 +272,15 @@ class Attention(nnx.Module):
         )
         self.head_dim, self.window = H, window
 
-    def add_to(self, x: Float[Array, "B T D"], normed: Float[Array, "B T D"], context: LayerContext) -> Array:
+    def add_to(self, x: Float[Array, "B T D"], normed: Normed, context: LayerContext) -> Array:
         """Project, rotate, attend, project back and add to x."""
-        return self.leave(x, self.attend(*self.enter(copy_to(normed), context), context), context)
+        return self.leave(x, self.attend(*self.enter(_copy_to(normed), context), context), context)
 
-    def enter(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
+    def reads_codes(self, context: LayerContext) -> bool:
+        """Return whether the norm's e4m3 codes are multiplied."""
+        return _have_fp8_adapters((self.q_proj, self.k_proj, self.v_proj), context)
+
+    def enter(self, x: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
         if (heads := self._joined_heads(x, context)) is not None:
             return heads
@@ -311,14 +326,27 @@ class GatedMLP(nnx.Module):
         self.up_proj = Linear(D, F, **options)
         self.down_proj = Linear(F, D, **options)
 
-    def add_to(self, x: Float[Array, "B T D"], normed: Float[Array, "B T D"], context: LayerContext) -> Array:
+    def add_to(self, x: Float[Array, "B T D"], normed: Normed, context: LayerContext) -> Array:
         """Apply the feed-forward and add it to x."""
-        normed = copy_to(normed)
+        normed = _copy_to(normed)
         if (matrices := self._swiglu_matrices(context)) is not None:
+            if self.reads_codes(context) and (last := self.down_proj.scaled_b) is not None:
+                weights: Any = tuple(linear.weight.get_value() for linear in self._linears)
+                return swiglu_fp8(x, normed, weights, _first_matrices(self._linears[:2]), matrices, last)
+            assert not isinstance(normed, CodedRows)
             return _add_projection(x, self.down_proj, *self._lora_swiglu(normed, matrices, context))
         gate, up = project_together((self.gate_proj, self.up_proj), normed, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
         return self.down_proj.add_to(x, jax.nn.silu(gate) * up, context)
+
+    def reads_codes(self, context: LayerContext) -> bool:
+        """Return whether the norm's e4m3 codes are multiplied."""
+        fused = self.down_proj.bias is None and self._swiglu_matrices(context) is not None
+        return fused and _have_fp8_adapters(self._linears, context)
+
+    @property
+    def _linears(self) -> tuple[Linear, Linear, Linear]:
+        return self.gate_proj, self.up_proj, self.down_proj
 
     def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
         """Return the matrices for `lora_swiglu`; None if one is missing, ranks differ, or bias or dropout intervene."""
@@ -332,14 +360,7 @@ class GatedMLP(nnx.Module):
 
     def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> tuple[list[Array], Array]:
         """Return down's output and low-rank values as `_project_base` does; other products are formed in kernels."""
-        linears = self.gate_proj, self.up_proj, self.down_proj
-        weights: Any = tuple(linear.weight.get_value() for linear in linears)
-        if (
-            all(_is_in_fp8(linear, context) for linear in linears)
-            and (first := _frozen_fp8_adapters(linears[:2], context)) is not None
-        ):
-            out, low = swiglu_fp8(x, weights, first, matrices)
-            return [out], checkpoint_name(low, names.LORA_HIDDEN)
+        linears = self._linears
         if (parts := _joinable(linears[:2], context)) and (found := projected_lora_swiglu(x, *parts[:2], matrices)):
             return [self.down_proj.base(found[0], context)], checkpoint_name(found[1], names.LORA_HIDDEN)
         (gate, up), hidden = _project_base(linears[:2], x, context)
@@ -373,15 +394,16 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(x, names.LAYER_INPUT)
         if context.tile is not None:
             return self._by_tiles(x, context)
-        x, normed = self.input_layernorm.branch(x)
+        x, normed = self.input_layernorm.branch(x, coded=self.self_attn.reads_codes(context))
         x = checkpoint_name(self.self_attn.add_to(x, normed, context), names.ATTENTION_RESIDUAL)
         return self._feed_forward(x, context)
 
     def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:
-        x, normed = self.post_attention_layernorm.branch(x)
         if isinstance(self.mlp, GatedMLP):
-            return self.mlp.add_to(x, normed, context)
-        return x + reduce_from(self.mlp(copy_to(normed), context))
+            x, coded = self.post_attention_layernorm.branch(x, coded=self.mlp.reads_codes(context))
+            return self.mlp.add_to(x, coded, context)
+        x, normed = self.post_attention_layernorm.branch(x)
+        return x + reduce_from(self.mlp(_copy_to(normed), context))
 
     def _by_tiles(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer with only attention on whole rows."""

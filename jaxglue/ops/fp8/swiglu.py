@@ -13,14 +13,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.fp8.adapted import adapted_input_gradient
-from jaxglue.ops.fp8.encode import encode
+from jaxglue.ops.fp8.adapted import adapted_input_gradient, add_product, as_matrix
+from jaxglue.ops.fp8.encode import coded, encode
 from jaxglue.ops.fp8.products import dot, dot_to_e4m3, rescale
-from jaxglue.ops.lora import Quantizer, lora_expand_gradients_and_codes, shrink, shrink_gradient
+from jaxglue.ops.lora import (
+    Quantizer,
+    lora_expand_gradients,
+    lora_expand_gradients_and_codes,
+    shrink,
+    shrink_gradient,
+)
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import ScaledProducts
-from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
+from jaxglue.ops.quant.fp8 import CodedRows, FP8Weight, row_scales
 
 Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
@@ -69,33 +75,44 @@ def _absmax(x) -> Float[Array, "M 1"]:
 
 
 def swiglu_fp8(
-    x: Float[Array, "*B D"], weights: Weights, first: Float[Array, "ranks D"], matrices: Matrices
-) -> tuple[Float[Array, "*B D"], Float[Array, "*B R"]]:
-    """Compute (y·Wᵀ, y·downᵀ) of y = `lora_swiglu` of x's FP8 products with gate and up.
+    stream: Float[Array, "*B D"],
+    x: Float[Array, "*B D"] | CodedRows,
+    weights: Weights,
+    first: Float[Array, "ranks D"],
+    matrices: Matrices,
+    last: Float[Array, "D R"],
+) -> Float[Array, "*B D"]:
+    """Compute stream + y·Wᵀ + y·downᵀ·lastᵀ of y = `lora_swiglu` of x's FP8 products with gate and up.
 
     Args:
+        stream: the residual stream.
         x: the feed-forward's input.
         weights: gate and up [F, D], and down W [D, F]; frozen.
         first: the first matrices of gate's and up's adapters, one below the other, float32.
         matrices: see `lora_swiglu`.
+        last: the second matrix of down's adapter, scaled, float32.
     """
-    backend: Any = LORA_SWIGLU.load(x.dtype, matrices[0].shape[1]) or _REFERENCE
-    out, low = _feed_forward(backend, x.reshape(-1, x.shape[-1]), weights, first, matrices)
-    return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)
+    backend: Any = LORA_SWIGLU.load(stream.dtype, matrices[0].shape[1]) or _REFERENCE
+    rows = stream.reshape(-1, stream.shape[-1]), as_matrix(coded(x))
+    return _feed_forward(backend, *rows, weights, first, matrices, last).reshape(stream.shape)
 
 
 _REFERENCE = ReferenceScaledSwiglu()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _feed_forward(backend: ScaledSwigluBackend, x, weights: Weights, first, matrices: Matrices) -> tuple[Array, Array]:
-    return _forward(backend, x, weights, first, matrices)[0]
+def _feed_forward(
+    backend: ScaledSwigluBackend, stream, rows: CodedRows, weights: Weights, first, matrices: Matrices, last
+) -> Array:
+    return _forward(backend, stream, rows, weights, first, matrices, last)[0]
 
 
-def _forward(backend: ScaledSwigluBackend, x, weights: Weights, first, matrices: Matrices):
+def _forward(
+    backend: ScaledSwigluBackend, stream, rows: CodedRows, weights: Weights, first, matrices: Matrices, last
+):
     gate, up, down = weights
+    x, codes, scales = rows
     hidden = checkpoint_name(shrink(x, first), names.LORA_HIDDEN)
-    codes, scales = encode(x)
     (gated, factor), (raised, _) = (dot_to_e4m3(codes, weight.codes) for weight in (gate, up))
     products = ScaledProducts(
         gate=_named(gated, names.GATE),
@@ -105,9 +122,9 @@ def _forward(backend: ScaledSwigluBackend, x, weights: Weights, first, matrices:
         up_scales=up.scales,
     )
     y, low, absmax = backend.scaled_forward(products, hidden, matrices)
-    codes, scales = encode(y, scales=row_scales(absmax))
-    out = rescale(dot(codes, down.codes, 1, x.dtype), scales, down.scales)
-    return (out, low), (products, x, hidden, weights, first, matrices)
+    low = checkpoint_name(low, names.LORA_HIDDEN)
+    out = add_product(stream, *encode(y, scales=row_scales(absmax)), down, low, last)
+    return out, (products, x, hidden, low, weights, first, matrices, last)
 
 
 def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
@@ -116,17 +133,17 @@ def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
     return jax.lax.bitcast_convert_type(named, codes.dtype)
 
 
-def _backward(backend: ScaledSwigluBackend, residuals, cotangents):
-    products, x, hidden, (gate, up, down), first, matrices = residuals
-    dout, dlow = cotangents
+def _backward(backend: ScaledSwigluBackend, residuals, dout):
+    products, x, hidden, low, (gate, up, down), first, matrices, last = residuals
     codes, scales = encode(dout, down.scales)
+    dlow, (dlast,) = lora_expand_gradients(low, (last,), (dout,))
     dy = dot(codes, down.codes, 0, dout.dtype)
     dgate, dup, ddown, absmax = backend.scaled_backward(products, hidden, matrices, dy, scales, dlow)
     shared = row_scales(absmax)
     quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
     dhidden, dsecond, dcodes = lora_expand_gradients_and_codes(hidden, matrices[:2], (dgate, dup), quantizers)
-    dx = adapted_input_gradient(dcodes, (gate, up), shared, dhidden, first)
-    return dx, None, shrink_gradient(x, dhidden), (*dsecond, ddown)
+    dx = CodedRows(adapted_input_gradient(dcodes, (gate, up), shared, dhidden, first), None, None)
+    return dout, dx, None, shrink_gradient(x, dhidden), (*dsecond, ddown), dlast
 
 
 _feed_forward.defvjp(_forward, _backward)

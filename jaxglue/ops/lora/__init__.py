@@ -73,10 +73,17 @@ def lora_expand(
 
 
 def lora_expand_onto(
-    base: ScaledProduct, hidden: Float[Array, "M ranks"], matrix: Float[Array, "out R"], first: int = 0
+    base: ScaledProduct,
+    hidden: Float[Array, "M ranks"],
+    matrix: Float[Array, "out R"],
+    first: int = 0,
+    addend: Float[Array, "M out"] | None = None,
 ) -> Float[Array, "M out"]:
-    """Compute base times its factors + hidden[:, first : first + R]·matrixᵀ, rounded once; not differentiable."""
-    return _implementation(hidden, [matrix], "auto").product(hidden, matrix, first, base)
+    """Compute base times its factors + hidden[:, first : first + R]·matrixᵀ + addend; round once.
+
+    Not differentiable.
+    """
+    return _implementation(hidden, [matrix], "auto").product(hidden, matrix, first, base, addend)
 
 
 def lora_add(

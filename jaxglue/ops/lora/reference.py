@@ -12,7 +12,7 @@ from jaxglue.ops.quant.fp8 import encode_rows
 class ReferenceLora:
     """`LoraBackend` by matmuls."""
 
-    def product(self, hidden, matrix, first: int, base=None):
+    def product(self, hidden, matrix, first: int, base=None, addend=None):
         """See `LoraBackend`; padding the matrix to all ranks costs less than slicing `hidden`."""
         ranks = ((0, 0), (first, hidden.shape[1] - first - matrix.shape[1]))
         padded = jnp.pad(matrix.astype(hidden.dtype), ranks)
@@ -20,7 +20,8 @@ class ReferenceLora:
         if base is None:
             return product
         scaled = base.product.astype(jnp.float32) * base.rows * (1.0 if base.columns is None else base.columns)
-        return (scaled + product).astype(hidden.dtype)
+        total = scaled + product if addend is None else scaled + product + addend
+        return total.astype(hidden.dtype)
 
     def add_product(self, x, y, hidden, matrix):
         """See `LoraBackend`."""

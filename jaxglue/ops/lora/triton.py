@@ -22,9 +22,9 @@ class TritonLora(Launcher):
     """Tiles; None takes `fitting_tiles`."""
     product_tiles: LoraTiles = PRODUCT_TILES
 
-    def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None):
+    def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None, addend=None):
         """See `LoraBackend`."""
-        return self._product(hidden, matrix, first, *(base or (None, None, None)))
+        return self._product(hidden, matrix, first, *(base or (None, None, None)), addend)
 
     def add_product(self, x, y, hidden, matrix):
         """See `LoraBackend`."""

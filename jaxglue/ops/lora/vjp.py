@@ -28,8 +28,13 @@ class ScaledProduct(NamedTuple):
 class LoraBackend(Protocol):
     """One product and its gradients, each in one pass; hashable."""
 
-    def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None) -> Float[Array, "M N"]:
-        """Return hidden[:, first : first + R]·matrixᵀ, plus base times its factors, in hidden's dtype."""
+    def product(
+        self, hidden, matrix, first: int, base: ScaledProduct | None = None, addend: Float[Array, "M N"] | None = None
+    ) -> Float[Array, "M N"]:
+        """Return hidden[:, first : first + R]·matrixᵀ in hidden's dtype, plus base times its factors and addend.
+
+        An addend comes with a base.
+        """
 
     def add_product(self, x, y, hidden, matrix) -> Float[Array, "M N"]:
         """Return x + y + hidden·matrixᵀ in x's dtype."""

@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate, rms_norm
 from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
+from jaxglue.ops.quant.fp8 import CodedRows, quantize_rows
 
-__all__ = ["NORM_ROPE", "HeadNorms", "branch_norm", "rms_norm", "rotate_heads"]
+__all__ = ["NORM_ROPE", "HeadNorms", "branch_norm", "coded_branch_norm", "rms_norm", "rotate_heads"]
 
 
 def _load(capability: Capability, dtype) -> Any:
@@ -33,12 +35,28 @@ def branch_norm(
     Raises:
         ValueError: a weight that does not fit, or a named backend that cannot serve.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must be of x's last axis, [{x.shape[-1]}], got shape {weight.shape}")
+    _check_norm(x, weight)
     kernels = NORM_ROPE.load(x.dtype, backend=backend)
     if kernels is None:
         return x, rms_norm(x, weight, eps)
     return fused_branch_norm(NormSpec(backend=kernels, eps=eps), x, weight)
+
+
+def coded_branch_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, *, backend: str = "auto"
+) -> tuple[Float[Array, "*B D"], CodedRows]:
+    """Return the same with the norm's e4m3 codes, written while it is computed; see `branch_norm`."""
+    _check_norm(x, weight)
+    kernels = NORM_ROPE.load(x.dtype, backend=backend)
+    if kernels is None:
+        normed = rms_norm(x, weight, eps)
+        return x, CodedRows(normed, *quantize_rows(jax.lax.stop_gradient(normed)))
+    return fused_branch_norm(NormSpec(backend=kernels, eps=eps, coded=True), x, weight)
+
+
+def _check_norm(x, weight) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be of x's last axis, [{x.shape[-1]}], got shape {weight.shape}")
 
 
 def rotate_heads(

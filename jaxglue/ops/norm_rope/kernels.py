@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+LARGEST_E4M3 = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-120)
+"""As of `quant.fp8.row_scales`."""
+
 
 @triton.jit
 def _load(x, columns, mask):
@@ -29,6 +33,22 @@ def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.co
     row = _load(x + start, columns, mask)
     scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
     tl.store(out + start + columns, _normed(row, scale, _load(weight, columns, mask), dtype).to(dtype), mask=mask)
+
+
+@triton.jit
+def coded_norm_kernel(x, weight, out, codes, scales, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Do as `norm_kernel`, and quantize the row to e4m3 codes [M, D] times its own of scales [M]; grid (M)."""
+    start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
+    mask = columns < D
+    row = _load(x + start, columns, mask)
+    scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
+    row = _normed(row, scale, _load(weight, columns, mask), out.dtype.element_ty)
+    tl.store(out + start + columns, row.to(out.dtype.element_ty), mask=mask)
+    absmax = tl.max(tl.abs(row), 0)
+    scale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST_E4M3), SMALLEST_SCALE), 1.0)
+    row = tl.minimum(tl.maximum(row / scale, -LARGEST_E4M3), LARGEST_E4M3)
+    tl.store(codes + start + columns, row.to(codes.dtype.element_ty), mask=mask)
+    tl.store(scales + tl.program_id(0), scale)
 
 
 @triton.jit

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import triton
 
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import kernels
+from jaxglue.ops.quant.fp8 import E4M3, CodedRows
 
 _ROW_VALUES = 512
 """Values of a row per warp."""
@@ -19,21 +22,28 @@ class TritonNormRope(Launcher):
 
     def norm(self, x, weight, *, eps: float):
         """See `NormBackend`."""
-        return self._rows(kernels.norm_kernel, (x, weight), eps)
+        return self._rows(kernels.norm_kernel, (x, weight), eps)[0].reshape(x.shape)
+
+    def coded_norm(self, x, weight, *, eps: float):
+        """See `NormBackend`."""
+        rows = x.size // x.shape[-1]
+        codes = jax.ShapeDtypeStruct((rows, x.shape[-1]), E4M3), jax.ShapeDtypeStruct((rows,), jnp.float32)
+        out, codes, scales = self._rows(kernels.coded_norm_kernel, (x, weight), eps, codes)
+        return CodedRows(out.reshape(x.shape), codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float):
         """See `NormBackend`."""
-        return self._rows(kernels.norm_gradient_kernel, (x, weight, dresidual, dout), eps)
+        return self._rows(kernels.norm_gradient_kernel, (x, weight, dresidual, dout), eps)[0].reshape(x.shape)
 
-    def _rows(self, kernel, arrays, eps: float):
-        """Launch a program for each row of the last axis; the result has the first array's shape."""
-        shape, D = arrays[0].shape, arrays[0].shape[-1]
+    def _rows(self, kernel, arrays, eps: float, further: tuple[jax.ShapeDtypeStruct, ...] = ()):
+        """Launch a program for each row of the last axis; the first result is like the first array's rows."""
+        D = arrays[0].shape[-1]
         rows = [x.reshape(-1, D) if x.ndim > 1 else x for x in arrays]
-        out_type = (shape_dtype_of(rows[0]),)
+        out_type = shape_dtype_of(rows[0]), *further
         block = triton.next_power_of_2(D)
         constants = {"D": D, "EPS": eps, "BLOCK": block}
         warps = min(max(block // _ROW_VALUES, 1), 16)
-        return self._launch(kernel, rows, out_type, (rows[0].shape[0],), constants, warps)[0].reshape(shape)
+        return self._launch(kernel, rows, out_type, (rows[0].shape[0],), constants, warps)
 
     def rotate(self, q, k, weights, cos, sin, *, eps: float, inverse: bool = False):
         """See `RotateBackend`."""

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate, rms_norm
+from jaxglue.ops.quant.fp8 import CodedRows
 
 Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
 Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
@@ -21,6 +22,9 @@ class NormBackend(Protocol):
     def norm(self, x, weight, *, eps: float) -> Float[Array, "*B D"]:
         """Return `rms_norm` of x."""
 
+    def coded_norm(self, x, weight, *, eps: float) -> CodedRows:
+        """Return `rms_norm` of x and its codes."""
+
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float) -> Float[Array, "*B D"]:
         """Return dresidual plus the norm's gradient to x."""
 
@@ -31,6 +35,13 @@ class NormSpec:
 
     backend: NormBackend
     eps: float
+    coded: bool = False
+    """Quantize the norm too."""
+
+    def norm(self, x, weight) -> Array | CodedRows:
+        """Return `rms_norm` of x."""
+        function = self.backend.coded_norm if self.coded else self.backend.norm
+        return function(x, weight, eps=self.eps)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["weight_needs_grad"])
@@ -42,18 +53,20 @@ class _NormResiduals:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, Array]:
+def fused_branch_norm(
+    spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]
+) -> tuple[Array, Array | CodedRows]:
     """Return x and its norm by a fused backend; the weight gets a gradient only where it trains."""
-    return x, spec.backend.norm(x, weight, eps=spec.eps)
+    return x, spec.norm(x, weight)
 
 
 def _norm_forward(spec, x, weight):
     residuals = _NormResiduals(x=x.value, weight=weight.value, weight_needs_grad=weight.perturbed)
-    return (x.value, spec.backend.norm(x.value, weight.value, eps=spec.eps)), residuals
+    return (x.value, spec.norm(x.value, weight.value)), residuals
 
 
 def _norm_backward(spec, r: _NormResiduals, cotangents):
-    dresidual, dout = map(_instantiated, cotangents)
+    dresidual, dout = map(_instantiated, jax.tree.leaves(cotangents)[:2])  # codes have no gradient
     dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
     if not r.weight_needs_grad:
         return dx, None

@@ -10,7 +10,7 @@ from closeness import outputs_and_gradients
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.fp8 import project_adapted_fp8
+from jaxglue.ops.fp8 import add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.lora import LORA
 from jaxglue.ops.quant.fp8 import quantize_fp8
 
@@ -51,19 +51,39 @@ def assert_same_direction(got, expected, least):
         np.testing.assert_allclose(np.linalg.norm(left), np.linalg.norm(right), rtol=0.03)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
-def test_outputs_and_gradients_are_close_to_float32(kernels, request):
-    case, backend = random_case(M, D, OUTPUTS, R), None
-    if kernels:
-        from jaxglue.ops.lora.tiles import GradientTiles
-        from jaxglue.ops.lora.triton import TritonLora
+@pytest.fixture(params=["reference", "kernels"])
+def backend(request):
+    """None for the reference, or the kernels on the CPU with small tiles."""
+    if request.param == "reference":
+        return None
+    from jaxglue.ops.lora.tiles import GradientTiles
+    from jaxglue.ops.lora.triton import TritonLora
 
-        tiles = GradientTiles(block_m=16, block_n=16, columns=32)
-        interpreted = request.getfixturevalue("interpreted")(TritonLora)
-        backend = interpreted(compute_capability=90, gradient_tiles=tiles, product_tiles=tiles)
+    tiles = GradientTiles(block_m=16, block_n=16, columns=32)
+    interpreted = request.getfixturevalue("interpreted")(TritonLora)
+    return interpreted(compute_capability=90, gradient_tiles=tiles, product_tiles=tiles)
+
+
+def test_outputs_and_gradients_are_close_to_float32(backend):
+    case = random_case(M, D, OUTPUTS, R)
     with LORA.using(backend):
         got = all_results(in_fp8, *case)
     assert_same_direction(got, all_results(by_definition, *case), 0.995)
+
+
+def results_of_adding(function, case):
+    """Return a residual stream plus a product, and gradients to both inputs and the adapter."""
+    (x, (weight,), down, (up,)), cotangents = case
+    inputs = cotangents[0][..., ::-1], x, down, up
+    return outputs_and_gradients(lambda s, x, d, u: function(s, x, weight, d, u), inputs, cotangents[0])
+
+
+def test_a_product_is_added_to_the_stream(backend):
+    case = random_case(M, D, OUTPUTS[:1], R)
+    with LORA.using(backend):
+        got = results_of_adding(lambda s, x, w, d, u: add_adapted_fp8(s, x, quantize_fp8(w), d, u), case)
+    expected = results_of_adding(lambda s, x, w, d, u: s + x @ w.T + x @ d.T @ u.T, case)
+    assert_same_direction(got, expected, 0.995)
 
 
 @pytest.mark.gpu

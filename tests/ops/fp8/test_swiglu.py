@@ -21,8 +21,8 @@ CASES = [(37, 96, 16), (40, 80, 4)]
 
 
 def random_case(M, F, R, dtype=jnp.float32):
-    """Return ((x, first, weights, matrices), cotangents) with weights in float32."""
-    keys = iter(jax.random.split(jax.random.key(0), 10))
+    """Return ((stream, x, first, weights, matrices, last), cotangents) with weights in float32."""
+    keys = iter(jax.random.split(jax.random.key(0), 12))
 
     def normal(*shape, dtype=dtype, scale=1.0):
         return (scale * jax.random.normal(next(keys), shape)).astype(dtype)
@@ -30,26 +30,25 @@ def random_case(M, F, R, dtype=jnp.float32):
     weights = tuple(normal(*shape, dtype=jnp.float32, scale=shape[1] ** -0.5) for shape in ((F, D), (F, D), (D, F)))
     matrices = tuple(normal(*shape, dtype=jnp.float32, scale=0.1) for shape in ((F, R), (F, R), (R, F)))
     x = normal(1, M, D).at[..., 3].multiply(20)
-    return (x, normal(2 * R, D, dtype=jnp.float32, scale=D**-0.5), weights, matrices), (
-        normal(1, M, D),
-        normal(1, M, R),
-    )
+    first, last = normal(2 * R, D, dtype=jnp.float32, scale=D**-0.5), normal(D, R, dtype=jnp.float32, scale=0.1)
+    return (normal(1, M, D, scale=0.1), x, first, weights, matrices, last), normal(1, M, D)
 
 
-def in_fp8(x, first, weights, matrices):
-    return swiglu_fp8(x, tuple(map(quantize_fp8, weights)), first, matrices)
+def in_fp8(stream, x, first, weights, matrices, last):
+    return swiglu_fp8(stream, x, tuple(map(quantize_fp8, weights)), first, matrices, last)
 
 
-def by_definition(x, first, weights, matrices):
+def by_definition(stream, x, first, weights, matrices, last):
     gate, up, down = weights
     y, low = lora_swiglu(x @ gate.T, x @ up.T, x @ first.T, matrices, backend="reference")
-    return y @ down.T, low
+    return stream + y @ down.T + low @ last.T
 
 
 def all_results(function, arguments, cotangents):
-    """Return outputs and gradients to x and the adapters."""
-    x, first, weights, matrices = arguments
-    return outputs_and_gradients(lambda x, f, m: function(x, f, weights, m), (x, first, matrices), cotangents)
+    """Return the output and gradients to the inputs and the adapters."""
+    stream, x, first, weights, matrices, last = arguments
+    trained = stream, x, first, matrices, last
+    return outputs_and_gradients(lambda s, x, f, m, t: function(s, x, f, weights, m, t), trained, cotangents)
 
 
 @pytest.fixture(params=["reference", "kernel"])
@@ -90,16 +89,15 @@ def test_kernels_match_the_reference(interpreted):
 
 
 def test_saved_products_keep_the_largest_codes():
-    (x, first, weights, matrices), cotangents = random_case(*CASES[0])
+    (stream, x, first, weights, *others), cotangents = random_case(*CASES[0])
     gate = weights[0].at[0].set(jnp.sign(weights[0][0]))
     x = x.at[0, 0].set(jnp.sign(gate[0]))  # their product is beyond the largest code
-    case = (x, first, (gate, *weights[1:]), matrices), cotangents
+    case = (stream, x, first, (gate, *weights[1:]), *others), cotangents
     policy = jax.checkpoint_policies.save_only_these_names(names.GATE, names.UP)
 
-    def saving(x, first, weights, matrices):
-        return jax.checkpoint(lambda *inputs: in_fp8(*inputs[:2], weights, inputs[2]), policy=policy)(
-            x, first, matrices
-        )
+    def saving(stream, x, first, weights, matrices, last):
+        layer = jax.checkpoint(lambda s, x, f, m, t: in_fp8(s, x, f, weights, m, t), policy=policy)
+        return layer(stream, x, first, matrices, last)
 
     got, expected = (all_results(function, *case) for function in (saving, in_fp8))
     assert_close(got, expected, 1e-6)
@@ -120,15 +118,16 @@ def test_wide_arrays_are_quantized_in_one_pass(gpu_target, capability):
     M, F, R = 1024, 512, 16
 
     def make():
-        (x, first, weights, matrices), cotangents = random_case(M, F, R, jnp.bfloat16)
-        return (x, first, tuple(map(quantize_fp8, weights)), matrices), cotangents
+        (*inputs, weights, matrices, last), cotangents = random_case(M, F, R, jnp.bfloat16)
+        return (*inputs, tuple(map(quantize_fp8, weights)), matrices, last), cotangents
 
     sharding = gpu_target(capability)
     shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(make))
 
     def step(arguments, cotangents):
-        x, first, weights, matrices = arguments
-        outputs, pull = jax.vjp(lambda x, f, m: swiglu_fp8(x, weights, f, m), x, first, matrices)
+        stream, x, first, weights, matrices, last = arguments
+        trained = stream, x, first, matrices, last
+        outputs, pull = jax.vjp(lambda s, x, f, m, t: swiglu_fp8(s, x, weights, f, m, t), *trained)
         return outputs, pull(cotangents)
 
     with tracing_for(capability):
@@ -137,4 +136,5 @@ def test_wide_arrays_are_quantized_in_one_pass(gpu_target, capability):
     assert program.count("__cublas$lt$matmul$f8") == 3 + 3
     # Products go straight to kernels, and kernels make their outputs e4m3.
     assert not re.search(rf"(bf16|f8e4m3fn)\[(1,)?{M},{F}\]\S* (fusion|add|multiply|copy)\(", program)
+    assert not re.search(rf"bf16\[(1,)?{M},{D}\]\S* (fusion|add|multiply)\(", program)
     assert not re.search(rf"= f32\[{M}\]\S* fusion\([^)]*bf16\[{M},{F}\]", program)

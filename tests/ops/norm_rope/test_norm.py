@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import NORM_ROPE, branch_norm
+from jaxglue.ops.norm_rope import NORM_ROPE, branch_norm, coded_branch_norm
+from jaxglue.ops.quant.fp8 import quantize_rows
 
 EPS = 1e-3
 
@@ -47,6 +48,47 @@ def test_interpreted_kernels_match_the_reference(shape, interpreted_backend):
     expected = output_and_gradients("reference", *case)
     with NORM_ROPE.using(interpreted_backend):
         assert_close(output_and_gradients("auto", *case), expected, 1e-6)
+
+
+def coded_results(inputs, douts):
+    """Return ((x, normed), (dx, dweight)) of `coded_branch_norm`, and the codes with their scales."""
+
+    @jax.jit
+    def compute(inputs, douts):
+        def values(x, weight):
+            stream, rows = coded_branch_norm(x, weight, EPS)
+            return (stream, rows.values), rows
+
+        out, pull, rows = jax.vjp(values, *inputs, has_aux=True)
+        return (out, pull(douts)), rows
+
+    return compute(inputs, douts)
+
+
+def assert_codes_are_those_of_the_norm(rows, tolerance):
+    codes, scales = quantize_rows(rows.values)
+    np.testing.assert_allclose(rows.scales, scales, rtol=1e-5)
+    np.testing.assert_allclose(rows.codes.astype(np.float32), codes.astype(np.float32), rtol=0.13, atol=2**-9)
+    assert np.mean(np.asarray(rows.codes != codes)) <= tolerance  # ties, after a quotient's last bit
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_codes_come_with_the_norm(kernels, interpreted_backend):
+    case = random_case((2, 5, 64))
+    expected = output_and_gradients("reference", *case)
+    with NORM_ROPE.using(interpreted_backend if kernels else None):
+        got, rows = coded_results(*case)
+    assert_close(got, expected, 1e-6)
+    assert_codes_are_those_of_the_norm(rows, 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 37, 1024), (1, 50, 2880)])
+def test_codes_come_with_the_norm_on_a_gpu(shape):
+    case = random_case(shape, jnp.bfloat16)
+    got, rows = coded_results(*case)
+    assert_close(got, output_and_gradients("reference", *jax.tree.map(lambda x: x.astype(jnp.float32), case)), 1e-2)
+    assert_codes_are_those_of_the_norm(rows, 0.01)
 
 
 @pytest.mark.gpu
