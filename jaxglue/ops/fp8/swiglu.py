@@ -107,9 +107,7 @@ def _feed_forward(
     return _forward(backend, stream, rows, weights, first, matrices, last)[0]
 
 
-def _forward(
-    backend: ScaledSwigluBackend, stream, rows: CodedRows, weights: Weights, first, matrices: Matrices, last
-):
+def _forward(backend: ScaledSwigluBackend, stream, rows: CodedRows, weights: Weights, first, matrices: Matrices, last):
     gate, up, down = weights
     x, codes, scales = rows
     hidden = checkpoint_name(shrink(x, first), names.LORA_HIDDEN)
