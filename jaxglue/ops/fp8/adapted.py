@@ -68,7 +68,7 @@ def _backward(residuals, cotangents):
     quantizers = [Quantizer(weight.scales, scales) for weight in weights]
     dhidden, dups, codes = lora_expand_gradients_and_codes(hidden, ups, cotangents, quantizers)
     dx = adapted_input_gradient(codes, weights, scales, dhidden, down)
-    return CodedRows(dx, None, None), None, shrink_gradient(x, dhidden), dups
+    return CodedRows.cotangent(dx), None, shrink_gradient(x, dhidden), dups
 
 
 def adapted_input_gradient(

@@ -140,8 +140,8 @@ def _backward(backend: ScaledSwigluBackend, residuals, dout):
     shared = row_scales(absmax)
     quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
     dhidden, dsecond, dcodes = lora_expand_gradients_and_codes(hidden, matrices[:2], (dgate, dup), quantizers)
-    dx = CodedRows(adapted_input_gradient(dcodes, (gate, up), shared, dhidden, first), None, None)
-    return dout, dx, None, shrink_gradient(x, dhidden), (*dsecond, ddown), dlast
+    dx = adapted_input_gradient(dcodes, (gate, up), shared, dhidden, first)
+    return dout, CodedRows.cotangent(dx), None, shrink_gradient(x, dhidden), (*dsecond, ddown), dlast
 
 
 _feed_forward.defvjp(_forward, _backward)

@@ -24,7 +24,8 @@ class TritonLora(Launcher):
 
     def product(self, hidden, matrix, first: int, base: ScaledProduct | None = None, addend=None):
         """See `LoraBackend`."""
-        return self._product(hidden, matrix, first, *(base or (None, None, None)), addend)
+        product, rows, columns = base or (None, None, None)
+        return self._product(hidden, matrix, first, product, rows, columns, addend)
 
     def add_product(self, x, y, hidden, matrix):
         """See `LoraBackend`."""

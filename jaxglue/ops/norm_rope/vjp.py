@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,8 @@ class _NormResiduals:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_branch_norm(
     spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]
-) -> tuple[Array, Array | CodedRows]:
-    """Return x and its norm by a fused backend; the weight gets a gradient only where it trains."""
+) -> tuple[Array, Any]:
+    """Return x and its norm, `CodedRows` if coded, by a fused backend; the weight gets a gradient only where it trains."""
     return x, spec.norm(x, weight)
 
 

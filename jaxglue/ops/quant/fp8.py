@@ -44,6 +44,12 @@ class CodedRows(NamedTuple):
     codes: Float[Array, "*B n"]
     scales: Float[Array, "*B 1"]
 
+    @staticmethod
+    def cotangent(values: Float[Array, "*B n"]) -> "CodedRows":
+        """Return the gradient of rows from that of their values."""
+        none: Any = None
+        return CodedRows(values, none, none)
+
 
 def is_multiplied_in_fp8(weight: object) -> bool:
     """Return whether this is a matrix for FP8 products."""
