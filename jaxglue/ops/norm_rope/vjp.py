@@ -53,9 +53,7 @@ class _NormResiduals:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_branch_norm(
-    spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]
-) -> tuple[Array, Any]:
+def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, Any]:
     """Return x and its norm, `CodedRows` if coded, by a fused backend; the weight gets a gradient only where it trains."""
     return x, spec.norm(x, weight)
 
