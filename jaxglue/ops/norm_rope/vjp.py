@@ -54,7 +54,7 @@ class _NormResiduals:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, Any]:
-    """Return x and its norm, `CodedRows` if coded, by a fused backend; the weight gets a gradient only where it trains."""
+    """Return x and its norm (`CodedRows` if coded) by a fused backend; a weight gets a gradient only if it trains."""
     return x, spec.norm(x, weight)
 
 
