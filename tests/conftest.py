@@ -1,5 +1,6 @@
 """Shared fixtures: tiny models, batches, a tokenizer, chats, Triton's interpreter, an H200 compile target."""
 
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -208,21 +209,28 @@ def _interpreting():
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch_lang, scopes = interpreter._patch_lang, []
+    patch_lang, scopes = interpreter._patch_lang, {}
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)  # asserts nothing
 
     def patch_until_the_end(function):
-        scopes.append(patch_lang(function))
+        module = function.__globals__["__name__"]
+        if module not in scopes:
+            scopes[module] = patch_lang(function)
         return mock.Mock()
 
     with _interpreter_lock:
         before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
         library = {name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
         try:
-            with mock.patch.multiple(tl, **library), mock.patch.object(interpreter, "_patch_lang", patch_until_the_end):
+            with (
+                mock.patch.multiple(tl, **library),
+                mock.patch.object(interpreter, "_patch_lang", patch_until_the_end),
+                mock.patch.object(interpreter.interpreter_builder, "options", options),
+            ):
                 try:
                     yield
                 finally:
-                    for scope in reversed(scopes):
+                    for scope in reversed(scopes.values()):
                         scope.restore()
         finally:
             triton.knobs.runtime.interpret = before
