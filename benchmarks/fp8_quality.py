@@ -190,10 +190,10 @@ def fine_tune(folder: Path, label: str, seed: int, corpus: np.ndarray, args: arg
     return result | {"seconds": time.perf_counter() - begun}
 
 
-def earlier_runs(path: Path) -> list[dict]:
-    """Return the fine-tuning runs of another process's file."""
-    results = json.loads(path.read_text())["results"]
-    return [result for result in results if result["weights"] in VARIANTS]
+def earlier_runs(paths: list[Path]) -> list[dict]:
+    """Return the runs of other processes' files, each once."""
+    results = [result for path in paths for result in json.loads(path.read_text())["results"]]
+    return list({(result["weights"], result.get("seed")): result for result in results}.values())
 
 
 def summary(results: list[dict]) -> list[dict]:
@@ -241,7 +241,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--onto", type=Path, help="a file of --json whose runs are shown with these")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--onto", type=Path, nargs="+", default=[], help="files of --json, shown with these runs")
+    parser.add_argument("--model", type=Path, help="folder of the pretrained model, made if there is none")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--eval-batches", type=int, default=8)
@@ -260,19 +262,24 @@ def main() -> None:
     args = parse()
     library, package = corpora(args.package, args.vocabulary)
     print(f"standard library {len(library):,} tokens, {args.package} {len(package):,} tokens", flush=True)
-    results = earlier_runs(args.onto) if args.onto else []
+    results = earlier_runs(args.onto)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "model"
-        pretraining = pretrain(folder, library, args)
-        print(f"pretrained: {pretraining[0][1]:.4f} → {pretraining[-1][1]:.4f}", flush=True)
+        folder = args.model or Path(scratch) / "model"
+        if not results and not (folder / "config.json").exists():
+            results.append({"weights": "pretraining", "curve": pretrain(folder, library, args)})
+            print(f"pretrained: {results[0]['curve'][-1][1]:.4f}", flush=True)
         for seed in range(args.first_seed, args.first_seed + args.seeds):
-            for label in VARIANTS:
+            for label in args.variants:
                 results.append(fine_tune(folder, label, seed, package, args))
                 if args.json:
-                    write_results(args.json, [{"weights": "pretraining", "curve": pretraining}, *results])
+                    write_results(args.json, results)
+    if args.json:
+        write_results(args.json, results)
+    runs = [result for result in results if result["weights"] in VARIANTS]
     if args.plot:
-        plot(results, args.plot)
-    print(table(summary(results)))
+        plot(runs, args.plot)
+    if any(run["weights"] == "bf16" for run in runs):
+        print(table(summary(runs)))
 
 
 if __name__ == "__main__":
