@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -203,3 +204,11 @@ def block_means(folder: Path, size: int = 10) -> list[float]:
     """Return mean losses of each `size` steps."""
     values = [loss for _, loss in losses(folder)]
     return [sum(values[start : start + size]) / size for start in range(0, len(values) - size + 1, size)]
+
+
+def fastest_steps(folder: Path, count: int = 10) -> float:
+    """Return the tokens/s of the fastest consecutive steps: other work on the host slows the rest of a small model."""
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    windows = (speeds[start : start + count] for start in range(max(len(speeds) - count, 0) + 1))
+    return max(map(statistics.harmonic_mean, windows))

@@ -14,6 +14,7 @@ from typing import Any
 
 import jaxglue
 from jaxglue.commands.interrupts import STATUS, Interrupts
+from jaxglue.commands.streams import standard_streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command named by the first argument; without one, print the list of commands."""
     match sys.argv[1:] if argv is None else list(argv):
         case [] | ["-h" | "--help" | "help", *_]:
-            print(_help())
+            _print(_help())
         case ["--version", *_]:
-            print(f"jaxglue {jaxglue.__version__}")
+            _print(f"jaxglue {jaxglue.__version__}")
         case [name, *rest] if name in COMMANDS:
             run(name, rest)
         case [name, *_]:
@@ -99,12 +100,13 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     with Interrupts() as interrupts, _torch_hidden() if COMMANDS[name].hides_torch else nullcontext():
         try:
-            config = _parse(name, sys.argv[1:] if argv is None else argv)
-            if early := COMMANDS[name].early:
-                _load(early)(config)
-            command = importlib.import_module(f"jaxglue.commands.{name}")
-            interrupts.importing = False
-            command.main(config)
+            with standard_streams():
+                config = _parse(name, sys.argv[1:] if argv is None else argv)
+                if early := COMMANDS[name].early:
+                    _load(early)(config)
+                command = importlib.import_module(f"jaxglue.commands.{name}")
+                interrupts.importing = False
+                command.main(config)
         except (KeyboardInterrupt, Exception) as error:
             if interrupts.received or isinstance(error, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the clean-up at once
@@ -152,6 +154,14 @@ def _torch_hidden() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch"], os.environ[jaxglue.HIDES_TORCH]
+
+
+def _print(text: str) -> None:
+    try:
+        with standard_streams():
+            print(text)
+    except OSError as error:
+        _end(f"error: {error}", status=1)
 
 
 def _end(line: str, *, status: int) -> None:
