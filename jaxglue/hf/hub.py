@@ -4,6 +4,7 @@ The network is used only for a name that is no local folder; `HF_HUB_OFFLINE`, `
 have huggingface_hub's meaning.
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -26,6 +27,11 @@ TEXTS = (
 """Files of a model folder beside its weights that are downloaded and exported."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHOWN = 300
+"""Longest reason of the hub's client, in characters."""
+_SMALL = 2**26
+"""Bytes of the largest file whose digest is checked: weights have checks of their own, and take longer."""
 
 
 class BaseReference(NamedTuple):
@@ -62,13 +68,35 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
 
     patterns = [*TEXTS, *(WEIGHTS if weights else ())]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
     except Exception as error:
         raise ValueError(_explain(error, name, revision)) from error
+    return _checked(Path(folder), name)
+
+
+def _checked(folder: Path, name: str) -> Path:
+    """Compare the small files of a snapshot with the digests that name them in the cache; a proxy may cut them."""
+    if not folder.is_dir():
+        raise ValueError(f"{name}: the hub lists none of a model's files: check its name, or name a folder")
+    for path in folder.iterdir():
+        blob = path.resolve()
+        if not _DIGEST.fullmatch(blob.name) or blob.stat().st_size > _SMALL:
+            continue
+        if blob.name not in _digests(blob.read_bytes()):
+            path.unlink()
+            blob.unlink()
+            raise ValueError(f"{name}: {path.name} was altered on its way from the hub, and is removed: start again")
+    return folder
+
+
+def _digests(content: bytes) -> set[str]:
+    """Return the names that the hub, git and proxies give a file by its content."""
+    git = b"blob %d\0%b" % (len(content), content)
+    return {hashlib.sha256(content).hexdigest(), *(hashlib.sha1(each).hexdigest() for each in (content, git))}
 
 
 def _explain(error: Exception, name: str, revision: str | None) -> str:
-    """Describe a failed download or upload with its remedy; raise errors of other kinds again."""
+    """Describe a failed download or upload with its remedy."""
     from huggingface_hub import errors
 
     chain = [error, *_causes(error)]
@@ -89,9 +117,11 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
         return f"{name} is not in the cache, and HF_HUB_OFFLINE forbids downloads: unset it once, or name a folder"
     if is_any(errors.LocalEntryNotFoundError) or any(_is_transport_error(each) for each in chain):
         return f"{name} is not a folder here, and the hub cannot be reached: check the network, or name a folder"
+    reason = " ".join(str(error).split())[:_SHOWN]
     if is_any(errors.HfHubHTTPError, OSError, ValueError):
-        return f"{name}: the hub refused: {' '.join(str(error).split())}"
-    raise error
+        return f"{name}: the hub refused: {reason}"
+    # Its client takes an answer's form for granted.
+    return f"{name}: the hub's answer cannot be read ({type(error).__name__}: {reason}): a proxy may have changed it"
 
 
 def _is_transport_error(error: BaseException) -> bool:
@@ -146,7 +176,7 @@ def push_folder(folder: str | Path, name: str, card: str, *, extra: Sequence[Pat
 
 
 def _explain_push(error: Exception, name: str) -> str:
-    """Describe a failed upload with its remedy; raise errors of other kinds again."""
+    """Describe a failed upload with its remedy."""
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import huggingface_hub.constants as hub_constants
 import pytest
 import yaml
-from hub_server import SHA, start_hub
+from hub_server import SHA, _Handler, start_hub
 
 from jaxglue.commands import main
 from jaxglue.hf import hub as hub_module
@@ -160,3 +160,20 @@ def test_resumed_run_keeps_the_recorded_commit(hub, tmp_path):
     assert pinned_model(config).revision == SHA
     with pytest.raises(ValueError, match="acme/tiny has no revision 'v9'"):
         pinned_model(replace(config, run=replace(config.run, resume=True)))
+
+
+def test_file_altered_on_its_way_is_refused_and_loaded_again(hub):
+    folder = model_path("acme/tiny")
+    hub_module._download.cache_clear()
+    (folder / "tokenizer.json").resolve().write_text("{}")
+    with pytest.raises(ValueError, match=r"^acme/tiny: tokenizer.json was altered .* start again$"):
+        model_path("acme/tiny")
+    assert json.loads((model_path("acme/tiny") / "tokenizer.json").read_text()) == {"name": "tokenizer.json"}
+
+
+@pytest.mark.parametrize("answer", [{"id": None}, [], {"id": "acme/tiny", "siblings": [{}]}, {"sha": 5}])
+def test_answers_of_another_form_are_one_line(hub, monkeypatch, answer):
+    monkeypatch.setattr(_Handler, "_info", lambda handler, *_: handler._json(answer))
+    with pytest.raises(ValueError, match=r"^acme/tiny: the hub") as raised:
+        model_path("acme/tiny")
+    assert len(str(raised.value).splitlines()) == 1
