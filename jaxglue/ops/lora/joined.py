@@ -2,35 +2,22 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.lora.vjp import LoraBackend, shrink_gradient
+from jaxglue.ops.lora.vjp import shrink_gradient
 
-COLUMNS = 256
-"""Joined projections have outputs in multiples of it, as have the kernels' smallest tiles."""
 _LARGEST = 2**25
 """Bytes of weights up to which one matmul instead of several is worth copying them together."""
 _ALIGNMENT = 64
 """Rows of a joined matrix are a multiple of it."""
 
 
-class JoinedLoraBackend(LoraBackend, Protocol):
-    """Gradients of two products side by side, in one pass; hashable."""
-
-    def joined_gradients(
-        self, dz: Float[Array, "M width"], z: Float[Array, "M width"], matrices: tuple[Array, Array]
-    ) -> tuple[Float[Array, "M ranks"], tuple[Array, Array]]:
-        """Return the gradients to the ranks, which follow the two projections in z, and to their second matrices."""
-
-
 def is_worth_joining(weights: Sequence[Array]) -> bool:
-    """Return whether frozen weights of one input are small enough to be copied together, and of fitting sizes."""
-    fits = all(isinstance(weight, jax.Array) and len(weight) % COLUMNS == 0 for weight in weights)
-    return fits and sum(weight.size * weight.dtype.itemsize for weight in weights) <= _LARGEST
+    """Return whether frozen weights of one input are small enough to be copied together."""
+    return sum(weight.size * weight.dtype.itemsize for weight in weights) <= _LARGEST
 
 
 def join(weights: Sequence[Array], downs: Sequence[Float[Array, "R in"]], dtype) -> Float[Array, "width in"]:

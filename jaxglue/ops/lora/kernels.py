@@ -7,39 +7,6 @@ LARGEST_E4M3 = tl.constexpr(448.0)
 
 
 @triton.jit
-def _gradients(
-    dy, matrix, hidden, column_factors, row_scales, dhidden, dmatrix, codes,
-    M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, FIRST,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
-):  # fmt: skip
-    """Do as `gradients_kernel` for dy [M, WIDTH], of which N columns count; FIRST may vary with the program."""
-    rows, ranks = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
-    inside = (rows < M)[:, None] & (ranks < R)[None, :]
-    own = tl.load(hidden + rows[:, None].to(tl.int64) * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
-    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    if QUANTIZE:
-        inverse = 1.0 / tl.load(row_scales + rows, mask=rows < M, other=1.0)
-    first = tl.program_id(1) * COLUMNS
-    for start in range(first, min(first + COLUMNS, N), BLOCK_N):
-        columns = start + tl.arange(0, BLOCK_N)
-        mask = (rows < M)[:, None] & (columns < N)[None, :]
-        wide = rows[:, None].to(tl.int64) * WIDTH + columns[None, :]
-        tile = tl.load(dy + wide, mask=mask, other=0.0)
-        if QUANTIZE:
-            factors = tl.load(column_factors + columns, mask=columns < N, other=0.0)
-            values = tile.to(tl.float32) * factors[None, :] * inverse[:, None]
-            values = tl.minimum(tl.maximum(values, -LARGEST_E4M3), LARGEST_E4M3)
-            tl.store(codes + wide, values.to(codes.dtype.element_ty), mask=mask)
-        at, mask = columns[:, None] * R + ranks[None, :], (columns < N)[:, None] & (ranks < R)[None, :]
-        factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)
-        product = tl.dot(tile, factor, product, input_precision=PRECISION)
-        to = dmatrix + tl.program_id(0).to(tl.int64) * N * R + at
-        tl.store(to, tl.dot(tl.trans(tile), own, input_precision=PRECISION), mask=mask)
-    tl.store(dhidden + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :], product, mask=inside)
-
-
-@triton.jit
 def gradients_kernel(
     dy, matrix, hidden, column_factors, row_scales, dhidden, dmatrix, codes,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
@@ -52,30 +19,29 @@ def gradients_kernel(
     [M, STRIDE] has this product's ranks from FIRST on. With QUANTIZE, codes [M, N] are dy · column_factors [N] /
     row_scales [M] in e4m3.
     """
-    _gradients(
-        dy, matrix, hidden, column_factors, row_scales, dhidden, dmatrix, codes,
-        M, N, R, N, STRIDE, FIRST, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, PRECISION, QUANTIZE,
-    )  # fmt: skip
-
-
-@triton.jit
-def joined_gradients_kernel(
-    dy, first_matrix, second_matrix, hidden, dhidden, dmatrix,
-    M: tl.constexpr, FIRST_N: tl.constexpr, N: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Do as `gradients_kernel` for two products side by side, whose columns in dy [M, WIDTH] part at FIRST_N.
-
-    hidden [M, WIDTH] has their ranks from column N on. COLUMNS divides FIRST_N.
-    """
-    matrix, first = first_matrix, N
-    if tl.program_id(1) * COLUMNS >= FIRST_N:
-        matrix, first = second_matrix - FIRST_N * R, N + R
-    _gradients(
-        dy, matrix, hidden, hidden, hidden, dhidden, dmatrix, dmatrix,
-        M, N, R, WIDTH, WIDTH, first, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, PRECISION, False,
-    )  # fmt: skip
+    rows, ranks = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    inside = (rows < M)[:, None] & (ranks < R)[None, :]
+    own = tl.load(hidden + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
+    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    if QUANTIZE:
+        inverse = 1.0 / tl.load(row_scales + rows, mask=rows < M, other=1.0)
+    first = tl.program_id(1) * COLUMNS
+    for start in range(first, min(first + COLUMNS, N), BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        wide = rows[:, None].to(tl.int64) * N + columns[None, :]
+        tile = tl.load(dy + wide, mask=mask, other=0.0)
+        if QUANTIZE:
+            factors = tl.load(column_factors + columns, mask=columns < N, other=0.0)
+            values = tile.to(tl.float32) * factors[None, :] * inverse[:, None]
+            values = tl.minimum(tl.maximum(values, -LARGEST_E4M3), LARGEST_E4M3)
+            tl.store(codes + wide, values.to(codes.dtype.element_ty), mask=mask)
+        at, mask = columns[:, None] * R + ranks[None, :], (columns < N)[:, None] & (ranks < R)[None, :]
+        factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)
+        product = tl.dot(tile, factor, product, input_precision=PRECISION)
+        to = dmatrix + tl.program_id(0).to(tl.int64) * N * R + at
+        tl.store(to, tl.dot(tl.trans(tile), own, input_precision=PRECISION), mask=mask)
+    tl.store(dhidden + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :], product, mask=inside)
 
 
 @triton.jit

@@ -38,18 +38,24 @@ _SIZES = (
 PRODUCT_TILES = LoraTiles(block_m=64, block_n=128, num_warps=4, num_stages=1)
 
 
-def fitting_tiles(M: int, N: int, multiple: int = 0) -> GradientTiles:
-    """Return the largest tiles of [M, N], with least to add up, that still fill every multiprocessor.
-
-    Their columns divide `multiple`.
-    """
-    sizes = [(tiles, programs) for tiles, programs in _SIZES if multiple % tiles.columns == 0]
+def fitting_tiles(M: int, N: int) -> GradientTiles:
+    """Return the largest tiles of [M, N], with least to add up, that still fill every multiprocessor."""
     return next(
-        tiles for tiles, programs in sizes if triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.columns) >= programs
+        tiles for tiles, programs in _SIZES if triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.columns) >= programs
     )
 
 
 def block_constants(tiles: LoraTiles, rank: int, dtype) -> dict[str, Any]:
-    """Return the kernels' block sizes, at least 16 ranks for `tl.dot`, and the precision of matmuls."""
-    blocks = {"BLOCK_R": max(16, triton.next_power_of_2(rank)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    return blocks | {"PRECISION": "ieee" if dtype == jnp.float32 else "tf32"}
+    """Return the kernels' block sizes and the precision of matmuls."""
+    blocks = {"BLOCK_R": rank_block(rank), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    return blocks | {"PRECISION": dot_precision(dtype)}
+
+
+def rank_block(rank: int) -> int:
+    """Return the ranks in a tile, at least 16 for `tl.dot`."""
+    return max(16, triton.next_power_of_2(rank))
+
+
+def dot_precision(dtype) -> str:
+    """Return the precision of `tl.dot`."""
+    return "ieee" if dtype == jnp.float32 else "tf32"

@@ -1,6 +1,5 @@
 """Launches of the kernels in `kernels.py`."""
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -60,19 +59,3 @@ class TritonLora(Launcher):
             kernels.gradients_kernel, arrays, (*sums, codes), grid, constants, **compiled
         )
         return dhidden.sum(axis=0).astype(dy.dtype), dmatrix.sum(axis=0), codes if quantizer else None
-
-    def joined_gradients(self, dz, z, matrices):
-        """See `JoinedLoraBackend`."""
-        (M, width), (first, R) = dz.shape, matrices[0].shape
-        N = first + len(matrices[1])
-        tiles = self.gradient_tiles or fitting_tiles(M, N, math.gcd(first, N))
-        grid = triton.cdiv(M, tiles.block_m), triton.cdiv(N, tiles.columns)
-        sums = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((grid[1], M, R), (grid[0], N, R))]
-        sizes = {"M": M, "FIRST_N": first, "N": N, "R": R, "WIDTH": width, "COLUMNS": tiles.columns}
-        constants = sizes | block_constants(tiles, R, dz.dtype)
-        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 4 * M * N * R}
-        arrays, kernel = (dz, *matrices, z), kernels.joined_gradients_kernel
-        dhidden, dmatrix = self._launch(kernel, arrays, sums, grid, constants, **compiled)
-        part = first // tiles.columns
-        dhidden = jnp.concatenate([dhidden[:part].sum(axis=0), dhidden[part:].sum(axis=0)], axis=1)
-        return dhidden.astype(dz.dtype), (dmatrix[:, :first].sum(axis=0), dmatrix[:, first:].sum(axis=0))

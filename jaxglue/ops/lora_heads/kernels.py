@@ -1,7 +1,7 @@
 """Triton kernels that form the adapters' products of queries and keys where heads are normed and rotated.
 
 z [M, WIDTH] has the projections to N heads of queries and K of keys, [N + K, H], then the adapters' ranks. A program
-covers HEADS heads, all of queries or all of keys, of BLOCK_M tokens; grid (M / BLOCK_M, (N + K) / HEADS).
+covers heads of queries or of keys only. Partial sums are added up afterwards, so the result is deterministic.
 """
 
 import triton
@@ -76,7 +76,10 @@ def rotate_kernel(
     EPS: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of q_b [N·H, R] and k_b [K·H, R], norm and rotate to q_out [M, N·H] and k_out [M, K·H]."""
+    """Add the products of q_b [N·H, R] and k_b [K·H, R], norm and rotate to q_out [M, N·H] and k_out [M, K·H].
+
+    A program covers HEADS heads of BLOCK_M tokens; grid (M / BLOCK_M, (N + K) / HEADS).
+    """
     head, ranks = tl.program_id(1) * HEADS, z + (N + K) * H
     if head < N:
         _rotate(
@@ -93,55 +96,75 @@ def rotate_kernel(
 
 @triton.jit
 def _rotate_gradient(
-    z, hidden, matrix, weight, cos, sin, dout, dz,
+    z, hidden, matrix, weight, cos, sin, dout, dz, dhidden, dmatrix,
     M: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_NORM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the gradient of HEADS heads back, from the first of z, matrix, dout [M, OUT] and dz on."""
+    """Take the gradient of the first head of z, matrix, dout [M, OUT], dz, dhidden [M, R] and dmatrix [H, R] back."""
     HALF: tl.constexpr = H // 2
     dtype = dz.dtype.element_ty
-    rows, columns = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_H)
-    lanes, mask = tl.arange(0, BLOCK_R), (rows < M)[:, None] & (columns < HALF)[None, :]
-    inside = (rows < M)[:, None] & (lanes < R)[None, :]
-    own = tl.load(hidden + rows[:, None].to(tl.int64) * WIDTH + lanes[None, :], mask=inside, other=0.0)
-    c, s = _tile(cos, rows, columns, mask, HALF), _tile(sin, rows, columns, mask, HALF)
+    columns, lanes = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R)
+    at, inside = columns[:, None] * R + lanes[None, :], (columns < HALF)[:, None] & (lanes < R)[None, :]
+    left_b = tl.load(matrix + at, mask=inside, other=0.0).to(dtype)
+    right_b = tl.load(matrix + HALF * R + at, mask=inside, other=0.0).to(dtype)
+    left_total = tl.full((BLOCK_H, BLOCK_R), 0.0, tl.float32)
+    right_total = left_total
     if HAS_NORM:
         left_weight = tl.load(weight + columns, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
         right_weight = tl.load(weight + HALF + columns, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
-    for head in range(HEADS):
-        from_left = _tile(dout + head * H, rows, columns, mask, OUT)
-        from_right = _tile(dout + head * H + HALF, rows, columns, mask, OUT)
+    first = tl.program_id(0) * ROWS
+    for start in tl.range(first, min(first + ROWS, M), BLOCK_M, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        mask, low = (rows < M)[:, None] & (columns < HALF)[None, :], (rows < M)[:, None] & (lanes < R)[None, :]
+        own = tl.load(hidden + rows[:, None].to(tl.int64) * WIDTH + lanes[None, :], mask=low, other=0.0)
+        c, s = _tile(cos, rows, columns, mask, HALF), _tile(sin, rows, columns, mask, HALF)
+        from_left, from_right = _tile(dout, rows, columns, mask, OUT), _tile(dout + HALF, rows, columns, mask, OUT)
         dleft, dright = from_left * c + from_right * s, from_right * c - from_left * s
         if HAS_NORM:
-            heads, matrices = z + head * H, matrix + head * H * R
-            left, right = _halves(heads, own, matrices, rows, columns, lanes, mask, H, R, WIDTH, PRECISION)
+            left, right = _tile(z, rows, columns, mask, WIDTH), _tile(z + HALF, rows, columns, mask, WIDTH)
+            left = tl.dot(own, tl.trans(left_b), left, input_precision=PRECISION)
+            right = tl.dot(own, tl.trans(right_b), right, input_precision=PRECISION)
             scale = _inverse_rms(left, right, H, EPS)
             dleft, dright = dleft * left_weight, dright * right_weight
             along = tl.sum(dleft * left + dright * right, 1)[:, None] * scale * scale / H
             dleft, dright = (dleft - left * along) * scale, (dright - right * along) * scale
-        to = dz + head * H + rows[:, None].to(tl.int64) * WIDTH + columns[None, :]
-        tl.store(to, dleft.to(dtype), mask=mask)
-        tl.store(to + HALF, dright.to(dtype), mask=mask)
+        dleft, dright = dleft.to(dtype), dright.to(dtype)
+        to = dz + rows[:, None].to(tl.int64) * WIDTH + columns[None, :]
+        tl.store(to, dleft, mask=mask)
+        tl.store(to + HALF, dright, mask=mask)
+        product = tl.dot(dright, right_b, input_precision=PRECISION)
+        product = tl.dot(dleft, left_b, product, input_precision=PRECISION)
+        tl.store(dhidden + rows[:, None].to(tl.int64) * R + lanes[None, :], product, mask=low)
+        left_total = tl.dot(tl.trans(dleft), own, left_total, input_precision=PRECISION)
+        right_total = tl.dot(tl.trans(dright), own, right_total, input_precision=PRECISION)
+    tl.store(dmatrix + at, left_total, mask=inside)
+    tl.store(dmatrix + HALF * R + at, right_total, mask=inside)
 
 
 @triton.jit
 def rotate_gradient_kernel(
-    z, q_b, k_b, q_weight, k_weight, cos, sin, dq_out, dk_out, dz,
+    z, q_b, k_b, q_weight, k_weight, cos, sin, dq_out, dk_out, dz, dhidden, dmatrix,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    EPS: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    EPS: tl.constexpr, HAS_NORM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dz [M, WIDTH] of queries and keys, without the ranks' columns."""
-    head, ranks = tl.program_id(1) * HEADS, z + (N + K) * H
+    """Compute dz [M, WIDTH] of queries and keys, without the ranks' columns, of one head and ROWS tokens.
+
+    Also compute partial sums of the gradients to the ranks, dhidden [N + K, M, R], and to q_b and k_b, dmatrix
+    [M / ROWS, (N + K)·H, R]. Grid (M / ROWS, N + K).
+    """
+    head, ranks = tl.program_id(1), z + (N + K) * H
+    z, dz, dhidden = z + head * H, dz + head * H, dhidden + head.to(tl.int64) * M * R
+    dmatrix += (tl.program_id(0).to(tl.int64) * (N + K) + head) * H * R
     if head < N:
         _rotate_gradient(
-            z + head * H, ranks, q_b + head * H * R, q_weight, cos, sin, dq_out + head * H, dz + head * H,
-            M, H, R, WIDTH, N * H, EPS, HAS_NORM, HEADS, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+            z, ranks, q_b + head * H * R, q_weight, cos, sin, dq_out + head * H, dz, dhidden, dmatrix,
+            M, H, R, WIDTH, N * H, EPS, HAS_NORM, ROWS, STAGES, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
         )  # fmt: skip
     else:
         own = head - N
         _rotate_gradient(
-            z + head * H, ranks + R, k_b + own * H * R, k_weight, cos, sin, dk_out + own * H, dz + head * H,
-            M, H, R, WIDTH, K * H, EPS, HAS_NORM, HEADS, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+            z, ranks + R, k_b + own * H * R, k_weight, cos, sin, dk_out + own * H, dz, dhidden, dmatrix,
+            M, H, R, WIDTH, K * H, EPS, HAS_NORM, ROWS, STAGES, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
         )  # fmt: skip

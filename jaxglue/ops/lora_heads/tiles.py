@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-from jaxglue.ops.lora.tiles import LoraTiles
-
 
 @dataclass(frozen=True, kw_only=True)
-class HeadTiles(LoraTiles):
-    """A program covers block_m tokens of at most `heads` heads, one at a time."""
+class HeadTiles:
+    """A program covers `heads` heads of block_m tokens, or with its gradient one of `rows`, block_m at a time."""
 
-    heads: int
-    block_n: int = 0
+    block_m: int
+    heads: int = 4
+    rows: int = 512
     num_warps: int = 4
     num_stages: int = 2
 
 
-ROTATE_TILES = HeadTiles(block_m=64, heads=4)
-GRADIENT_TILES = HeadTiles(block_m=32, heads=4)
+ROTATE_TILES = HeadTiles(block_m=64)
+GRADIENT_TILES = HeadTiles(block_m=32)

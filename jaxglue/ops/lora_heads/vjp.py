@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.lora.joined import JoinedLoraBackend, down_gradients, join, project_joined, with_ranks
+from jaxglue.ops.lora.joined import down_gradients, join, project_joined, with_ranks
+from jaxglue.ops.lora.vjp import LoraBackend
 
 Matrices = tuple[Array, ...]
 """A matrix of queries, one of keys and one of values."""
@@ -26,8 +27,8 @@ class LoraHeadsBackend(Protocol):
 
     def rotate_gradient(
         self, z, ups, norms: Norms | None, cos, sin, dq, dk, *, head_dim: int, eps: float
-    ) -> Float[Array, "M width"]:
-        """Return the gradient to z, without the ranks' columns."""
+    ) -> tuple[Float[Array, "M width"], Float[Array, "M ranks"], tuple[Array, Array]]:
+        """Return the gradients to z, without the ranks' columns, to the ranks, and to `ups` in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class HeadsSpec:
     """Static, hashable arguments of `joined_heads`."""
 
     backend: LoraHeadsBackend
-    lora: JoinedLoraBackend
+    lora: LoraBackend
     head_dim: int
     eps: float
 
@@ -67,8 +68,8 @@ def _forward(spec: HeadsSpec, x, weights, downs, ups, norms, cos, sin):
 def _backward(spec: HeadsSpec, residuals, cotangents):
     x, joined, v_weight, z, downs, ups, norms, cos, sin = residuals
     dq, dk, dv = cotangents
-    dz = spec.backend.rotate_gradient(z, ups[:2], norms, cos, sin, dq, dk, head_dim=spec.head_dim, eps=spec.eps)
-    dhidden, dups = spec.lora.joined_gradients(dz, z, ups[:2])
+    sizes = {"head_dim": spec.head_dim, "eps": spec.eps}
+    dz, dhidden, dups = spec.backend.rotate_gradient(z, ups[:2], norms, cos, sin, dq, dk, **sizes)
     dvalue, dup, _ = spec.lora.gradients(dv, ups[2], z, _value_ranks(ups))
     dhidden = jnp.concatenate([dhidden, dvalue], axis=1)
     dz = with_ranks(dz, dhidden, len(ups[0]) + len(ups[1]))

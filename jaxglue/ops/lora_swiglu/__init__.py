@@ -5,9 +5,8 @@ from functools import partial
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
-from jaxglue.ops.lora import LORA
 from jaxglue.ops.lora.joined import is_worth_joining
-from jaxglue.ops.lora_swiglu.joined import JoinedSwiglu, Pair, joined_lora_swiglu
+from jaxglue.ops.lora_swiglu.joined import Pair, joined_lora_swiglu
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import LoraSwigluBackend, Matrices, fused_lora_swiglu
 
@@ -73,9 +72,9 @@ def projected_lora_swiglu(
     rank = len(matrices[2])
     if {*map(len, downs)} != {rank} or not is_worth_joining(weights):
         return None
-    backend, lora = LORA_SWIGLU.load(x.dtype, rank), LORA.load(x.dtype, rank)
-    if backend is None or lora is None:
+    kernels = LORA_SWIGLU.load(x.dtype, rank)
+    if kernels is None:
         return None
     rows = x.reshape(-1, x.shape[-1])
-    out, low = joined_lora_swiglu(JoinedSwiglu(backend=backend, lora=lora), rows, weights, downs, matrices)
+    out, low = joined_lora_swiglu(kernels, rows, weights, downs, matrices)
     return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)

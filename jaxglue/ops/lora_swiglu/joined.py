@@ -1,6 +1,5 @@
 """SwiGLU of an input whose projections to gate and up are one matmul, adapters' ranks included."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -9,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.lora.joined import JoinedLoraBackend, down_gradients, join, project_joined, with_ranks
+from jaxglue.ops.lora.joined import down_gradients, join, project_joined, with_ranks
 from jaxglue.ops.lora_swiglu.vjp import Matrices
 
 Pair = tuple[Array, ...]
@@ -22,38 +21,31 @@ class JoinedSwigluBackend(Protocol):
     def joined_forward(self, z, matrices: Matrices) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
         """See `lora_swiglu`."""
 
-    def joined_backward(self, z, matrices: Matrices, dout, dranks) -> tuple[Float[Array, "M width"], Array]:
-        """Return the gradient to z, without the ranks' columns, and to down in float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinedSwiglu:
-    """Static, hashable arguments of `joined_lora_swiglu`."""
-
-    backend: JoinedSwigluBackend
-    lora: JoinedLoraBackend
+    def joined_backward(
+        self, z, matrices: Matrices, dout, dranks
+    ) -> tuple[Float[Array, "M width"], Float[Array, "M ranks"], Matrices]:
+        """Return the gradients to z, without the ranks' columns, to the ranks, and to the matrices in float32."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def joined_lora_swiglu(
-    spec: JoinedSwiglu, x: Float[Array, "M D"], weights: Pair, downs: Pair, matrices: Matrices
+    backend: JoinedSwigluBackend, x: Float[Array, "M D"], weights: Pair, downs: Pair, matrices: Matrices
 ) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
     """Return `lora_swiglu` of x·Wᵀ and x·Aᵀ for frozen `weights` W of gate and up, and A in `downs`."""
-    return _forward(spec, x, weights, downs, matrices)[0]
+    return _forward(backend, x, weights, downs, matrices)[0]
 
 
-def _forward(spec: JoinedSwiglu, x, weights, downs, matrices):
+def _forward(backend: JoinedSwigluBackend, x, weights, downs, matrices):
     joined = join(weights, downs, x.dtype)
     z = checkpoint_name(project_joined(x, joined), names.GATE)
-    return spec.backend.joined_forward(z, matrices), (x, joined, z, downs, matrices)
+    return backend.joined_forward(z, matrices), (x, joined, z, downs, matrices)
 
 
-def _backward(spec: JoinedSwiglu, residuals, cotangents):
+def _backward(backend: JoinedSwigluBackend, residuals, cotangents):
     x, joined, z, downs, matrices = residuals
-    dz, ddown = spec.backend.joined_backward(z, matrices, *cotangents)
-    dhidden, dups = spec.lora.joined_gradients(dz, z, matrices[:2])
+    dz, dhidden, dmatrices = backend.joined_backward(z, matrices, *cotangents)
     dz = with_ranks(dz, dhidden, 2 * len(matrices[0]))
-    return dz @ joined, None, down_gradients(x, dhidden, downs), (*dups, ddown)
+    return dz @ joined, None, down_gradients(x, dhidden, downs), dmatrices
 
 
 joined_lora_swiglu.defvjp(_forward, _backward)

@@ -131,18 +131,22 @@ def scaled_forward_kernel(
 @triton.jit
 def _backward(
     gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-    dgate, dup, ddown_a, absmax,
+    dgate, dup, ddown_a, absmax, dhidden, dgate_b, dup_b,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Read gate and up, and write their gradients, with rows of WIDTH values; read hidden with rows of RANKS."""
+    """Read gate and up, and write their gradients, with rows of WIDTH values; read hidden with rows of RANKS.
+
+    With JOINED, also compute the partial sums of `joined_backward_kernel`.
+    """
     lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
     columns = left + tl.arange(0, BLOCK_N)
     dtype = dgate.dtype.element_ty
     b_gate, b_up = _outer(gate_b, columns, lanes, F, R, dtype), _outer(up_b, columns, lanes, F, R, dtype)
     a = _inner(down_a, columns, lanes, F, R, dtype)
     total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
+    gate_total, up_total = total, total
     if SCALED:
         gate_scale, up_scale = _vector(gate_scales, columns, F)[None, :], _vector(up_scales, columns, F)[None, :]
     offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
@@ -160,8 +164,10 @@ def _backward(
             g, u = g * row_scale * gate_scale, u * row_scale * up_scale
             d = d * _vector(dout_scales, rows, M)[:, None]
         down_ranks = _ranks(dranks, rows, lanes, M, R, R, 0)
-        g = tl.dot(_ranks(hidden, rows, lanes, M, R, RANKS, 0), tl.trans(b_gate), g, input_precision=PRECISION)
-        u = tl.dot(_ranks(hidden, rows, lanes, M, R, RANKS, R), tl.trans(b_up), u, input_precision=PRECISION)
+        gate_ranks = _ranks(hidden, rows, lanes, M, R, RANKS, 0)
+        up_ranks = _ranks(hidden, rows, lanes, M, R, RANKS, R)
+        g = tl.dot(gate_ranks, tl.trans(b_gate), g, input_precision=PRECISION)
+        u = tl.dot(up_ranks, tl.trans(b_up), u, input_precision=PRECISION)
         d = tl.dot(down_ranks, a, d, input_precision=PRECISION)
         sigmoid = _sigmoid(g)
         silu = g * sigmoid
@@ -171,9 +177,20 @@ def _backward(
         if SCALED:
             folded = tl.maximum(tl.abs(dg.to(tl.float32) * gate_scale), tl.abs(du.to(tl.float32) * up_scale))
             tl.store(absmax + tl.program_id(0).to(tl.int64) * M + rows, tl.max(folded, 1), mask=rows < M)
+        if JOINED:
+            to = dhidden + (tl.program_id(0).to(tl.int64) * M + rows[:, None]) * (2 * R) + lanes[None, :]
+            inside = (rows < M)[:, None] & (lanes < R)[None, :]
+            tl.store(to, tl.dot(dg, b_gate, input_precision=PRECISION), mask=inside)
+            tl.store(to + R, tl.dot(du, b_up, input_precision=PRECISION), mask=inside)
+            gate_total = tl.dot(tl.trans(dg), gate_ranks, gate_total, input_precision=PRECISION)
+            up_total = tl.dot(tl.trans(du), up_ranks, up_total, input_precision=PRECISION)
         total = tl.dot(tl.trans((silu * u).to(dtype)), down_ranks, total, input_precision=PRECISION)
-    to = ddown_a + tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
-    tl.store(to, total, mask=(columns < F)[:, None] & (lanes < R)[None, :])
+    to = tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
+    inside = (columns < F)[:, None] & (lanes < R)[None, :]
+    tl.store(ddown_a + to, total, mask=inside)
+    if JOINED:
+        tl.store(dgate_b + to, gate_total, mask=inside)
+        tl.store(dup_b + to, up_total, mask=inside)
 
 
 @triton.jit
@@ -188,22 +205,26 @@ def backward_kernel(
     """
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
-        dgate, dup, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R,
+        dgate, dup, ddown_a, ddown_a, ddown_a, ddown_a, ddown_a,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R, False,
     )  # fmt: skip
 
 
 @triton.jit
 def joined_backward_kernel(
-    z, gate_b, up_b, down_a, dout, dranks, dz, ddown_a,
+    z, gate_b, up_b, down_a, dout, dranks, dz, dhidden, dgate_b, dup_b, ddown_a,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do as `backward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; leave out dz's last columns."""
+    """Do as `backward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; leave out dz's last columns.
+
+    Also compute partial sums of the gradients to hidden, dhidden [F / BLOCK_N, M, 2R], and to gate_b and up_b, likewise
+    [M / ROWS, F, R].
+    """
     _backward(
         z, z + F, z + 2 * F, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
-        dz, dz + F, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH,
+        dz, dz + F, ddown_a, ddown_a, dhidden, dgate_b, dup_b,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH, True,
     )  # fmt: skip
 
 
@@ -220,6 +241,6 @@ def scaled_backward_kernel(
     """
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-        dgate, dup, ddown_a, absmax,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R,
+        dgate, dup, ddown_a, absmax, ddown_a, ddown_a, ddown_a,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R, False,
     )  # fmt: skip

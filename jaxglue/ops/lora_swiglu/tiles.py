@@ -18,3 +18,4 @@ class LoraSwigluTiles(LoraTiles):
 
 FORWARD_TILES = LoraSwigluTiles(length=1024)
 BACKWARD_TILES = LoraSwigluTiles(block_m=32, length=1024)
+JOINED_TILES = LoraSwigluTiles(block_m=32, block_n=128, length=512, num_warps=8)

@@ -9,7 +9,7 @@ import triton
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.lora.tiles import block_constants
 from jaxglue.ops.lora_swiglu import kernels
-from jaxglue.ops.lora_swiglu.tiles import BACKWARD_TILES, FORWARD_TILES, LoraSwigluTiles
+from jaxglue.ops.lora_swiglu.tiles import BACKWARD_TILES, FORWARD_TILES, JOINED_TILES, LoraSwigluTiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class TritonLoraSwiglu(Launcher):
 
     forward_tiles: LoraSwigluTiles = FORWARD_TILES
     backward_tiles: LoraSwigluTiles = BACKWARD_TILES
+    joined_tiles: LoraSwigluTiles = JOINED_TILES
 
     def forward(self, gate, up, hidden, matrices):
         """See `LoraSwigluBackend`."""
@@ -74,13 +75,14 @@ class TritonLoraSwiglu(Launcher):
 
     def joined_backward(self, z, matrices, dout, dranks):
         """See `JoinedSwigluBackend`."""
-        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.backward_tiles
-        parts = triton.cdiv(M, tiles.length)
-        out_type = shape_dtype_of(z), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
+        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.joined_tiles
+        parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
+        sums = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((blocks, M, 2 * R), *[(parts, F, R)] * 3)]
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "ROWS": tiles.length}
-        grid, flops, arrays = (triton.cdiv(F, tiles.block_n), parts), 8 * M * F * R, (z, *matrices, dout, dranks)
-        dz, ddown = self._compile(kernels.joined_backward_kernel, arrays, out_type, grid, tiles, sizes, flops)
-        return dz, ddown.sum(axis=0).T
+        arrays, out_type, flops = (z, *matrices, dout, dranks), (shape_dtype_of(z), *sums), 16 * M * F * R
+        out = self._compile(kernels.joined_backward_kernel, arrays, out_type, (blocks, parts), tiles, sizes, flops)
+        dhidden, dgate, dup, ddown = (partial.sum(axis=0) for partial in out[1:])
+        return out[0], dhidden.astype(z.dtype), (dgate, dup, ddown.T)
 
     def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], flops: int):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]

@@ -8,7 +8,6 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora import LORA
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu, projected_lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
@@ -88,12 +87,10 @@ def test_ranks_that_differ_are_refused():
 
 
 def test_joined_projections_match_separate_ones(interpreted):
-    from jaxglue.ops.lora.tiles import GradientTiles
-    from jaxglue.ops.lora.triton import TritonLora
     from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
     from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
 
-    M, D, F, R = 37, 24, 256, 5
+    M, D, F, R = 37, 24, 72, 5
     (_, _, _, matrices), cotangents = random_case(M, F, R)
     x, *weights = (
         jax.random.normal(key, (n, D)) / 4
@@ -106,10 +103,9 @@ def test_joined_projections_match_separate_ones(interpreted):
         return by_definition(gate, up, jnp.concatenate([x @ down.T for down in downs], -1), matrices)
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
-    swiglu = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
-    lora = interpreted(TritonLora)(compute_capability=90, gradient_tiles=GradientTiles(block_m=16, columns=128))
+    swiglu = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, joined_tiles=tiles)
     arguments = (x, tuple(downs), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
-    with LORA_SWIGLU.using(swiglu), LORA.using(lora):
+    with LORA_SWIGLU.using(swiglu):
         got = outputs_and_gradients(
             lambda x, downs, matrices: projected_lora_swiglu(x, tuple(weights), downs, matrices), *arguments
         )
