@@ -68,8 +68,8 @@ def _forward(spec: HeadsSpec, x, weights, downs, ups, norms, cos, sin):
 def _backward(spec: HeadsSpec, residuals, cotangents):
     x, joined, v_weight, z, downs, ups, norms, cos, sin = residuals
     dq, dk, dv = cotangents
-    sizes = {"head_dim": spec.head_dim, "eps": spec.eps}
-    dz, dhidden, dups = spec.backend.rotate_gradient(z, ups[:2], norms, cos, sin, dq, dk, **sizes)
+    tables, rotate_gradient = (norms, cos, sin), spec.backend.rotate_gradient
+    dz, dhidden, dups = rotate_gradient(z, ups[:2], *tables, dq, dk, head_dim=spec.head_dim, eps=spec.eps)
     dvalue, dup, _ = spec.lora.gradients(dv, ups[2], z, _value_ranks(ups))
     dhidden = jnp.concatenate([dhidden, dvalue], axis=1)
     dz = with_ranks(dz, dhidden, len(ups[0]) + len(ups[1]))
