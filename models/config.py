@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
@@ -115,7 +116,7 @@ class DecoderConfig:
         """Return the config of a reward model: one score in place of the output projection."""
         return replace(self, scores=True, tie_word_embeddings=False)
 
-    @property
+    @cached_property
     def first_of_kind(self) -> tuple[int, ...]:
         """Return for each layer the index of the first layer of the same shape."""
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers

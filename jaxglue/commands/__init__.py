@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from shutil import get_terminal_size
+from types import ModuleType
 from typing import Any
 
 import jaxglue
 from jaxglue.commands.interrupts import STATUS, Interrupts
 from jaxglue.commands.streams import standard_streams
+from jaxglue.planner.collection import without_collection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +103,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
     with Interrupts() as interrupts, _torch_hidden() if COMMANDS[name].hides_torch else nullcontext():
         try:
             with standard_streams():
-                config = _parse(name, sys.argv[1:] if argv is None else argv)
-                if early := COMMANDS[name].early:
-                    _load(early)(config)
-                command = importlib.import_module(f"jaxglue.commands.{name}")
+                command, config = _prepare(name, sys.argv[1:] if argv is None else argv)
                 interrupts.importing = False
                 command.main(config)
         except (KeyboardInterrupt, Exception) as error:
@@ -116,6 +115,15 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
             if isinstance(error, MemoryError):
                 _end(f"error: the host has too little memory: {error or 'for its programs'}", status=1)
             raise
+
+
+@without_collection()
+def _prepare(name: str, argv: Sequence[str]) -> tuple[ModuleType, Any]:
+    """Import a command, once its flags are read; return it with its configuration."""
+    config = _parse(name, argv)
+    if early := COMMANDS[name].early:
+        _load(early)(config)
+    return importlib.import_module(f"jaxglue.commands.{name}"), config
 
 
 def _parse(name: str, argv: Sequence[str]) -> Any:

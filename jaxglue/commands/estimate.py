@@ -20,6 +20,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.ops.fp8 import check_fp8
+from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
 from jaxglue.planner.planner import MARGIN, Planner
@@ -54,6 +55,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     return Planner(workload, replace(gpu, files=files).limited(config.model.memory_limit))
 
 
+@without_collection()
 def print_estimate(config: EstimateConfig) -> bool:
     """Print a verdict and the plans behind it; return whether the run fits."""
     planner, host_memory, weights = make_planner(config), config.host_memory_gib * GIB, config.model.weights

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EntryHead
-from jaxglue.engine.layer import LayerFunctions
+from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, check_grouped
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
@@ -80,7 +80,8 @@ class LayerExecutor:
         self._layout, self._entry_head = layout, entry_head
         check_dropped_inputs(policies, layout)
         replayed = any(policy.drops_input for policy in policies)
-        types = list(zip(layers, policies, strict=True))
+        functions = {layer: layer_function(layer) for layer in set(layers)}
+        types = [(functions[layer], policy) for layer, policy in zip(layers, policies, strict=True)]
         self._layer_types = {kind: LayerFunctions(*kind, layout, replayed=replayed) for kind in types}
         self._layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}

@@ -51,8 +51,7 @@ class LayerFunctions:
         *,
         replayed: bool = False,
     ):
-        self._run: Layer = partial(_run_module, layer) if isinstance(layer, nnx.GraphDef) else layer
-        self._layout = layout
+        self._layer, self._layout = layer_function(layer), layout
         self.policy, self._replayed = policy, replayed
         jit = jit_exchanging if layout.gathers else jit_step
         self.forward = jit(self._forward)
@@ -129,13 +128,18 @@ class LayerFunctions:
         weights = layout.gathered_specs(trainable), layout.gathered_specs(frozen)
         return *weights, layout.batch_spec, layout.context_specs(context)
 
-    def _layer(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
-        if context.dropout_key is not None:
-            context = replace(context, dropout_key=device_key(context.dropout_key))
-        return self._run(trainable, frozen, x, context)
+
+def layer_function(layer: nnx.GraphDef | Layer) -> Layer:
+    """Return a module's function of its parameters, x and context, or the function given.
+
+    JAX traces and differentiates one function once for all policies.
+    """
+    return partial(_run_module, layer) if isinstance(layer, nnx.GraphDef) else layer
 
 
 def _run_module(graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
+    if context.dropout_key is not None:
+        context = replace(context, dropout_key=device_key(context.dropout_key))
     return merge_module(graphdef, trainable, frozen)(x, context)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import jax
 
@@ -28,6 +29,14 @@ class RematPolicy:
     """Values kept in pinned host memory."""
     drops_input: bool = False
     """Compute the layer's input again from that of an earlier layer."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.saved, self.offloaded, self.drops_input))
+
+    def __hash__(self) -> int:
+        """Return the hash, computed once: the planner looks costs up by policy."""
+        return self._hash
 
     def __post_init__(self):
         if self.drops_input and self.offloads_input:
@@ -91,6 +100,7 @@ PRESETS = {
 same on the host."""
 
 
+@lru_cache(maxsize=256)
 def parse_policy(text: str) -> RematPolicy:
     """Parse a policy such as `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
 

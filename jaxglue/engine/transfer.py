@@ -1,9 +1,9 @@
 """Copies between a device and host memory, pinned or of mapped files, in the order in which they are requested."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice, repeat
 from typing import Any
 
@@ -138,7 +138,8 @@ def prefetch[Item](
         yield requested.popleft()[0]
 
 
-def requested_ahead(moving: Sequence[bool], depth: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def requested_ahead(moving: tuple[bool, ...], depth: int) -> tuple[int, ...]:
     """Return for each item that `prefetch` yields the number of items requested until then."""
     ends, end, later = [], 1, 0
     for index in range(len(moving)):
@@ -149,7 +150,7 @@ def requested_ahead(moving: Sequence[bool], depth: int) -> list[int]:
             later += moving[end]
             end += 1
         ends.append(end)
-    return ends
+    return tuple(ends)
 
 
 class Lookahead[Item]:

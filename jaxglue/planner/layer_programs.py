@@ -6,48 +6,76 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
+from jaxglue.engine.residuals import Layer
 from jaxglue.models.parameters import Params
-from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
 
+_RENAMES = ("reduce_precision", "reshape", "broadcast_in_dim")
+"""Primitives between a named value and a residual."""
+
 
 class LayerPrograms(NamedTuple):
-    """A layer's programs on one device, and the bytes saved in between beside the layer's input."""
+    """A layer's programs on one device."""
 
     forward: ClosedJaxpr
     backward: ClosedJaxpr
-    saved: int
-    """On the device."""
-    offloaded: int
-    """On the host."""
+    kept: dict[str | None, int]
+    """Bytes kept in between beside the layer's input, by their names."""
 
 
 def layer_programs(
-    graphdef: nnx.GraphDef, policy: RematPolicy, workload: Workload, trees: Sequence[Params], *, experts: int = 1
+    layer: nnx.GraphDef | Layer,
+    policy: RematPolicy,
+    workload: Workload,
+    trees: Sequence[Params],
+    *,
+    experts: int = 1,
 ) -> LayerPrograms:
     """Trace a layer's forward and backward passes, with its experts spread over some devices.
 
     Args:
-        graphdef: the layer without its parameters.
+        layer: the module without its parameters, or its function (`layer_function`), traced once for all policies.
         policy: of its values for the backward pass.
         workload: gives shapes and dtypes.
         trees: trainable and frozen parameters, abstract.
         experts: devices that share the experts.
     """
-    mesh = MeshShape(expert=experts)
-    layer = LayerFunctions(graphdef, policy, Layout(mesh.abstract, workload.dtype))
-    x, context = abstract_input(replace(workload, batch_size=workload.batch_size * experts))
-    forward = layer.forward.trace(*trees, x, context)
+    functions = LayerFunctions(layer, policy, Layout(MeshShape(expert=experts).abstract, workload.dtype))
+    inputs = *trees, *abstract_input(replace(workload, batch_size=workload.batch_size * experts))
+    forward = functions.forward.trace(*inputs)
     y, residuals, _ = forward.out_info
-    backward = layer.backward.trace(residuals, *trees, x, context, y, None)
-    kept = (tree_bytes(part) // experts for part in (residuals.saved, residuals.offloaded))
-    return LayerPrograms(_local_program(forward.jaxpr), _local_program(backward.jaxpr), *kept)
+    backward = functions.backward.trace(residuals, *inputs, y, None)
+    programs = _local_program(forward.jaxpr), _local_program(backward.jaxpr)
+    return LayerPrograms(*programs, kept=_bytes_by_name(programs[0].jaxpr, len(jax.tree.leaves(residuals))))
+
+
+def _bytes_by_name(forward: Jaxpr, residuals: int) -> dict[str | None, int]:
+    """Sum the bytes of a forward pass's residuals, the outputs after y, by the names that the layer gives its values.
+
+    Constants have none.
+    """
+    producers = {result: eqn for eqn in forward.eqns for result in eqn.outvars}
+    kept: dict[str | None, int] = {}
+    for var in forward.outvars[1 : residuals + 1]:
+        name = _name(var, producers)
+        kept[name] = kept.get(name, 0) + var.aval.size * var.aval.dtype.itemsize
+    return kept
+
+
+def _name(var: Var | Literal, producers: dict[Var, JaxprEqn]) -> str | None:
+    while not isinstance(var, Literal) and (eqn := producers.get(var)) is not None:
+        if eqn.primitive.name == "name":
+            return eqn.params["name"]
+        if eqn.primitive.name not in _RENAMES:
+            return None
+        var = eqn.invars[0]
+    return None
 
 
 def replay_program(

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
 from jaxglue.planner.gpus import GIB
@@ -44,60 +47,77 @@ class PeakMemory:
     def _accumulates(self) -> bool:
         return self.workload.gradient_accumulation_steps > 1
 
+    @cached_property
+    def _stored(self) -> np.ndarray:
+        """Return for each layer the bytes saved by it and those before."""
+        return np.cumsum([cost.saved for cost in self.costs])
+
+    @cached_property
+    def _offloaded(self) -> np.ndarray:
+        return np.array([cost.offloaded for cost in self.costs])
+
     def _forward(self) -> float:
         """Return the peak of the forward pass, with later layers' weights and copies on their way to the host."""
-        stored, peak = 0, 0.0
         inputs = 4 if self.workload.reference else 2
-        buffers = _windows(self.streamed, self._requested(self.streamed, weights_prefetch_depth(self.depth)))
-        for index, cost in enumerate(self.costs):
-            leaving = sum(earlier.offloaded for earlier in self.costs[max(index - self.run_ahead, 0) : index + 1])
-            stored += cost.saved
-            held = stored + leaving + buffers[index] + inputs * self.model.input_bytes
-            peak = max(peak, held + cost.forward.temporary)
-        return peak + (self.resident.trainable if self._accumulates else 0)
+        layers = np.arange(len(self.costs))
+        leaving = _windows(self._offloaded, np.maximum(layers - self.run_ahead, 0), layers + 1)
+        requested = requested_ahead(_moving(self.streamed), weights_prefetch_depth(self.depth))
+        buffers = _windows(self.streamed, layers, requested)
+        held = self._stored + leaving + buffers + inputs * self.model.input_bytes
+        temporary = np.array([cost.forward.temporary for cost in self.costs])
+        return (held + temporary).max() + (self.resident.trainable if self._accumulates else 0)
 
     def _backward(self) -> float:
         """Return the peak of the head and the layers' backward passes."""
         model, trained = self.model, self.resident.trainable
-        stored, leaving = sum(cost.saved for cost in self.costs), self._leaving()
-        buffers = self._buffers()
+        buffers, leaving = self._buffers(), np.zeros(len(self.costs), int)
+        leaving[-1] = self._leaving()
         head = max(model.head.results + model.head.temporary, model.head.matmul)
         head += self.resident.host_head
-        peak: float = buffers[-1] + leaving + stored + (trained if self._accumulates else 0) + head
+        peak = buffers[-1] + leaving[-1] + self._stored[-1] + (trained if self._accumulates else 0) + head
         head_gradients = model.head.results - model.input_bytes
-        updates = self.workload.update_in_backward
-        gradients = trained if self._accumulates else 0 if updates else head_gradients
-        temporaries = 1.0 if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
-        for index in reversed(range(len(self.costs))):
-            here = gradients if self._accumulates else gradients + self.resident.trainable_layers[index]
-            held = stored + buffers[index] + leaving + here + model.scattered
-            held += (2 + self.restored[index]) * model.input_bytes
-            cost = self.costs[index].backward
-            peak = max(peak, held + max(temporaries * cost.temporary, cost.matmul))
-            gradients = gradients if updates else here
-            stored, leaving = stored - self.costs[index].saved, 0
+        gradients = self._gradients(head_gradients)
+        held = self._stored + buffers + leaving + gradients + model.scattered
+        held += (2 + np.array(self.restored)) * model.input_bytes
+        peak = max(peak, (held + self._temporaries()).max())
         if not self._accumulates:  # the embedding's gradients come last
             embedding = max(sum(self.resident.trainable_ends) - head_gradients, 0)
-            peak = max(peak, gradients + embedding + model.input_bytes)
+            first = 0 if self.workload.update_in_backward else gradients[0]
+            peak = max(peak, first + embedding + model.input_bytes)
         return peak
 
-    def _buffers(self) -> list[int]:
-        """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""
-        offloaded = [cost.offloaded for cost in reversed(self.costs)]
-        streamed = list(reversed(self.streamed))
-        values = _windows(offloaded, [min(index + self.depth + 1, len(offloaded)) for index in range(len(offloaded))])
-        weights = _windows(streamed, self._requested(streamed, self.depth))
-        return [value + weight for value, weight in zip(values, weights, strict=True)][::-1]
+    def _gradients(self, head_gradients: int) -> np.ndarray:
+        """Return for each layer's backward pass the bytes of gradients."""
+        if self._accumulates:
+            return np.full(len(self.costs), self.resident.trainable)
+        layers = np.array(self.resident.trainable_layers)
+        if self.workload.update_in_backward:
+            return layers
+        return head_gradients + layers[::-1].cumsum()[::-1]
 
-    def _requested(self, streamed: Sequence[int], depth: int) -> list[int]:
-        return requested_ahead([size > 0 for size in streamed], depth)
+    def _temporaries(self) -> np.ndarray:
+        """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares."""
+        factor = 1.0 if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
+        return np.array([max(factor * cost.backward.temporary, cost.backward.matmul) for cost in self.costs])
+
+    def _buffers(self) -> np.ndarray:
+        """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""
+        layers = np.arange(len(self.costs))
+        values = _windows(self._offloaded[::-1], layers, np.minimum(layers + self.depth + 1, len(layers)))
+        streamed = self.streamed[::-1]
+        weights = _windows(streamed, layers, requested_ahead(_moving(streamed), self.depth))
+        return (values + weights)[::-1]
 
     def _leaving(self) -> int:
         """Return the bytes still on their way to the host when the backward pass begins."""
-        sent = self.costs[: -1 - self.depth]
-        return max(self.run_ahead - 1, 0) * max((cost.offloaded for cost in sent), default=0)
+        return max(self.run_ahead - 1, 0) * max(self._offloaded[: -1 - self.depth], default=0)
 
 
-def _windows(sizes: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Return for each index the sum of the sizes from there to its end."""
-    return [sum(sizes[index:end]) for index, end in enumerate(ends)]
+def _moving(sizes: Sequence[int]) -> tuple[bool, ...]:
+    return tuple(size > 0 for size in sizes)
+
+
+def _windows(sizes: Sequence[int] | np.ndarray, starts: np.ndarray, ends: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the sums of the sizes from starts to ends."""
+    sums = np.concatenate([[0], np.cumsum(sizes)])
+    return sums[np.asarray(ends)] - sums[starts]

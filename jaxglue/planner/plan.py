@@ -1,12 +1,14 @@
 """The planner's public entry."""
 
 from jaxglue.engine.policy import AUTO
+from jaxglue.planner.collection import without_collection
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import Plan
 from jaxglue.planner.workload import Workload
 
 
+@without_collection()
 def plan(
     workload: Workload,
     gpu: str,

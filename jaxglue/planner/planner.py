@@ -314,9 +314,11 @@ class Planner(Predictor):
         if not self.fits(plan, math.inf) or (not short and (not plan.host_bytes or len(set(plan.policies)) > 1)):
             return plan
 
-        def keep(count: int) -> list[RematPolicy]:
+        on_device = {policy: policy.on_device() for policy in set(plan.policies)}
+
+        def keep(count: int) -> tuple[RematPolicy, ...]:
             chosen = zip(plan.policies, interleave(False, True, layers, count), strict=True)
-            return [policy.on_device() if keeps else policy for policy, keeps in chosen]
+            return tuple(on_device[policy] if keeps else policy for policy, keeps in chosen)
 
         def fits(count: int) -> bool:
             return self.fits(self.memory(keep(count), weights=plan.weights), math.inf)

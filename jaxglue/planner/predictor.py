@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.policy import RematPolicy
@@ -47,6 +48,7 @@ class Predictor:
         self._depth, self._run_ahead = prefetch_depth, run_ahead
         self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton())
         self._resident = resident_bytes(self.workload)
+        self._settings, self._memory_of = cache(self._make_setting), cache(self._predict_memory)
 
     def plan(
         self,
@@ -79,19 +81,22 @@ class Predictor:
         return self._memory_of(self._setting(policies, weights))
 
     def _setting(self, policies: RematPolicy | Sequence[RematPolicy], weights: str | Sequence[str]) -> Setting:
-        model = self._model
-        chosen = (policies,) * model.layers if isinstance(policies, RematPolicy) else tuple(policies)
-        places = parse_weights(weights, model.layers) if isinstance(weights, str) else tuple(weights)
+        layers = self._model.layers
+        chosen = (policies,) * layers if isinstance(policies, RematPolicy) else tuple(policies)
+        places = parse_weights(weights, layers) if isinstance(weights, str) else tuple(weights)
+        return self._settings(chosen, places)
+
+    def _make_setting(self, policies: tuple[RematPolicy, ...], places: tuple[str, ...]) -> Setting:
         return Setting(
-            policies=chosen,
+            policies=policies,
             weights=places,
-            costs=[model.layer(index, policy) for index, policy in enumerate(chosen)],
+            costs=[self._model.layer(index, policy) for index, policy in enumerate(policies)],
             streamed=self._resident.streamed_layers(places),
             mapped=self._resident.mapped_layers(places),
             depth=default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth,
         )
 
-    def _memory_of(self, setting: Setting) -> Memory:
+    def _predict_memory(self, setting: Setting) -> Memory:
         peak = PeakMemory(
             workload=self.workload,
             model=self._model,

@@ -32,21 +32,20 @@ def simulate(layers: Sequence[Work], *, depth: int, run_ahead: int, weights_dept
         weights_depth: as `depth`, of streamed weights: counts only layers that have some.
     """
     now = left = arrived = 0.0
-    arrivals: tuple[list[float], list[float]] = ([], [])
     departures: list[float] = []
-    ahead = (
-        requested_ahead([layer.weights > 0 for layer in layers], weights_depth),
-        requested_ahead([True] * len(layers), depth),
-    )
+    weights, values = [layer.weights for layer in layers], [layer.arriving for layer in layers]
+    ahead = requested_ahead(tuple(copy > 0 for copy in weights), weights_depth)
+    queues = [(weights, ahead), (values, requested_ahead((True,) * len(layers), depth))]
+    arriving = [(copies, ends, list[float]()) for copies, ends in queues if any(copies)]
     for index, layer in enumerate(layers):
-        asked = now if index else 0.0
-        for kind, done in enumerate(arrivals):
-            for following in layers[len(done) : ahead[kind][index]]:
-                copy = following.arriving if kind else following.weights
+        asked = start = now
+        for copies, ends, done in arriving:
+            for copy in copies[len(done) : ends[index]]:
                 arrived = max(arrived, asked) + copy if copy else arrived
                 done.append(arrived if copy else 0.0)
-        held_back = departures[index - run_ahead - 1] if index > run_ahead else 0.0
-        start = max(now, arrivals[0][index], arrivals[1][index], held_back)
+            start = max(start, done[index])
+        if index > run_ahead:
+            start = max(start, departures[index - run_ahead - 1])
         now = start + layer.kernels
         left = max(left, now) + layer.leaving
         departures.append(left)

@@ -7,7 +7,7 @@ from jaxglue.engine.transfer import weights_prefetch_depth
 from jaxglue.planner.traced import LayerCost
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Setting:
     """Policies and weights' places of all layers."""
 

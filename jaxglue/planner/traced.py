@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxglue.engine.embed_head import EmbedHead
+from jaxglue.engine.layer import layer_function
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import Params
@@ -16,7 +17,12 @@ from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.layer_programs import LayerPrograms, layer_programs, reference_program, replay_program
+from jaxglue.planner.layer_programs import (
+    LayerPrograms,
+    layer_programs,
+    reference_program,
+    replay_program,
+)
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
@@ -32,6 +38,14 @@ class LayerCost:
     """Bytes that stay on the device."""
     offloaded: int
     """Bytes that go to the host."""
+
+
+class _Passes(NamedTuple):
+    """Cost of a layer's passes that keep everything on the device, and bytes kept beside its input by their names."""
+
+    forward: Cost
+    backward: Cost
+    kept: dict[str | None, int]
 
 
 @lru_cache(maxsize=8)
@@ -62,7 +76,8 @@ class TracedModel:
         self._used, self._gathers, self._kinds = _shapes(workload.any_rows)
         sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
         self._alike = [sparse.index(kind) for kind in sparse]  # windows change attention's cost, not the programs
-        self._programs = cache(self._trace_programs)
+        self._function = cache(lambda index: layer_function(self._graphdefs.layers[index]))
+        self._programs, self._passes = cache(self._trace_programs), cache(self._cost_passes)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._trace_replay), cache(self._trace_reference)
         self.head = self._trace_head()
@@ -76,24 +91,17 @@ class TracedModel:
         """Return the cost of a layer under a policy."""
         key = self._kinds[index], policy
         if key not in self._costs:
-            self._costs[key] = self._moved(*key) or self._trace_layer(*key)
+            self._costs[key] = self._layer_cost(*key)
         return self._costs[key]
 
-    def _moved(self, kind: int, policy: RematPolicy) -> LayerCost | None:
-        """Return the cost from that of offloading the same values and the input: programs are the same.
-
-        None for that policy itself, and for one that keeps values in both places.
-        """
-        if policy.saved is None or (policy.saved and policy.offloads_residuals):
-            return None
-        everything = RematPolicy(saved=frozenset(), offloaded=policy.saved | policy.offloaded | {LAYER_INPUT})
-        if policy == everything:
-            return None
-        twin, input_bytes = self.layer(kind, everything), self.input_bytes
-        offloaded = 0 if policy.saved else twin.offloaded - input_bytes
-        offloaded += input_bytes if policy.offloads_input else 0
-        dropped = input_bytes if policy.drops_input else 0
-        return replace(twin, saved=twin.saved + twin.offloaded - dropped - offloaded, offloaded=offloaded)
+    def _layer_cost(self, kind: int, policy: RematPolicy) -> LayerCost:
+        """Return the cost from that of keeping the same values on the device: programs are the same."""
+        on_device = RematPolicy(saved=policy.on_device().saved)
+        passes = self._passes(kind, on_device)
+        kept = passes.kept | {LAYER_INPUT: 0 if policy.drops_input else self.input_bytes}
+        offloaded = sum(kept.get(name, 0) for name in policy.offloaded)
+        saved = sum(kept.values()) - offloaded
+        return LayerCost(forward=passes.forward, backward=passes.backward, saved=saved, offloaded=offloaded)
 
     def replay(self, index: int, policy: RematPolicy) -> Cost:
         """Return the cost of running a layer again, from attention's output where the policy keeps it."""
@@ -139,37 +147,38 @@ class TracedModel:
         """Return the bytes of a layer's gradients before they are split among GPUs."""
         return max(2 * tree_bytes(layer) for layer in self._gathers[0]["layers"])
 
+    def _layer_trees(self, index: int) -> list[Params]:
+        """Return a layer's trainable and frozen parameters that one GPU uses."""
+        return [tree["layers"][index] for tree in self._used]
+
     def _trace_programs(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
         """Trace a layer's programs, and those whose memory counts."""
-        work, trees = self._workload, [tree["layers"][index] for tree in self._used]
-        graphdef = self._graphdefs.layers[index]
+        work, layer = self._workload, (self._function(index), policy, self._workload, self._layer_trees(index))
         with tracing_for(self._capability):
-            programs = layer_programs(graphdef, policy, work, trees)
+            programs = layer_programs(*layer)
             if (devices := work.mesh.expert) == 1:
                 return programs, programs
             # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
-            return programs, layer_programs(graphdef, policy, work, trees, experts=devices)
+            return programs, layer_programs(*layer, experts=devices)
 
-    def _trace_layer(self, index: int, policy: RematPolicy) -> LayerCost:
-        work = self._workload
-        attention = attention_costs(work, self._gpu, work.config.layer_windows[index])
-        programs, roomy = self._programs(self._alike[index], policy)
-        return LayerCost(
+    def _cost_passes(self, kind: int, policy: RematPolicy) -> _Passes:
+        attention = attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
+        programs, roomy = self._programs(self._alike[kind], policy)
+        return _Passes(
             forward=self._program_cost(programs.forward, roomy.forward, attention),
             backward=self._program_cost(programs.backward, roomy.backward, attention),
-            saved=roomy.saved + (0 if policy.offloads_input or policy.drops_input else self.input_bytes),
-            offloaded=roomy.offloaded + (self.input_bytes if policy.offloads_input else 0),
+            kept=roomy.kept,
         )
 
     def _trace_replay(self, index: int, keeps_attention: bool) -> Cost:
-        work, trees = self._workload, [tree["layers"][index] for tree in self._used]
+        work, trees = self._workload, self._layer_trees(index)
         kernels = attention_costs(work, self._gpu, work.config.layer_windows[index])
         with tracing_for(self._capability):
             program = replay_program(self._graphdefs.layers[index], work, trees, from_attention=keeps_attention)
         return program_cost(program, self._gpu, attention=kernels)
 
     def _trace_reference(self, index: int) -> float:
-        work, trees = self._workload, [tree["layers"][index] for tree in self._used]
+        work, trees = self._workload, self._layer_trees(index)
         graphdef = without_adapters(self._graphdefs.layers[index], *trees)
         kernels = attention_costs(work, self._gpu, work.config.layer_windows[index])
         with tracing_for(self._capability):
@@ -177,7 +186,8 @@ class TracedModel:
 
     def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, attention: dict[str, KernelCost]) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
-        cost, memory = (program_cost(each, self._gpu, attention=attention) for each in (program, roomy))
+        cost = program_cost(program, self._gpu, attention=attention)
+        memory = cost if roomy is program else program_cost(roomy, self._gpu, attention=attention)
         return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self._gpu.peers)
 
     def _trace_head(self) -> Cost:

@@ -13,6 +13,7 @@ from jaxglue.engine.residency import DEVICE, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
+from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.host_memory import available_memory
@@ -62,6 +63,7 @@ class RematChoice:
         return self.remat + self.note
 
 
+@without_collection()
 def choose_remat(
     config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
 ) -> RematChoice:

@@ -97,7 +97,7 @@ def test_partly_streamed_weights_change_no_bit(split_parts, random_batch, family
 def test_prefetch_counts_only_what_moves(depth):
     moving = [False, True, False, True, True, False, True]
     requested: list[int] = []
-    ahead = transfer.requested_ahead(moving, depth)
+    ahead = transfer.requested_ahead(tuple(moving), depth)
     fetches = [lambda i=i: requested.append(i) or i for i in range(len(moving))]
     for index, item in enumerate(transfer.prefetch(fetches, depth, moving)):
         assert item == index
