@@ -272,19 +272,20 @@ def _size(aval: Any) -> int:
 
 
 def _largest_matmul(jaxpr: Jaxpr) -> int:
-    dots = (eqn for eqn, repeat in _equations(jaxpr, 1) if eqn.primitive.name == "dot_general" and repeat == 1)
+    dots = (eqn for eqn, repeat in equations(jaxpr) if eqn.primitive.name == "dot_general" and repeat == 1)
     return max((sum(_size(var.aval) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
 
 
 def received_bytes(jaxpr: Jaxpr) -> float:
     """Return the bytes that a device receives in all-gathers and reduce-scatters of its program."""
-    exchanges = ((eqn, n) for eqn, n in _equations(jaxpr, 1) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
+    exchanges = ((eqn, n) for eqn, n in equations(jaxpr) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
     return sum(repeat * abs(_size(eqn.outvars[0].aval) - _size(eqn.invars[0].aval)) for eqn, repeat in exchanges)
 
 
-def _equations(jaxpr: Jaxpr, repeat: int) -> Iterator[tuple[Any, int]]:
+def equations(jaxpr: Jaxpr, repeat: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield a program's equations, those that it calls included, and how often each runs."""
     for eqn in jaxpr.eqns:
         if (inner := _branch(eqn) if eqn.primitive.name == "cond" else _call(eqn)) is None:
             yield eqn, repeat
         else:
-            yield from _equations(inner.jaxpr, repeat * eqn.params.get("length", 1))
+            yield from equations(inner.jaxpr, repeat * eqn.params.get("length", 1))

@@ -12,6 +12,7 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.models.parameters import Params
+from jaxglue.planner.cost import equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
@@ -53,6 +54,11 @@ def layer_programs(
     backward = functions.backward.trace(residuals, *inputs, y, None)
     programs = _local_program(forward.jaxpr), _local_program(backward.jaxpr)
     return LayerPrograms(*programs, kept=_bytes_by_name(programs[0].jaxpr, len(jax.tree.leaves(residuals))))
+
+
+def value_names(program: ClosedJaxpr) -> set[str]:
+    """Return the names that a layer gives values which a program computes."""
+    return {eqn.params["name"] for eqn, _ in equations(program.jaxpr) if eqn.primitive.name == "name"}
 
 
 def _bytes_by_name(forward: Jaxpr, residuals: int) -> dict[str | None, int]:

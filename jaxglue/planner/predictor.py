@@ -126,7 +126,7 @@ class Predictor:
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         passes = 3 if self.workload.reference else 2
-        micro_batch = with_dispatch(layers + self._model.head.seconds, setting.costs, size, passes)
+        micro_batch = with_dispatch(layers + self._model.head_seconds, setting.costs, size, passes)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     def reference_seconds(self, policies: Sequence[RematPolicy], weights: Sequence[str]) -> tuple[float, float]:
@@ -139,7 +139,7 @@ class Predictor:
         layers = [Work(model.reference_seconds(index), weights=copy) for index, copy in enumerate(arriving)]
         ahead = weights_prefetch_depth(setting.depth)
         alone = simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
-        alone += model.head.seconds - without._model.head.seconds
+        alone += model.head_seconds - without._model.head_seconds
         return added, self.workload.gradient_accumulation_steps * alone
 
     @property

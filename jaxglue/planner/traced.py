@@ -1,30 +1,21 @@
-"""Costs of a workload's layers and head, traced for a GPU."""
+"""Costs of a workload's layers and head on a GPU."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jaxglue.engine.embed_head import EmbedHead
-from jaxglue.engine.layer import layer_function
 from jaxglue.engine.policy import RematPolicy
-from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import Params
-from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.layer_programs import (
-    LayerPrograms,
-    layer_programs,
-    reference_program,
-    replay_program,
-)
+from jaxglue.planner.programs import shared_programs
 from jaxglue.planner.resident import tree_bytes
-from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
+from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
 
 
@@ -49,19 +40,16 @@ class _Passes(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _shapes(workload: Workload) -> tuple[list[Params], list[Params], list[int]]:
-    """Return trainable and frozen parameters that one GPU uses, those that it gathers, and each layer's first alike."""
+def _shapes(workload: Workload) -> tuple[list[Params], list[int]]:
+    """Return trainable and frozen parameters that one GPU gathers, and each layer's first alike."""
     graphdefs, *trees = abstract_parts(workload)
-    # Every GPU computes as much as if it had all experts and 1 / n of their tokens.
-    whole = Layout(replace(workload.mesh, expert=1).abstract, workload.dtype)
-    used = [whole.local_shapes(tree, whole.gathered_specs(tree)) for tree in trees]
     layout = Layout(workload.mesh.abstract, workload.dtype)
     gathers = [layout.gathered_shapes(tree) for tree in trees]
-    return used, gathers, [graphdefs.layers.index(graphdef) for graphdef in graphdefs.layers]
+    return gathers, [graphdefs.layers.index(graphdef) for graphdef in graphdefs.layers]
 
 
 class TracedModel:
-    """Traces each kind of layer under each policy once; compiles nothing and needs no GPU.
+    """Costs of each kind of layer under each policy, and of the head, from their programs.
 
     Args:
         workload: what is trained.
@@ -71,16 +59,13 @@ class TracedModel:
 
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool):
         self._workload, self._gpu = workload, gpu
-        self._capability = gpu.capability if kernels else None
-        self._graphdefs = abstract_parts(workload)[0]
-        self._used, self._gathers, self._kinds = _shapes(workload.any_rows)
+        self._programs = shared_programs(workload, gpu.capability if kernels else None)
+        self._gathers, self._kinds = _shapes(workload.any_rows)
         sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
         self._alike = [sparse.index(kind) for kind in sparse]  # windows change attention's cost, not the programs
-        self._function = cache(lambda index: layer_function(self._graphdefs.layers[index]))
-        self._programs, self._passes = cache(self._trace_programs), cache(self._cost_passes)
+        self._passes = cache(self._cost_passes)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
-        self._replay, self._reference = cache(self._trace_replay), cache(self._trace_reference)
-        self.head = self._trace_head()
+        self._replay, self._reference = cache(self._cost_replay), cache(self._cost_reference)
 
     @property
     def layers(self) -> int:
@@ -138,7 +123,7 @@ class TracedModel:
     @cached_property
     def gathered(self) -> int:
         """Return the most bytes of gathered weights at once: a layer's and the next one's, or the embedding's."""
-        ends = [name for name in self._used[0] if name != "layers"]
+        ends = [name for name in self._gathers[0] if name != "layers"]
         parts = (tree_bytes([tree[name] for tree in self._gathers]) for name in ends)
         return max(sum(sorted(self.gathered_layers)[-2:]), *parts)
 
@@ -147,60 +132,39 @@ class TracedModel:
         """Return the bytes of a layer's gradients before they are split among GPUs."""
         return max(2 * tree_bytes(layer) for layer in self._gathers[0]["layers"])
 
-    def _layer_trees(self, index: int) -> list[Params]:
-        """Return a layer's trainable and frozen parameters that one GPU uses."""
-        return [tree["layers"][index] for tree in self._used]
+    @cached_property
+    def head(self) -> Cost:
+        """Return the cost of the head, the loss and their gradients."""
+        return program_cost(self._programs.head, self._gpu, attention={})
 
-    def _trace_programs(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
-        """Trace a layer's programs, and those whose memory counts."""
-        work, layer = self._workload, (self._function(index), policy, self._workload, self._layer_trees(index))
-        with tracing_for(self._capability):
-            programs = layer_programs(*layer)
-            if (devices := work.mesh.expert) == 1:
-                return programs, programs
-            # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
-            return programs, layer_programs(*layer, experts=devices)
+    @cached_property
+    def head_seconds(self) -> float:
+        """Return the time of the head, and of the reference's where one runs."""
+        if not self._workload.reference:
+            return self.head.seconds
+        return self.head.seconds + program_cost(self._programs.reference_head, self._gpu, attention={}).seconds
 
     def _cost_passes(self, kind: int, policy: RematPolicy) -> _Passes:
-        attention = attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
-        programs, roomy = self._programs(self._alike[kind], policy)
+        attention, (programs, roomy) = self._attention(kind), self._programs.layer(self._alike[kind], policy)
         return _Passes(
             forward=self._program_cost(programs.forward, roomy.forward, attention),
             backward=self._program_cost(programs.backward, roomy.backward, attention),
             kept=roomy.kept,
         )
 
-    def _trace_replay(self, index: int, keeps_attention: bool) -> Cost:
-        work, trees = self._workload, self._layer_trees(index)
-        kernels = attention_costs(work, self._gpu, work.config.layer_windows[index])
-        with tracing_for(self._capability):
-            program = replay_program(self._graphdefs.layers[index], work, trees, from_attention=keeps_attention)
-        return program_cost(program, self._gpu, attention=kernels)
+    def _cost_replay(self, kind: int, keeps_attention: bool) -> Cost:
+        program = self._programs.replay(self._alike[kind], keeps_attention)
+        return program_cost(program, self._gpu, attention=self._attention(kind))
 
-    def _trace_reference(self, index: int) -> float:
-        work, trees = self._workload, self._layer_trees(index)
-        graphdef = without_adapters(self._graphdefs.layers[index], *trees)
-        kernels = attention_costs(work, self._gpu, work.config.layer_windows[index])
-        with tracing_for(self._capability):
-            return program_cost(reference_program(graphdef, work, trees[1]), self._gpu, attention=kernels).seconds
+    def _cost_reference(self, kind: int) -> float:
+        program = self._programs.reference(self._alike[kind])
+        return program_cost(program, self._gpu, attention=self._attention(kind)).seconds
+
+    def _attention(self, kind: int) -> dict[str, KernelCost]:
+        return attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
 
     def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, attention: dict[str, KernelCost]) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
         cost = program_cost(program, self._gpu, attention=attention)
         memory = cost if roomy is program else program_cost(roomy, self._gpu, attention=attention)
         return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self._gpu.peers)
-
-    def _trace_head(self) -> Cost:
-        work, (trainable, frozen) = self._workload, self._used
-        options: dict[str, Any] = {"dtype": work.dtype, "attention": "auto", "objective": work.objective}
-        embed_head = EmbedHead(self._graphdefs, work.config, **options)
-        sums: Params = dict.fromkeys(trainable)
-        x, _ = abstract_input(work)
-        batch = abstract_batch(work)
-        with tracing_for(self._capability):
-            traced = embed_head.trace_head_backward(trainable, frozen, x, batch, jnp.float32(1), sums)
-            cost = program_cost(traced.jaxpr, self._gpu, attention={})
-            if not work.reference:
-                return cost
-            traced = embed_head.trace_answer_log_probs(trainable, frozen, x, batch)
-        return replace(cost, seconds=cost.seconds + program_cost(traced.jaxpr, self._gpu, attention={}).seconds)
