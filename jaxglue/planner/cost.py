@@ -77,7 +77,7 @@ class _Kernel:
 def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost]) -> Cost:
     """Return the cost of a program with these costs of attention's kernels, by their function's name."""
     trace = _Trace(gpu, attention)
-    arguments = [_Value(_size(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
+    arguments = [_Value(aval_bytes(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
     made = {value for value in results if not value.is_argument}
     in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and root.may_become_result}
@@ -99,7 +99,7 @@ class _Trace:
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
         env: dict[Var, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var in jaxpr.constvars:
-            env[var] = _Value(_size(var.aval), is_argument=True, in_memory=True)
+            env[var] = _Value(aval_bytes(var.aval), is_argument=True, in_memory=True)
 
         def read(atom) -> _Value:
             return _Value(0) if isinstance(atom, Literal) else env[atom]
@@ -134,7 +134,7 @@ class _Trace:
 
     def _equation(self, eqn, inputs: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name
-        outputs = [_Value(_size(var.aval)) for var in eqn.outvars]
+        outputs = [_Value(aval_bytes(var.aval)) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, outputs)
         if (attention := self._attention.get(eqn.params.get("name"))) is not None:
@@ -211,17 +211,17 @@ class _Trace:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         cost = program_cost(body, self._gpu, attention=self._attention)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
-        per_step = sum(_size(var.aval) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
+        per_step = sum(aval_bytes(var.aval) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
         carried = {
             output.bytes
             for output, var in zip(outputs, body.jaxpr.outvars, strict=True)
-            if output.bytes == _size(var.aval)
+            if output.bytes == aval_bytes(var.aval)
         }
         for value in inputs:  # carries are updated in place
             if value.bytes in carried and not value.is_argument:
                 value.bytes = 0
         for value, var in zip(outputs, body.jaxpr.outvars, strict=True):
-            value.from_loop = value.bytes != _size(var.aval)
+            value.from_loop = value.bytes != aval_bytes(var.aval)
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
         return outputs
 
@@ -263,7 +263,7 @@ def _dot_flops(eqn) -> float:
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
 
 
-def _size(aval: Any) -> int:
+def aval_bytes(aval: Any) -> int:
     """Return the bytes of an array; keys and other odd types count as none."""
     try:
         return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
@@ -273,13 +273,15 @@ def _size(aval: Any) -> int:
 
 def _largest_matmul(jaxpr: Jaxpr) -> int:
     dots = (eqn for eqn, repeat in equations(jaxpr) if eqn.primitive.name == "dot_general" and repeat == 1)
-    return max((sum(_size(var.aval) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
+    return max((sum(aval_bytes(var.aval) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
 
 
 def received_bytes(jaxpr: Jaxpr) -> float:
     """Return the bytes that a device receives in all-gathers and reduce-scatters of its program."""
     exchanges = ((eqn, n) for eqn, n in equations(jaxpr) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
-    return sum(repeat * abs(_size(eqn.outvars[0].aval) - _size(eqn.invars[0].aval)) for eqn, repeat in exchanges)
+    return sum(
+        repeat * abs(aval_bytes(eqn.outvars[0].aval) - aval_bytes(eqn.invars[0].aval)) for eqn, repeat in exchanges
+    )
 
 
 def equations(jaxpr: Jaxpr, repeat: int = 1) -> Iterator[tuple[Any, int]]:

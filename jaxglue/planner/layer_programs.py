@@ -12,7 +12,7 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.models.parameters import Params
-from jaxglue.planner.cost import equations
+from jaxglue.planner.cost import aval_bytes, equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
@@ -70,7 +70,7 @@ def _bytes_by_name(forward: Jaxpr, residuals: int) -> dict[str | None, int]:
     kept: dict[str | None, int] = {}
     for var in forward.outvars[1 : residuals + 1]:
         name = _name(var, producers)
-        kept[name] = kept.get(name, 0) + var.aval.size * var.aval.dtype.itemsize
+        kept[name] = kept.get(name, 0) + aval_bytes(var.aval)
     return kept
 
 

@@ -81,9 +81,9 @@ class Programs:
     @cached_property
     def reference_head(self) -> ClosedJaxpr:
         """Return the program of the reference's head."""
-        inputs = abstract_input(self._workload)[0], abstract_batch(self._workload)
+        (trainable, frozen), x = self._used, abstract_input(self._workload)[0]
         with tracing_for(self._capability):
-            return self._embed_head.trace_answer_log_probs(*self._used, *inputs).jaxpr
+            return self._embed_head.trace_answer_log_probs(trainable, frozen, x, abstract_batch(self._workload)).jaxpr
 
     @property
     def _embed_head(self) -> EmbedHead:
