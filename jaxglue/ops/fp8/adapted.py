@@ -80,7 +80,7 @@ def adapted_input_gradient(
 ) -> Float[Array, "M in"]:
     """Compute Σ dy·W + dhidden·down from codes of dy·(W's scales), whose rows' scales are applied on reading."""
     base = ScaledProduct(input_products(codes, weights, dhidden.dtype), scales)
-    return lora_expand_onto(base, dhidden, down.T)
+    return lora_expand_onto(base, dhidden, down.T.astype(dhidden.dtype))
 
 
 _project.defvjp(_forward, _backward)

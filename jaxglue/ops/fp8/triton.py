@@ -12,6 +12,8 @@ from jaxglue.ops.quant.fp8 import E4M3
 
 _ROW_VALUES = 1024
 """Values of a row per warp."""
+_ROWS = 4
+"""Rows of a program that reads factors of columns too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,8 @@ class TritonEncode(Launcher):
         out_type = jax.ShapeDtypeStruct((M, D), E4M3), jax.ShapeDtypeStruct((M,), jnp.float32)
         unused = jnp.zeros(1, jnp.float32)
         arrays = rows, unused if columns is None else columns, unused if scales is None else scales.reshape(M)
-        constants = {"D": D, "BLOCK": block, "HAS_COLUMNS": columns is not None, "HAS_SCALES": scales is not None}
-        warps = min(max(block // _ROW_VALUES, 1), 16)
-        codes, scales = self._launch(encode_kernel, arrays, out_type, (M,), constants, warps)
+        sizes = {"M": M, "D": D, "ROWS": 1 if columns is None else _ROWS, "BLOCK": block}
+        constants = sizes | {"HAS_COLUMNS": columns is not None, "HAS_SCALES": scales is not None}
+        grid, warps = (triton.cdiv(M, sizes["ROWS"]),), min(max(block // _ROW_VALUES, 1), 16)
+        codes, scales = self._launch(encode_kernel, arrays, out_type, grid, constants, warps)
         return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1)

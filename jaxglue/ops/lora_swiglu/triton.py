@@ -9,7 +9,13 @@ import triton
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.lora.tiles import block_constants
 from jaxglue.ops.lora_swiglu import kernels
-from jaxglue.ops.lora_swiglu.tiles import BACKWARD_TILES, FORWARD_TILES, JOINED_TILES, LoraSwigluTiles
+from jaxglue.ops.lora_swiglu.tiles import (
+    BACKWARD_TILES,
+    FORWARD_TILES,
+    JOINED_TILES,
+    SCALED_FORWARD_TILES,
+    LoraSwigluTiles,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +23,7 @@ class TritonLoraSwiglu(Launcher):
     """`LoraSwigluBackend` by our own kernels."""
 
     forward_tiles: LoraSwigluTiles = FORWARD_TILES
+    scaled_forward_tiles: LoraSwigluTiles = SCALED_FORWARD_TILES
     backward_tiles: LoraSwigluTiles = BACKWARD_TILES
     joined_tiles: LoraSwigluTiles = JOINED_TILES
 
@@ -32,7 +39,7 @@ class TritonLoraSwiglu(Launcher):
 
     def scaled_forward(self, products, hidden, matrices):
         """See `ScaledSwigluBackend`."""
-        (M, F), R, tiles = products.gate.shape, matrices[0].shape[1], self.forward_tiles
+        (M, F), R, tiles = products.gate.shape, matrices[0].shape[1], self.scaled_forward_tiles
         parts = triton.cdiv(F, tiles.length)
         partials = jax.ShapeDtypeStruct((parts, M, R), jnp.float32), jax.ShapeDtypeStruct((parts, M), jnp.float32)
         out_type = jax.ShapeDtypeStruct((M, F), hidden.dtype), *partials

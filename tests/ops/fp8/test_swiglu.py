@@ -61,7 +61,8 @@ def backend(request):
     from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
-    return interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
+    backend = interpreted(TritonLoraSwiglu)
+    return backend(compute_capability=90, scaled_forward_tiles=tiles, backward_tiles=tiles)
 
 
 def assert_same_direction(got, expected, least):
