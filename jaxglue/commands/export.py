@@ -9,6 +9,7 @@ jaxglue export --run runs/first --checkpoint best --output best
 from pathlib import Path
 
 from jaxglue.commands.configs import ExportConfig
+from jaxglue.data.progress import DataProgress
 from jaxglue.hf.card import CURVE, model_card
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE
@@ -34,13 +35,14 @@ def _write(config: ExportConfig, output: Path) -> None:
     elif config.adapter is not None:
         print(_merge(config, config.adapter, output))
     else:
-        quantize_folder(config.base_folder(), output, config.quantize, config.max_shard_bytes)
+        quantize_folder(config.base_folder(), output, config.quantize, config.max_shard_bytes, progress=DataProgress())
 
 
 def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
     """Write the merged folder; describe its base, and the comparison with base and adapter apart."""
     storage = None if config.trained_on == "auto" else config.trained_on
-    check = export_adapter(adapter, config.base_folder(), output, config.max_shard_bytes, storage=storage)
+    base, most = config.base_folder(), config.max_shard_bytes
+    check = export_adapter(adapter, base, output, most, storage=storage, progress=DataProgress())
     if check.storage == "none":
         return str(check)
     return f"merged into the base as quantized to {check.storage}, on which the adapter was trained; {check}"

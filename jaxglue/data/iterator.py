@@ -191,7 +191,7 @@ class BatchIterator(Iterator[Step]):
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, epoch: int, max_segments: int | None) -> PackPlan:
-        run = {"seq_len": self._seq_len, "seed": self._seed}
+        run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed}
         return plan_dataset_epoch(self._dataset, epoch=epoch, max_segments=max_segments, **run)
 
     def _start(self, epoch: int, plan: PackPlan) -> None:

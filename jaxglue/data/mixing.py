@@ -1,12 +1,14 @@
 """Mixing of sources: the documents of an epoch, by passes over each source."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxglue.data.batch import TokenDataset
 from jaxglue.data.packing import PackPlan, plan_epoch
+from jaxglue.data.progress import Advance, ignore
 from jaxglue.data.sources import Source
 
 _MOST_DOCUMENTS = 2**31
@@ -41,10 +43,16 @@ def check_epoch(documents: Sequence[int], passes: Sequence[float]) -> None:
 
 
 def plan_dataset_epoch(
-    dataset: TokenDataset, *, seq_len: int, seed: int, epoch: int, max_segments: int | None = None
+    dataset: TokenDataset,
+    *,
+    seq_len: int,
+    seed: int,
+    epoch: int,
+    max_segments: int | None = None,
+    advance: Advance = ignore,
 ) -> PackPlan:
     """Pack the documents of an epoch as a function of these arguments alone."""
-    run = {"seq_len": seq_len, "seed": seed, "epoch": epoch}
+    run: dict[str, Any] = {"seq_len": seq_len, "seed": seed, "epoch": epoch, "advance": advance}
     if dataset.sources is None or set(dataset.passes) == {1.0}:
         return plan_epoch(dataset.lengths, **run, max_segments=max_segments)
     chosen = epoch_documents(dataset, seed, epoch)

@@ -8,6 +8,9 @@ from itertools import chain
 import numpy as np
 from jaxtyping import Int
 
+from jaxglue.data.progress import Advance, ignore, metered
+
+_TOKEN_BYTES = 4
 _BLOCK = 2**16
 """Lengths that are Python's integers at a time, of 36 bytes each."""
 
@@ -40,10 +43,12 @@ def plan_packing(
     seq_len: int,
     max_segments: int | None = None,
     rng: np.random.Generator | None = None,
+    advance: Advance = ignore,
 ) -> PackPlan:
     """Pack every document once into rows of `seq_len` tokens with at most `max_segments` documents.
 
-    With `rng`, documents are shuffled before packing and rows afterwards.
+    With `rng`, documents are shuffled before packing and rows afterwards. `advance` is called with the bytes of the
+    tokens packed so far.
 
     Raises:
         ValueError: a document is longer than a row.
@@ -53,7 +58,7 @@ def plan_packing(
             f"a document has {longest} tokens, but seq_len={seq_len}: prepare the data with the same seq_len"
         )
     order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
-    rows, count = best_fit(lengths[order], seq_len=seq_len, max_segments=max_segments)
+    rows, count = best_fit(lengths[order], seq_len=seq_len, max_segments=max_segments, advance=advance)
     if rng is not None:
         rows = rng.permutation(count)[rows]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
@@ -61,15 +66,25 @@ def plan_packing(
 
 
 def plan_epoch(
-    lengths: Int[np.ndarray, "documents"], *, seq_len: int, seed: int, epoch: int, max_segments: int | None = None
+    lengths: Int[np.ndarray, "documents"],
+    *,
+    seq_len: int,
+    seed: int,
+    epoch: int,
+    max_segments: int | None = None,
+    advance: Advance = ignore,
 ) -> PackPlan:
     """Pack an epoch as a function of these arguments alone."""
     rng = np.random.default_rng([seed, epoch])
-    return plan_packing(lengths, seq_len=seq_len, max_segments=max_segments, rng=rng)
+    return plan_packing(lengths, seq_len=seq_len, max_segments=max_segments, rng=rng, advance=advance)
 
 
 def best_fit(
-    lengths: Int[np.ndarray, "documents"], *, seq_len: int, max_segments: int | None = None
+    lengths: Int[np.ndarray, "documents"],
+    *,
+    seq_len: int,
+    max_segments: int | None = None,
+    advance: Advance = ignore,
 ) -> tuple[Int[np.ndarray, "documents"], int]:
     """Assign each document, in order, to the fullest row with room, or to a new one.
 
@@ -81,9 +96,9 @@ def best_fit(
     rooms: defaultdict[int, list[int]] = defaultdict(list)  # rows by remaining room
     open_rooms = 0  # bit i: `rooms[i]` is non-empty, so the lowest bit ≥ length is the best fit
     rows, sizes = array("q"), array("q")
-    for length in chain.from_iterable(
-        block.tolist() for block in np.split(lengths, range(_BLOCK, len(lengths), _BLOCK))
-    ):
+    blocks = np.split(lengths, range(_BLOCK, len(lengths), _BLOCK))
+    sizes_read = (_TOKEN_BYTES * int(block.sum()) for block in blocks)
+    for length in chain.from_iterable(block.tolist() for block in metered(blocks, sizes_read, advance)):
         if fitting := open_rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1
             row = rooms[room].pop()

@@ -25,6 +25,8 @@ from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
 from jaxglue.data.tokenizer import padding_token
 
+_TOKEN_BYTES = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
@@ -81,8 +83,7 @@ def prepare_data(
     train = _mix(splits[0].dataset, config)
     datasets = [train, *(split.dataset for split in splits[1:])]
     tokenized = [one for group in groups for one, _ in group]
-    with progress.stage("packing"):
-        plans = [plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0) for data in datasets]
+    plans = [_pack(data, config, progress) for data in datasets]
     sizes = [split_report(*pair, config.seq_len) for pair in zip(datasets, plans, strict=True)]
     report = DataReport(
         format=", ".join(dict.fromkeys(one.format for one in tokenized)),
@@ -111,7 +112,7 @@ def _prepare_stream(
     pairs = [_select(source, config, tokenizer, vocab_size, progress, None) for source in eval_sources]
     held_out = join_selections([selection for _, selection in pairs]).dataset if pairs else None
     sizes = [
-        split_report(data, plan_dataset_epoch(data, seq_len=config.seq_len, seed=config.seed, epoch=0), config.seq_len)
+        split_report(data, _pack(data, config, progress), config.seq_len)
         for data in filter(None, (train.dataset, held_out))
     ]
     report = DataReport(
@@ -129,6 +130,12 @@ def _prepare_stream(
     return PreparedData(
         train=train.dataset, eval=held_out, report=report, eval_sources=names, stream=stream, window=window
     )
+
+
+def _pack(dataset: TokenDataset, config: DataConfig, progress: DataProgress) -> PackPlan:
+    """Pack the first epoch, for the report."""
+    with progress.stage("packing", _TOKEN_BYTES * float(dataset.lengths.sum())) as advance:
+        return plan_dataset_epoch(dataset, seq_len=config.seq_len, seed=config.seed, epoch=0, advance=advance)
 
 
 def _stream_notes(config: DataConfig, window: Window) -> Iterator[str]:

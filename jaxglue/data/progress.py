@@ -1,9 +1,10 @@
-"""Progress of the preparation: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of preparing, loading and writing: a bar on a terminal, a line now and then elsewhere."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import accumulate
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -15,8 +16,12 @@ _BAR, _RATES = 12, 40
 """Width of the bar, and of what follows it."""
 
 
+def ignore(done: float) -> None:
+    """Advance nothing."""
+
+
 class DataProgress:
-    """Shows each stage of the preparation with its rate and the time left."""
+    """Shows each stage with its rate and the time left."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         """Prepare the display.
@@ -64,7 +69,14 @@ class NoProgress(DataProgress):
     @contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Advance]:
         """Ignore the stage."""
-        yield lambda done: None
+        yield ignore
+
+
+def metered[T](items: Iterable[T], sizes: Iterable[float], advance: Advance) -> Iterator[T]:
+    """Yield items of these sizes, and count each once the next is asked for."""
+    for item, done in zip(items, accumulate(sizes), strict=True):
+        yield item
+        advance(done)
 
 
 def _short(name: str, width: int) -> str:

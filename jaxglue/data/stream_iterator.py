@@ -103,7 +103,7 @@ class StreamIterator(Iterator[Step]):
         return {**fixed, **self._sizes, "max_segments": self.max_segments}
 
     def _plan(self, window: Window, max_segments: int | None):
-        run = {"seq_len": self._seq_len, "seed": self._seed, "epoch": window.index}
+        run: dict[str, Any] = {"seq_len": self._seq_len, "seed": self._seed, "epoch": window.index}
         return plan_dataset_epoch(window.dataset, **run, max_segments=max_segments)
 
     def _start(self, window: Window) -> None:

@@ -15,7 +15,7 @@ from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import detect_format
 from jaxglue.data.preference import KEYS, detect_preference
-from jaxglue.data.progress import Advance, DataProgress
+from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import data_files, hub_fingerprint, read_rows, row_chunks
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore, file_digest, write_store
@@ -137,13 +137,10 @@ def cache_key(
 def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:
     if source.name.startswith(HUB_PREFIX):
         return [(source.name, hub_fingerprint(source))]
-    digests, done = [], 0
-    with progress.stage(f"hashing {source}") as advance:
-        for path in data_files(source.name):
-            digests.append((str(path), file_digest(path)))
-            done += path.stat().st_size
-            advance(done)
-    return digests
+    files = data_files(source.name)
+    sizes = [path.stat().st_size for path in files]
+    with progress.stage(f"hashing {source}", sum(sizes) or None) as advance:
+        return [(str(path), file_digest(path)) for path in metered(files, sizes, advance)]
 
 
 def _size(source: Source) -> int | None:

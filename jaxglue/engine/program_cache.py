@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 """Event before a program is read from the folder."""
-_END = "/jax/core/compile/backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
 """Event after it was read, or compiled and written, in the same thread."""
 _LOCK = ".jaxglue.lock"
 _PATIENCE, _LONGEST = 5.0, 600.0
@@ -65,7 +65,7 @@ class _Turns:
             self._threads.add(threading.get_ident())
 
     def _end(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event != _END:
+        if event != COMPILED:
             return
         with self._guard:
             self._threads.discard(threading.get_ident())

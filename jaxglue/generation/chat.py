@@ -12,6 +12,7 @@ from flax import nnx
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.progress import DataProgress
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer, require_unicode
 from jaxglue.generation.batch import Request
@@ -180,7 +181,7 @@ def _load(config: AssistantConfig, folder: Path, dtype, scores: bool) -> CausalL
     if config.matmul == "fp8" and jax.default_backend() != "cpu":
         check_fp8(compute_capability())
     if seed is None:
-        model = load_model(folder, dtype=dtype, quantize=config.storage, scores=scores)
+        model = load_model(folder, dtype=dtype, quantize=config.storage, scores=scores, progress=DataProgress())
     else:
         shape = config_from_hf(read_config(folder)).quantized(config.storage)
         model = random_model(shape.scored if scores else shape, dtype=dtype, seed=seed)

@@ -1,6 +1,5 @@
 """Model folders in Hugging Face's layout: config.json, and safetensors streamed to and from parameters."""
 
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.data.progress import DataProgress, NoProgress, metered
 from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
@@ -96,6 +96,7 @@ def load_tensors(
     complete: bool = True,
     ignored: Collection[str] = (),
     mapped: Callable[[str], bool] = lambda name: False,
+    progress: DataProgress | None = None,
 ) -> dict[str, Any]:
     """Stream the wanted parameters from a folder, casting each to its wanted dtype.
 
@@ -112,6 +113,7 @@ def load_tensors(
         complete: refuse further tensors in the folder.
         ignored: further tensors that it may have.
         mapped: whether the named parameter stays in the files, as a `FileParam`.
+        progress: shows the bytes read; by default nothing does.
 
     Raises:
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors, all named before any is loaded.
@@ -136,9 +138,14 @@ def load_tensors(
         array = buffers.upload(files, name) if buffers and as_it_is else source.read(files)
         return jax.block_until_ready(put(name, _cast(array, dtype)))
 
+    sizes = {name: source.nbytes(files) for name, source in sources.items()}
     on_gpu = compute_capability() is not None
-    with UploadBuffers(_READERS) if on_gpu else nullcontext() as buffers, ThreadPoolExecutor(_READERS) as readers:
-        return dict(zip(wanted, readers.map(load, wanted), strict=True))
+    with (
+        UploadBuffers(_READERS) if on_gpu else nullcontext() as buffers,
+        ThreadPoolExecutor(_READERS) as readers,
+        (progress or NoProgress()).stage(f"loading {folder}", sum(sizes.values())) as advance,
+    ):
+        return dict(metered(zip(wanted, readers.map(load, wanted), strict=True), sizes.values(), advance))
 
 
 def _cast(array: Any, dtype: Any) -> Any:
@@ -147,10 +154,8 @@ def _cast(array: Any, dtype: Any) -> Any:
 
 
 def _file_param(maps: TensorFiles, source: Source, spec: jax.ShapeDtypeStruct) -> FileParam:
-    infos = [maps.tensors[name] for name in source.shapes]
-    size = sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
     read = lambda: _cast(source.read(maps), spec.dtype)  # noqa: E731
-    return FileParam(shape=spec.shape, dtype=spec.dtype, nbytes=size, read=read)
+    return FileParam(shape=spec.shape, dtype=spec.dtype, nbytes=source.nbytes(maps), read=read)
 
 
 def _load_parts(read_rows: Callable[[int, int], Any], wanted: jax.ShapeDtypeStruct) -> jax.Array:

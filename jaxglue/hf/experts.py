@@ -1,5 +1,6 @@
 """Expert layouts in checkpoints: one tensor, one tensor per expert, or MXFP4 blocks."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class Source:
     """Reads rows start:stop of the first axis; None if the parameter must be read whole."""
     packed: bool = False
     """The tensors hold a quantized format's integers, not the values themselves."""
+
+    def nbytes(self, files: TensorFiles) -> int:
+        """Return the bytes of the tensors in these files."""
+        infos = (files.tensors[name] for name in self.shapes)
+        return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
 
 
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:

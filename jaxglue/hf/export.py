@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
+from jaxglue.data.progress import DataProgress
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape
@@ -33,6 +34,7 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     write: bool = True,
     finish: Callable[[Path], None] | None = None,
+    progress: DataProgress | None = None,
 ) -> None:
     """Write a complete model folder from parameters in memory.
 
@@ -44,6 +46,7 @@ def save_model(
         max_shard_bytes: shard limit in bytes.
         write: False on processes that only contribute their shards of the tensors.
         finish: called with the folder before it appears.
+        progress: shows the bytes written; by default nothing does.
 
     Raises:
         OSError: a failed write, such as on a full disk.
@@ -70,11 +73,16 @@ def save_model(
         copy_texts(base, temporary, specs)
         if finish is not None:
             finish(temporary)
-        write_shards(temporary, specs, read, max_shard_bytes)
+        write_shards(temporary, specs, read, max_shard_bytes, progress)
 
 
 def quantize_folder(
-    base: str | Path, output: str | Path, how: Quantize, max_shard_bytes: int = MAX_SHARD_BYTES
+    base: str | Path,
+    output: str | Path,
+    how: Quantize,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    progress: DataProgress | None = None,
 ) -> None:
     """Write a model folder with the decoder layers' linear layers in bitsandbytes' NF4 or int8 format.
 
@@ -83,6 +91,7 @@ def quantize_folder(
         output: absent or empty; it appears complete or not at all.
         how: the format.
         max_shard_bytes: shard limit in bytes, which also bounds memory.
+        progress: shows the bytes written; by default nothing does.
 
     Raises:
         ValueError: an already quantized base, weights not finite, sizes the format cannot hold, or a bad folder.
@@ -113,7 +122,7 @@ def quantize_folder(
         copy_texts(base, temporary, specs)
         described = read_config(temporary) | {"quantization_config": quantization_config(how, scores=config.scores)}
         write_json(temporary / "config.json", described)
-        write_shards(temporary, specs, QuantizedReader(quantize, parts, files.read), max_shard_bytes)
+        write_shards(temporary, specs, QuantizedReader(quantize, parts, files.read), max_shard_bytes, progress)
 
 
 def on_host(tensor: jax.Array) -> np.ndarray:

@@ -117,11 +117,13 @@ def load_rows(path: Path) -> Rows | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]))
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None
 
 
 def _packed(tokens: np.ndarray, ids: np.ndarray, source: str) -> Rows:
+    if ids.shape != tokens.shape or not 0 <= ids.min(initial=0) <= ids.max(initial=0) <= tokens.size:
+        raise ValueError("segments out of bounds")
     lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
     return Rows(tokens=tokens, segments=pack_segments(lengths, seq_len=ids.shape[1]), source=source)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
@@ -44,6 +45,7 @@ def load_model(
     scores: bool = False,
     seed: int = 0,
     mapped: Callable[[str], bool] = lambda name: False,
+    progress: DataProgress | None = None,
 ) -> CausalLM:
     """Load a model from a local Hugging Face folder, streaming weights to their devices in `dtype`.
 
@@ -59,6 +61,7 @@ def load_model(
         scores: load a reward model; a folder without a score gets a random one.
         seed: of that.
         mapped: whether the named parameter stays in the folder's files, to be read for each use (`FileParam`).
+        progress: shows the bytes read; by default nothing does.
 
     Raises:
         ValueError: a bad folder, an unsupported config.json, mismatched tensors, or sizes not divisible by NF4 blocks;
@@ -76,10 +79,10 @@ def load_model(
         if quantize != "none" and (name := next(filter(mapped, specs), None)):
             raise ValueError(f"{name} is to be quantized and cannot stay in its file: quantize the folder first")
         if not config.scores:
-            return load_tensors(folder, specs, put, mapped=mapped)
+            return load_tensors(folder, specs, put, mapped=mapped, progress=progress)
         missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
         drawn = _draw(missing, put, config.initializer_range, jax.random.key(seed))
-        return load_tensors(folder, specs, put, ignored=(HEAD,), mapped=mapped) | drawn
+        return load_tensors(folder, specs, put, ignored=(HEAD,), mapped=mapped, progress=progress) | drawn
 
     return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
 

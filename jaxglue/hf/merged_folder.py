@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
@@ -46,6 +47,7 @@ def export_adapter(
     *,
     storage: Quantize | None = None,
     rows: Rows | None = None,
+    progress: DataProgress | None = None,
 ) -> ExportCheck:
     """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
 
@@ -61,6 +63,7 @@ def export_adapter(
         storage: format in which the base's linear layers were held in training; by default the base folder's, else the
             adapter's record.
         rows: to compare predictions on; by default those of the adapter's run, else random tokens.
+        progress: shows the bytes written; by default nothing does.
 
     Raises:
         ValueError: an adapter of another model, bad input folders, a non-empty output folder, or other predictions.
@@ -76,7 +79,7 @@ def export_adapter(
         if merge.adapter.scores:
             has_tokenizer = (Path(adapter) / "tokenizer.json").is_file()
             describe_reward_model(temporary, load_tokenizer(adapter if has_tokenizer else base))
-        write_shards(temporary, merge.specs, merge.read, max_shard_bytes)
+        write_shards(temporary, merge.specs, merge.read, max_shard_bytes, progress)
         return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
 
 

@@ -18,6 +18,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxglue.data.progress import DataProgress, NoProgress
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -228,9 +230,28 @@ def plan_shards(specs: Mapping[str, jax.ShapeDtypeStruct], max_bytes: int) -> li
 
 
 def write_shards(
+    folder: Path,
+    specs: Mapping[str, jax.ShapeDtypeStruct],
+    read: Callable[[str], np.ndarray],
+    max_shard_bytes: int,
+    progress: DataProgress | None = None,
+) -> None:
+    """Write `model.safetensors`, or numbered shards and their index, into an existing folder, and show the progress."""
+    total, done = sum(map(nbytes, specs.values())), 0
+    with (progress or NoProgress()).stage(f"writing {total / 1e9:.1f} GB", total) as advance:
+
+        def read_metered(name: str) -> np.ndarray:
+            nonlocal done
+            advance(done)
+            done += nbytes(specs[name])
+            return read(name)
+
+        _write_shards(folder, specs, read_metered, max_shard_bytes)
+
+
+def _write_shards(
     folder: Path, specs: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], np.ndarray], max_shard_bytes: int
 ) -> None:
-    """Write `model.safetensors`, or numbered shards and their index, into an existing folder."""
     shards = plan_shards(specs, max_shard_bytes)
     if len(shards) == 1:
         return write_file(folder / SINGLE, specs, read)

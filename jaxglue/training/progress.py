@@ -88,10 +88,14 @@ class TrainingProgress:
         """Move the bar to `step` steps done."""
         self._bar.update(self._task, completed=step)
 
+    def describe(self, text: str) -> None:
+        """Show a text beside the bar."""
+        self._bar.update(self._task, description=text[: max(self._room, 1)])
+
     def report(self, step: int, report: StepReport) -> None:
         """Show the values of a step, perhaps an earlier one than the bar's."""
         line = format_report(report, self._seconds_left(step))
-        self._bar.update(self._task, description=_first_parts(line, self._room))
+        self.describe(_first_parts(line, self._room))
         self.say(f"step {step}/{self._total}  {line}")
 
     def say(self, line: str) -> None:

@@ -49,6 +49,8 @@ class RematChoice:
     """Frozen embedding table and output projection are in host memory."""
     host_bytes: int = 0
     """Bytes of pinned host memory that are predicted."""
+    compile_seconds: float = 0.0
+    """Predicted time of compiling all programs; 0 if unknown."""
     files: float = 0.0
     """Rate of weights in files, bytes/s; 0 where it was not measured."""
     note: str = ""
@@ -97,6 +99,7 @@ def choose_remat(
         layers_per_program=plan.layers_per_program,
         host_embeddings=planner.workload.host_embeddings,
         host_bytes=plan.host_bytes,
+        compile_seconds=plan.compile_seconds,
         files=planner.gpu.files,
         note=note,
     )

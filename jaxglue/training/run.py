@@ -14,6 +14,7 @@ from jaxglue.hf.files import write_json
 from jaxglue.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training.compiling import Compiling
 from jaxglue.training.curve import save_loss_curve
 from jaxglue.training.evaluation import Evaluation, evaluation_lines
 from jaxglue.training.expert_load import ExpertLoadProbe
@@ -142,7 +143,9 @@ class Trainer:
         profiled = self._run.profile if self._processes.is_main else 0
         profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
         total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
-        with TrainingProgress(total, first_step=self._model.step, console=self._console) as progress, profiler:
+        progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
+        compiling = Compiling(progress, self._setup.remat.compile_seconds, lambda: self._recorder.has_compiled)
+        with progress, compiling, profiler:
             while self._model.step < total and not stop:
                 profiler.before(self._model.step + 1)
                 in_flight.add(self._dispatch_step(checkpoints, progress))

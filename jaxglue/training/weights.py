@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxglue.data.progress import DataProgress
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED
 from jaxglue.engine.transfer import commit, pinned_host
@@ -70,6 +71,7 @@ def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[Mode
         options["fp8_experts"] = config.model.fp8_experts
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
         options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": setup.model.scores, "seed": seed}
+        options["progress"] = DataProgress() if jax.process_index() == 0 else None
         options["mapped"] = lambda name: place_of(setup.remat.weights, name) == MAPPED
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
     if setup.vocabulary.changes:
@@ -120,7 +122,8 @@ def export_result(
     tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
     if config.model.method == "full":
         dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
-        save_model(output, tensors, base, dtype=dtype, write=write, finish=partial(_finish_folder, run))
+        finish = partial(_finish_folder, run)
+        save_model(output, tensors, base, dtype=dtype, write=write, finish=finish, progress=DataProgress())
         return output
     adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
     if write:
