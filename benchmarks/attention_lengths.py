@@ -3,7 +3,7 @@
     python benchmarks/attention_lengths.py --json benchmarks/results/attention_lengths.json
     python benchmarks/attention_lengths.py --part 2/2 --json benchmarks/results/attention_lengths.json
 
-`short` and `long` are our kernels with tiles for short and for long documents. Rows already in the file are kept. The
+`short` and `long` are the Triton kernels with tiles for short and for long documents. Rows already in the file are kept. The
 GPU's sustained matmul rate and its copies' rates are measured first.
 """
 
@@ -74,19 +74,24 @@ def programs() -> Iterator[tuple[Heads, int, dict[str, list[int]]]]:
 def kernels(heads: Heads) -> dict:
     """Return the kernels to time, by name."""
     from jaxglue.ops.attention.cudnn import CudnnAttention
+    from jaxglue.ops.attention.hopper import HopperAttention
     from jaxglue.ops.attention.triton import TritonAttention
 
     def ours(long: bool) -> TritonAttention:
         tiles = kernel_tiles((9, 0), heads.H, window=heads.window, long=long)
         return TritonAttention(tiles=tiles, compute_capability=90)
 
-    return {"short": ours(False), "long": ours(True), "cudnn": CudnnAttention()}
+    tiles = kernel_tiles((9, 0), heads.H, window=heads.window, long=True)
+    hopper = {"hopper": HopperAttention(tiles=tiles, compute_capability=90)} if heads.H == 128 else {}
+    return {"short": ours(False), "long": ours(True), **hopper, "cudnn": CudnnAttention()}
 
 
-def measure(heads: Heads, tokens: int, rows: dict[str, list[int]]) -> Iterator[tuple]:
+def measure(heads: Heads, tokens: int, rows: dict[str, list[int]], only: list[str] | None = None) -> Iterator[tuple]:
     """Yield the table's rows of one shape; programs are compiled once for all documents of as many slots."""
     (q, k, v), sinks, dout = random_inputs(heads, tokens)
     for kernel, backend in kernels(heads).items():
+        if kernel not in (only or kernels(heads)):
+            continue
         forward = jax.jit(lambda *args, b=backend: b.forward(*args, window=heads.window))
         backward = jax.jit(lambda *args, b=backend: b.backward(*args, window=heads.window))
         for name, lengths in rows.items():
@@ -136,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="i/n: every n-th shape, from the i-th on")
     parser.add_argument("--minutes", type=float, default=7, help="start no shape after this time")
+    parser.add_argument("--kernels", nargs="+", help="by default all")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     part, parts = map(int, args.part.split("/"))
@@ -147,7 +153,7 @@ def main() -> None:
         if time.perf_counter() - begun > 60 * args.minutes:
             print("no time for", heads, tokens)
             continue
-        for row in measure(heads, tokens, rows):
+        for row in measure(heads, tokens, rows, args.kernels):
             results["rows"].append(row)
             print(*row, sep="  ", flush=True)
         write_results(args.json, results, indent=None)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Attention = Literal["auto", "cudnn", "triton", "reference"]
+Attention = Literal["auto", "cudnn", "hopper", "triton", "reference"]
 """Backends of packed attention."""
 Quantize = Literal["none", "nf4", "int8"]
 """Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""

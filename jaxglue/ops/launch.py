@@ -1,5 +1,6 @@
-"""Launches of Triton kernels in JAX programs."""
+"""Launches of Triton and Gluon kernels in JAX programs."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,7 +13,39 @@ from jaxglue.ops.kernel_cache import cached
 
 # jax-triton 0.4.1 requires a key that Triton 3.7 no longer writes, and has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
-triton_lib.compile_ttir_inplace = cached(triton_lib.compile_ttir_inplace)
+_compile_triton = triton_lib.compile_ttir_inplace
+_compile_kernel = triton_lib.TritonFunction._compile_kernel
+
+
+def _compile(ir, backend, options, gpu) -> triton_lib.CompilationResult:
+    """Compile Triton's or Gluon's intermediate representation; jax-triton 0.4.1 knows the passes of Triton alone."""
+    if ir.get_int_attr("ttg.num-warps") is None:
+        return _compile_triton(ir, backend, options, gpu)
+    metadata: dict[str, Any] = {}
+    for stage in (backend.gluon_to_ttgir, backend.make_llir, backend.make_ptx):
+        ir = stage(ir, metadata, options, gpu.arch)
+    return triton_lib.CompilationResult(
+        binary=ir,
+        name=metadata["name"],
+        shared_mem_bytes=metadata["shared"],
+        ttgir="",
+        llir="",
+        tensordesc_meta=metadata["tensordesc_meta"],
+    )
+
+
+def _compile_with_all_warps(self, spec, gpu, backend, options):
+    """Compile a kernel; jax-triton 0.4.1 launches only the warps that it asked for, without Gluon's specialized ones."""
+    kernel, ir, parsed, result = _compile_kernel(self, spec, gpu, backend, options)
+    threads = re.search(r"\.reqntid (\d+)", result.binary)
+    if threads and (warps := int(threads[1]) // 32) != options["num_warps"]:
+        launched = warps, options["num_ctas"], result.shared_mem_bytes, result.binary, ir, gpu.arch
+        kernel = triton_lib.triton_kernel_call_lib.TritonKernel(result.name, *launched)
+    return kernel, ir, parsed, result
+
+
+triton_lib.compile_ttir_inplace = cached(_compile)
+triton_lib.TritonFunction._compile_kernel = _compile_with_all_warps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ _RATES = {
     ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
     ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
     ("long", 128): Rates(Rate(0.78, 400), Rate(0.635, 250)),
+    ("hopper", 128): Rates(Rate(0.935, 400), Rate(0.635, 250)),
     ("cudnn", 128): Rates(Rate(0.855, 490), Rate(0.76, 400)),
 }
 """By kernel and largest head dim, measured on an H200: our kernels with tiles for short and long documents, and cuDNN's
@@ -75,7 +76,7 @@ def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
 
 
 def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int | None) -> str:
-    """Return the kernels of a layer, cudnn or triton; triton where jax-triton is not installed here."""
+    """Return the kernels of a layer; triton where auto has no kernels here."""
     config = workload.config
     shape = AttentionShape(
         dtype=jnp.dtype(workload.dtype),
@@ -90,7 +91,8 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
     )
     if workload.attention != "auto":
         return workload.attention
-    return "cudnn" if ATTENTION.choose(gpu.capability, shape).name == "cudnn" else "triton"
+    name = ATTENTION.choose(gpu.capability, shape).name
+    return name if name in ("cudnn", "hopper") else "triton"
 
 
 def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -109,7 +111,7 @@ def _seconds(workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | 
 
 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
-    kernel = "cudnn" if backend == "cudnn" else "long" if kind.long else "short"
+    kernel = backend if backend in ("cudnn", "hopper") else "long" if kind.long else "short"
     return _RATES.get((kernel, 64), _RATES["short", 64]) if workload.config.head_dim <= 64 else _RATES[kernel, 128]
 
 

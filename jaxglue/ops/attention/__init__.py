@@ -64,6 +64,23 @@ def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
     return CudnnAttention()
 
 
+def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
+    check_triton(capability, shape.dtype)
+    if capability != HOPPER:
+        raise NotImplementedError(f"its instructions need compute capability 9.0, got {'{}.{}'.format(*capability)}")
+    if shape.head_dim != 128:
+        raise NotImplementedError(f"head dim must be 128, got {shape.head_dim}")
+    if shape.forked:
+        raise NotImplementedError("forked segments need another mask than causal")
+
+
+def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:
+    from jaxglue.ops.attention.hopper import HopperAttention
+    from jaxglue.ops.attention.tiles import kernel_tiles
+
+    return HopperAttention.of(capability, tiles=kernel_tiles(capability, shape.head_dim, long=True))
+
+
 def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
     if shape.head_dim not in _TRITON_HEAD_DIMS:
@@ -78,16 +95,21 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
     return TritonAttention.of(capability, tiles=tiles)
 
 
-def _order(shape: AttentionShape) -> tuple[str, str]:
+def _order(shape: AttentionShape) -> tuple[str, ...]:
     unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
-    few = shape.long and shape.segment_slots <= FEW_DOCUMENTS
-    return ("cudnn", "triton") if few and unbounded and shape.head_dim > 64 else ("triton", "cudnn")
+    if shape.long and unbounded and shape.head_dim > 64:
+        few = shape.segment_slots <= FEW_DOCUMENTS
+        return ("cudnn", "hopper", "triton") if few else ("hopper", "triton", "cudnn")
+    return "triton", "cudnn", "hopper"
 
 
 ATTENTION = Operation(
     name="attention",
     backends={
         "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="few long documents leave nothing to skip"),
+        "hopper": Backend(
+            check=_check_hopper, load=_load_hopper, advantage="many long documents keep the tensor cores busy"
+        ),
         "triton": Backend(
             check=_check_triton, load=_load_triton, advantage="skips tiles outside of segments and windows"
         ),

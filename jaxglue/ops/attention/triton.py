@@ -29,7 +29,7 @@ class TritonAttention(Launcher):
 
     def forward(self, q, k, v, sinks, segments, *, window):
         """Return (out, lse)."""
-        sizes, tiles = _Sizes.of(q, k), self.tiles.forward
+        sizes, tiles = KernelSizes.of(q, k), self.tiles.forward
         tokens = tiles.block_m // sizes.P
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
@@ -43,13 +43,13 @@ class TritonAttention(Launcher):
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        constants = _Sizes.of(q, k).constants(window, segments)
+        constants = KernelSizes.of(q, k).constants(window, segments)
         dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
         dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
-        return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
+        return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
     def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
-        sizes, tiles = _Sizes.of(q, k), self.tiles.dq
+        sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
         tokens = tiles.block_m // sizes.P
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
@@ -62,7 +62,7 @@ class TritonAttention(Launcher):
         )
 
     def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):
-        sizes, tiles = _Sizes.of(q, k), self.tiles.dkdv
+        sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
         return self._launch_tiles(
             kernels.dkdv_kernel,
@@ -73,7 +73,7 @@ class TritonAttention(Launcher):
             constants,
         )
 
-    def _query_tile(self, q, tiles: AttentionTiles, sizes: "_Sizes"):
+    def _query_tile(self, q, tiles: AttentionTiles, sizes: "KernelSizes"):
         """Return (q or its descriptor, the constant that tells which).
 
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
@@ -95,7 +95,9 @@ class TritonAttention(Launcher):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
+class KernelSizes:
+    """Sizes of a call: B rows of T tokens, K key/value heads with G query heads each, head dim H."""
+
     B: int
     T: int
     K: int
@@ -105,13 +107,15 @@ class _Sizes:
     H: int
 
     @classmethod
-    def of(cls, q, k) -> "_Sizes":
+    def of(cls, q, k) -> "KernelSizes":
+        """Return the sizes of a call."""
         B, T, N, H = q.shape
         G = N // k.shape[2]
         return cls(B=B, T=T, K=k.shape[2], G=G, P=math.gcd(G, 16), H=H)
 
     @property
     def packs(self) -> int:
+        """Return the number of tiles that hold a token's heads."""
         return self.K * self.G // self.P
 
     def statistics(self) -> jax.ShapeDtypeStruct:
@@ -149,7 +153,7 @@ def _descriptor(x: Float[Array, "B T N H"], tokens: int, heads: int) -> TensorDe
     return TensorDescriptor.from_array(x.reshape(B * T, N, H), (tokens, heads, triton.next_power_of_2(H)))
 
 
-def _sink_gradient(
+def sink_gradient(
     sinks: Float[Array, " N"], lse: Float[Array, "B N/P T P"], delta: Float[Array, "B N/P T P"]
 ) -> Float[Array, " N"]:
     """Compute −Σ exp(sink − lse)·delta: a sink is a key with value zero; padding has delta 0."""

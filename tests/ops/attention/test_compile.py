@@ -9,10 +9,22 @@ from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.ops.segments import PackedSegments
 
 
-def compile_step(sharding, *, T, N, K, H, window, policy, forks=False):
-    """Compile the gradient of a checkpointed attention call."""
+def hopper_backend():
+    from jaxglue.ops.attention.hopper import HopperAttention
+    from jaxglue.ops.attention.tiles import kernel_tiles
+
+    return HopperAttention(tiles=kernel_tiles((9, 0), 128, long=True), compute_capability=90)
+
+
+def triton_backend(H, window):
     from jaxglue.ops.attention.tiles import kernel_tiles
     from jaxglue.ops.attention.triton import TritonAttention
+
+    return TritonAttention(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
+
+
+def compile_step(sharding, *, T, N, K, H, window, policy, forks=False, backend=None):
+    """Compile the gradient of a checkpointed attention call."""
 
     def shaped(shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -27,8 +39,7 @@ def compile_step(sharding, *, T, N, K, H, window, policy, forks=False):
         gap_starts=per_token if forks else None,
         gap_ends=per_token if forks else None,
     )
-    backend = TritonAttention(tiles=kernel_tiles((9, 0), H, window=window), compute_capability=90)
-    spec = FlashSpec(backend=backend, window=window)
+    spec = FlashSpec(backend=backend or triton_backend(H, window), window=window)
 
     def loss(q, k, v, sinks, segments):
         attend = jax.checkpoint(lambda *x: flash_attention(spec, *x, segments), policy=policy)
@@ -66,3 +77,18 @@ def test_forked_segments_take_the_same_kernels(h200, window):
     shape = {"T": 8192, "N": 32, "K": 8, "H": 128 if window is None else 64, "window": window, "forks": True}
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)
     assert kernels(compile_step(h200, **shape, policy=saved)) == 3
+
+
+def test_hopper_kernels_launch_all_their_warps(h200, monkeypatch):
+    from jax_triton import triton_lib
+
+    results, compile_kernel = [], triton_lib.compile_ttir_inplace
+    monkeypatch.setattr(
+        triton_lib, "compile_ttir_inplace", lambda *args: results.append(compile_kernel(*args)) or results[-1]
+    )
+    shape = {"T": 256, "N": 8, "K": 2, "H": 128, "window": 100}
+    compiled = compile_step(
+        h200, **shape, policy=jax.checkpoint_policies.everything_saveable, backend=hopper_backend()
+    )
+    assert kernels(compiled) == 3
+    assert [".reqntid 384" in result.binary for result in results] == [True, False, False]

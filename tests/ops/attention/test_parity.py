@@ -118,12 +118,14 @@ def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+@pytest.mark.parametrize("backend", ["cudnn", "hopper", "triton"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, jnp.bfloat16) for name in LARGE), ("Llama", jnp.float16), ("GPT-OSS", jnp.float16)]
 )
 def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
+    if backend == "hopper" and case.H != 128:
+        pytest.skip("the kernels have no such head dim")
     inputs, segments, dout = case.inputs(dtype)
 
     def attention(q, k, v, sinks):

@@ -1,0 +1,181 @@
+"""The forward pass in Gluon: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) over packed rows.
+
+One warp loads keys and values through TMA. Two warpgroups compute 64 query rows each: a tile's second matmul runs under
+the exponentials of the next tile, and one warpgroup's matmuls """
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from jaxglue.ops.attention.hopper.tiles import (
+    GROUP_ROWS,
+    LOG2_E,
+    MASKED,
+    Ring,
+    Sizes,
+    await_tile,
+    load,
+    load_rows,
+    release,
+    ring,
+    store_rows,
+)
+
+
+@aggregate
+class Range:
+    """The tiles of keys of a tile of queries: `count` from key `low` on, only those in [full, cut) without a mask."""
+
+    low: gl.tensor
+    full: gl.tensor
+    cut: gl.tensor
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, low, full, cut, count):
+        """Bundle the bounds."""
+        self.low, self.full, self.cut, self.count = low, full, cut, count
+
+
+@gluon.jit
+def _first_visible(starts, tokens, T: gl.constexpr, WINDOW: gl.constexpr):
+    """Return the first visible key of each token; T for padding and tokens past the row."""
+    low = gl.load(starts + tokens, mask=tokens < T, other=T)
+    if WINDOW > 0:
+        low = gl.maximum(low, tokens - WINDOW + 1)
+    return low
+
+
+@gluon.jit
+def _key_range(starts, first, last, BLOCK_N: gl.constexpr, sizes):
+    """Return the tiles of keys for the queries from `first` to `last`: at least one, for the loops' sake."""
+    low = gl.minimum(_first_visible(starts, first, sizes.T, sizes.WINDOW), last)
+    all_low = gl.minimum(_first_visible(starts, last, sizes.T, sizes.WINDOW), last + 1)
+    count = (last - low) // BLOCK_N + 1
+    full = gl.minimum(gl.maximum((all_low - low + BLOCK_N - 1) // BLOCK_N, 1), count)
+    cut = gl.minimum(gl.maximum(gl.maximum(first + 1 - low, 0) // BLOCK_N, full), count)
+    return Range(low, full, cut, count)
+
+
+@gluon.jit
+def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, FACTOR: gl.constexpr):
+    """Return (weights, factor of the sums before, peak, total) after a tile of scores from this key on."""
+    if MASK:
+        keys = key + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+        scores = gl.where(visible, scores, MASKED)
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * FACTOR)
+    weights = gl.exp2(scores * FACTOR - new_peak[:, None])
+    alpha = gl.exp2(peak - new_peak)
+    return weights, alpha, new_peak, total * alpha + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _tiles(begin, end, MASK: gl.constexpr, low, query, keys, values, tokens, lows, weights, acc, peak, total,
+           FACTOR: gl.constexpr):  # fmt: skip
+    """Compute the tiles from `begin` to `end`; the values of a tile are multiplied one tile late."""
+    BLOCK_N: gl.constexpr = keys.tiles.shape[1]
+    SCORES: gl.constexpr = tokens.type.layout.parent
+    none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    for i in range(begin, end):
+        key_tile = await_tile(keys, i)
+        scores = warpgroup_mma(query, key_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+        acc = warpgroup_mma(weights, await_tile(values, i - 1), acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        release(keys, i)
+        new_weights, alpha, peak, total = _softmax(scores, peak, total, low + i * BLOCK_N, tokens, lows, MASK, FACTOR)
+        new_weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
+        # The tile came long ago: the assembler would wait for the matmul before the exponentials without this branch.
+        await_tile(values, i - 1)
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        release(values, i - 1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+        weights = new_weights
+    return weights, acc, peak, total
+
+
+@gluon.jit
+def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes,
+            GROUP: gl.constexpr, HAS_SINKS: gl.constexpr):  # fmt: skip
+    """Compute the output and log-sum-exp of a warpgroup's rows."""
+    T: gl.constexpr = sizes.T
+    P: gl.constexpr = sizes.P
+    H: gl.constexpr = sizes.H
+    N: gl.constexpr = sizes.K * sizes.G
+    BLOCK_N: gl.constexpr = keys.tiles.shape[1]
+    FACTOR: gl.constexpr = sizes.SCALE * LOG2_E
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    token = first + GROUP * (GROUP_ROWS // P)
+    query = queries.index(GROUP)
+    load_rows(q, query, row, token, head, T, N, H, P)
+    fence_async_shared()
+    gl.barrier()
+    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
+    tokens = token + lane // P
+    lows = _first_visible(starts + row * T, tokens, T, sizes.WINDOW)
+    if HAS_SINKS:
+        peak = gl.load(sinks + head + lane % P).to(gl.float32) * LOG2_E
+    else:
+        peak = gl.full([GROUP_ROWS], -float("inf"), gl.float32, layout=lane.type.layout)
+    total = gl.full([GROUP_ROWS], 1.0 if HAS_SINKS else 0.0, gl.float32, layout=lane.type.layout)
+    acc = gl.zeros([GROUP_ROWS, H], gl.float32, layout=OUT)
+    none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    scores = warpgroup_mma(query, await_tile(keys, 0).permute((1, 0)), none, use_acc=False)
+    release(keys, 0)
+    weights, _, peak, total = _softmax(scores, peak, total, bounds.low, tokens, lows, True, FACTOR)
+    weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
+    weights, acc, peak, total = _tiles(1, bounds.full, True, bounds.low, query, keys, values, tokens, lows, weights, acc, peak, total, FACTOR)  # fmt: skip
+    weights, acc, peak, total = _tiles(bounds.full, bounds.cut, False, bounds.low, query, keys, values, tokens, lows, weights, acc, peak, total, FACTOR)  # fmt: skip
+    weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, bounds.low, query, keys, values, tokens, lows, weights, acc, peak, total, FACTOR)  # fmt: skip
+    acc = warpgroup_mma(weights, await_tile(values, bounds.count - 1), acc)
+    seen = (lows <= tokens) & (tokens < T)
+    share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), gl.SliceLayout(1, OUT))[:, None]
+    store_rows(out, gl.where(share != 0, acc * share, 0.0), row, token, head, T, N, H, P)
+    log_sum = gl.where(seen, (peak + gl.log2(gl.where(seen, total, 1.0))) / LOG2_E, 0.0)
+    gl.store(lse + ((row * (N // P) + head // P) * T + token) * P + lane, log_sum, mask=tokens < T)
+
+
+@gluon.jit
+def _load_tiles(k, v, keys, values, token, column, count):
+    """Load the tiles of keys and values."""
+    BLOCK_N: gl.constexpr = keys.tiles.shape[1]
+    for i in range(count):
+        load(keys, i, k, [token + i * BLOCK_N, column])
+        load(values, i, v, [token + i * BLOCK_N, column])
+
+
+@gluon.jit
+def forward_kernel(
+    q, k, v, sinks, starts, out, lse, T: gl.constexpr, K: gl.constexpr, G: gl.constexpr, P: gl.constexpr,
+    H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
+    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
+    PACKS: gl.constexpr = K * G // P
+    TOKENS: gl.constexpr = 2 * GROUP_ROWS // P
+    index = gl.program_id(0)
+    row, head = gl.program_id(1).to(gl.int64), index % PACKS * P
+    first = (gl.num_programs(0) // PACKS - 1 - index // PACKS) * TOKENS  # most work comes first
+    bounds = _key_range(starts + row * T, first, gl.minimum(first + TOKENS, T) - 1, k.block_type.shape[0], sizes)
+    keys = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout))
+    values = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout))
+    queries = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, H], k.layout)
+    fence_async_shared()
+    gl.barrier()
+    source = (k, v, keys, values, (row * T + bounds.low).to(gl.int32), head // G * H, bounds.count)
+    gl.warp_specialize(
+        [
+            (_attend, (q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes, 0, HAS_SINKS)),
+            (_attend, (q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes, 1, HAS_SINKS)),
+            (_load_tiles, source),
+        ],
+        [4, 1],
+        [240, 24],
+    )

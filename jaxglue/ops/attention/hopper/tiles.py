@@ -1,0 +1,120 @@
+"""Parts that the Gluon kernels of both passes share: sizes, and tiles that one warp loads for two warpgroups."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+MASKED = gl.constexpr(-(2.0**100))  # see `kernels.MASKED`
+GROUP_ROWS = gl.constexpr(64)
+"""Rows of a warpgroup's matmul."""
+
+
+@aggregate
+class Sizes:
+    """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H."""
+
+    T: gl.constexpr
+    K: gl.constexpr
+    G: gl.constexpr
+    P: gl.constexpr
+    H: gl.constexpr
+    WINDOW: gl.constexpr
+    SCALE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, T, K, G, P, H, WINDOW, SCALE):
+        """Bundle the constants."""
+        self.T, self.K, self.G, self.P = gl.constexpr(T), gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
+        self.H, self.WINDOW, self.SCALE = gl.constexpr(H), gl.constexpr(WINDOW), gl.constexpr(SCALE)
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory, each filled by one warp and then read by two warpgroups, over and over."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        """Bundle the tiles with two barriers for each."""
+        self.tiles, self.full, self.empty = tiles, full, empty
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return COUNT barriers that ARRIVALS warpgroups, or a copy, complete."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(made.index(index), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def ring(tiles):
+    """Return a ring of these tiles."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    return Ring(tiles, barriers(STAGES, 1), barriers(STAGES, 2))
+
+
+@gluon.jit
+def turn(ring, n):
+    """Return the place of the n-th tile, and the parity of its turn there."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    return n % STAGES, (n // STAGES) & 1
+
+
+@gluon.jit
+def vacate(ring, n, BYTES: gl.constexpr):
+    """Wait until there is room for the n-th tile of so many bytes; return (tile, barrier of its copies)."""
+    place, parity = turn(ring, n)
+    mbarrier.wait(ring.empty.index(place), parity ^ 1)
+    mbarrier.expect(ring.full.index(place), BYTES)
+    return ring.tiles.index(place), ring.full.index(place)
+
+
+@gluon.jit
+def load(ring, n, descriptor, coordinates):
+    """Load the n-th tile."""
+    tile, full = vacate(ring, n, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, coordinates, full, tile)
+
+
+@gluon.jit
+def await_tile(ring, n):
+    """Return the n-th tile once it has come."""
+    place, parity = turn(ring, n)
+    mbarrier.wait(ring.full.index(place), parity)
+    return ring.tiles.index(place)
+
+
+@gluon.jit
+def release(ring, n):
+    """Let the n-th tile be overwritten, once both warpgroups have."""
+    mbarrier.arrive(ring.empty.index(turn(ring, n)[0]), count=1)
+
+
+@gluon.jit
+def store_rows(target, value, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
+    """Store 64 rows, of P heads for each token from a token and head of [B, T, HEADS, H] on."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // H, H // 8], [4, 1], [1, 0])
+    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, H, layout=gl.SliceLayout(0, WIDE))
+    offsets = ((lane // P) * (HEADS * H) + (lane % P) * H)[:, None] + column[None, :]
+    base = ((row * T + token) * HEADS + head) * H
+    value = gl.convert_layout(value.to(target.dtype.element_ty), WIDE)
+    gl.store(target + base + offsets, value, mask=(token + lane // P < T)[:, None])
+
+
+@gluon.jit
+def load_rows(source, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
+    """Load 64 rows, of P heads for each token, to shared memory; zeros past the row."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // H, H // 8], [4, 1], [1, 0])
+    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, H, layout=gl.SliceLayout(0, WIDE))
+    offsets = ((lane // P) * (HEADS * H) + (lane % P) * H)[:, None] + column[None, :]
+    base = ((row * T + token) * HEADS + head) * H
+    tile.store(gl.load(source + base + offsets, mask=(token + lane // P < T)[:, None], other=0.0))
