@@ -87,8 +87,6 @@ def test_hopper_kernels_launch_all_their_warps(h200, monkeypatch):
         triton_lib, "compile_ttir_inplace", lambda *args: results.append(compile_kernel(*args)) or results[-1]
     )
     shape = {"T": 256, "N": 8, "K": 2, "H": 128, "window": 100}
-    compiled = compile_step(
-        h200, **shape, policy=jax.checkpoint_policies.everything_saveable, backend=hopper_backend()
-    )
+    compiled = compile_step(h200, **shape, policy=jax.checkpoint_policies.everything_saveable, backend=hopper_backend())
     assert kernels(compiled) == 3
     assert [".reqntid 384" in result.binary for result in results] == [True, False, False]

@@ -1,7 +1,7 @@
 """The forward pass in Gluon: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) over packed rows.
 
 One warp loads keys and values through TMA. Two warpgroups compute 64 query rows each: a tile's second matmul runs under
-the exponentials of the next tile, and one warpgroup's matmuls """
+the exponentials of the next tile, and one warpgroup's matmuls"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -172,8 +172,14 @@ def forward_kernel(
     source = (k, v, keys, values, (row * T + bounds.low).to(gl.int32), head // G * H, bounds.count)
     gl.warp_specialize(
         [
-            (_attend, (q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes, 0, HAS_SINKS)),
-            (_attend, (q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes, 1, HAS_SINKS)),
+            (
+                _attend,
+                (q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes, 0, HAS_SINKS),
+            ),
+            (
+                _attend,
+                (q, sinks, starts, out, lse, queries, keys, values, row, head, first, bounds, sizes, 1, HAS_SINKS),
+            ),
             (_load_tiles, source),
         ],
         [4, 1],
