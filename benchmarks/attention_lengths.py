@@ -3,8 +3,8 @@
     python benchmarks/attention_lengths.py --json benchmarks/results/attention_lengths.json
     python benchmarks/attention_lengths.py --part 2/2 --json benchmarks/results/attention_lengths.json
 
-`short` and `long` are the Triton kernels with tiles for short and for long documents. Rows already in the file are kept. The
-GPU's sustained matmul rate and its copies' rates are measured first.
+`short` and `long` are the Triton kernels with tiles for short and for long documents. Rows already in the file are
+kept. The GPU's sustained matmul rate and its copies' rates are measured first.
 """
 
 import argparse

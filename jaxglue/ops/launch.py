@@ -35,7 +35,7 @@ def _compile(ir, backend, options, gpu) -> triton_lib.CompilationResult:
 
 
 def _compile_with_all_warps(self, spec, gpu, backend, options):
-    """Compile a kernel; jax-triton 0.4.1 launches only the warps that it asked for, without Gluon's specialized ones."""
+    """Compile a kernel; jax-triton 0.4.1 launches the default warps alone, not Gluon's specialized ones."""
     kernel, ir, parsed, result = _compile_kernel(self, spec, gpu, backend, options)
     threads = re.search(r"\.reqntid (\d+)", result.binary)
     if threads and (warps := int(threads[1]) // 32) != options["num_warps"]:

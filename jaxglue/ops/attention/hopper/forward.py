@@ -16,7 +16,6 @@ from jaxglue.ops.attention.hopper.tiles import (
     GROUP_ROWS,
     LOG2_E,
     MASKED,
-    Ring,
     Sizes,
     await_tile,
     load,
@@ -76,9 +75,10 @@ def _softmax(scores, peak, total, key, tokens, lows, MASK: gl.constexpr, FACTOR:
 
 
 @gluon.jit
-def _tiles(begin, end, MASK: gl.constexpr, low, query, keys, values, tokens, lows, weights, acc, peak, total,
-           FACTOR: gl.constexpr):  # fmt: skip
+def _tiles(begin, end, MASK: gl.constexpr, operands, state, FACTOR: gl.constexpr):
     """Compute the tiles from `begin` to `end`; the values of a tile are multiplied one tile late."""
+    low, query, keys, values, tokens, lows = operands
+    weights, acc, peak, total = state
     BLOCK_N: gl.constexpr = keys.tiles.shape[1]
     SCORES: gl.constexpr = tokens.type.layout.parent
     none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
@@ -131,9 +131,10 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     release(keys, 0)
     weights, _, peak, total = _softmax(scores, peak, total, bounds.low, tokens, lows, True, FACTOR)
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
-    weights, acc, peak, total = _tiles(1, bounds.full, True, bounds.low, query, keys, values, tokens, lows, weights, acc, peak, total, FACTOR)  # fmt: skip
-    weights, acc, peak, total = _tiles(bounds.full, bounds.cut, False, bounds.low, query, keys, values, tokens, lows, weights, acc, peak, total, FACTOR)  # fmt: skip
-    weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, bounds.low, query, keys, values, tokens, lows, weights, acc, peak, total, FACTOR)  # fmt: skip
+    operands = bounds.low, query, keys, values, tokens, lows
+    state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), FACTOR)
+    state = _tiles(bounds.full, bounds.cut, False, operands, state, FACTOR)
+    weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, FACTOR)
     acc = warpgroup_mma(weights, await_tile(values, bounds.count - 1), acc)
     seen = (lows <= tokens) & (tokens < T)
     share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), gl.SliceLayout(1, OUT))[:, None]
