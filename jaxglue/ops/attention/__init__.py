@@ -66,8 +66,9 @@ def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
 
 def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
-    if capability != HOPPER:
-        raise NotImplementedError(f"its instructions need compute capability 9.0, got {'{}.{}'.format(*capability)}")
+    if capability is None or capability != HOPPER:
+        got = ".".join(map(str, capability or ()))
+        raise NotImplementedError(f"its instructions need compute capability 9.0, got {got}")
     if shape.head_dim != 128:
         raise NotImplementedError(f"head dim must be 128, got {shape.head_dim}")
     if shape.forked:
