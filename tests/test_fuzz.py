@@ -281,13 +281,15 @@ def check_row(make_tokenizer):
 
 @pytest.mark.parametrize("format", [*KEYS, *PREFERENCES])
 def test_row(format, check_row):
-    settings(fuzz, max_examples=40)(given(changed(ROWS[format], ("weight", "tools", "train")))(check_row(format)))()
+    settings(fuzz, max_examples=40)(
+        given(changed(ROWS[format], ("weight", "tools", "train", "margin")))(check_row(format))
+    )()
 
 
 @pytest.mark.parametrize("format", [*KEYS, *PREFERENCES])
 def test_row_with_a_nasty_value_in_every_place(format, check_row):
     check = check_row(format)
-    for path in [*_paths(ROWS[format]), *((key,) for key in ("weight", "train", "tools"))]:
+    for path in [*_paths(ROWS[format]), *((key,) for key in ("weight", "train", "tools", "margin"))]:
         for value in NASTY:
             check(_apply(ROWS[format], [(path, value)]))
 

@@ -1,14 +1,16 @@
 """Several sources in one run: settings of their own, and shares of an epoch."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
-from jaxglue.data.mixing import epoch_documents, plan_dataset_epoch
+from jaxglue.data.mixing import epoch_documents, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.prepare import prepare_data
+from jaxglue.data.sources import Source
 
 
 @pytest.fixture
@@ -85,3 +87,17 @@ def test_mixing_resumes_exactly_and_refuses_other_weights(prepare):
 def test_a_system_message_needs_chats(prepare):
     with pytest.raises(ValueError, match=r"texts.jsonl:1: the row is no chat, so it cannot take a system message"):
         prepare(system="Count.")
+
+
+@pytest.mark.parametrize("weight", ["1e-9", "1e12"])
+def test_weights_of_an_empty_or_endless_epoch_are_refused(prepare, weight):
+    with pytest.raises(ValueError, match=r"an epoch would have \S+ documents: (raise|lower) the sources' weights"):
+        prepare(f"weight={weight}", f"weight={weight}")
+
+
+def test_a_source_may_be_held_out_whole():
+    sources = [Source(name="a"), Source(name="b")]
+    assert passes_per_epoch(sources, [0.0, 8.0], 1.0) == (1.0, 1.0)
+    assert passes_per_epoch(sources, [0.0, 8.0], 2.0)[1] == 1.0
+    with pytest.raises(ValueError, match="a has a share, but eval_fraction holds out all its documents"):
+        passes_per_epoch([replace(source, share=0.5) for source in sources], [0.0, 8.0], 1.0)

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxglue.data import files
 from jaxglue.data.readers import read_rows
 from jaxglue.data.sources import parse_source
 
@@ -130,6 +131,7 @@ def test_null_fields_from_arrow_are_dropped(tmp_path):
         ("a.jsonl.gz", b"hello", r"a.jsonl.gz: damaged gzip file"),
         ("a.jsonl.gz", gzip.compress(bytes(99999), mtime=0)[:50], r"a.jsonl.gz: damaged gzip file: Truncated"),
         ("a.csv.zst", b"hello", r"a.csv.zst: damaged zstd file"),
+        ("a.jsonl.gz", b"", r"a.jsonl.gz: damaged gzip file: it has no bytes"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):
@@ -160,3 +162,31 @@ def test_parquet_text_that_is_not_utf8_is_refused(tmp_path):
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a.parquet: damaged Parquet file: .*utf-8"):
         values(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.date32(), pa.duration("s")])
+def test_parquet_dates_beyond_pythons_are_refused(tmp_path, kind):
+    far = pa.array([2**30 if kind == pa.date32() else 2**62]).cast(pa.int64())
+    column = far.cast(pa.int32()).cast(kind) if kind == pa.date32() else far.cast(kind)
+    pq.write_table(pa.table({"text": ["a"], "at": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: a value that Python cannot hold"):
+        values(tmp_path / "a.parquet")
+
+
+def test_parquet_columns_of_one_name_are_refused(tmp_path):
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: two columns have the same name"):
+        values(tmp_path / "a.parquet")
+
+
+def test_long_lines_and_arrays_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_BYTES", 8)
+    monkeypatch.setattr(files, "_ARRAY_BYTES", 8)
+    for name, content, message in (
+        ("a.csv", "text\n" + "a" * 9, "a line of more than 8"),
+        ("b.csv", 'text\n"aaa\naaa\naaa"\n', "field larger than field limit"),
+        ("c.json", '[{"text": "a"}]', "an array of more than 8 bytes"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"{name}.*{message}"):
+            values(tmp_path / name)

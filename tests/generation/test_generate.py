@@ -188,3 +188,11 @@ def test_samples_follow_nucleus_probabilities():
 def test_invalid_sampling_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}: expected .*, got {value}"):
         SamplingConfig(**{field: value})
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_logits_that_are_not_finite_are_refused(llama, whole):
+    (generator, (trainable, frozen)), _ = llama
+    frozen = {**frozen, "norm": jax.tree.map(lambda weight: weight * jnp.nan, frozen["norm"])}
+    with pytest.raises(ValueError, match="logits are not finite"):
+        list(generator.answers(trainable, frozen, [Request(PROMPT, GREEDY)], whole=whole))

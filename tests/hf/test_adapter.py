@@ -1,9 +1,12 @@
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxglue.hf import adapter_config
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.models.lora_config import LoraConfig
 
@@ -219,3 +222,10 @@ def test_a_regular_expression_as_targets_is_read_as_paths(folder):
     change_config(folder, target_modules=r"model\.layers\.0\..*(q|down)_proj")
     paths = ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj")
     assert load_adapter(folder).config.targets == paths
+
+
+def test_patterns_that_take_forever_are_refused(monkeypatch):
+    monkeypatch.setattr(adapter_config, "SECONDS", 0.05)
+    message = r"^folder: the patterns of its adapter_config.json take more than"
+    with pytest.raises(ValueError, match=message), adapter_config.matching(Path("folder")):
+        re.match("(.*)*(.*)*(.*)*(.*)*x", "model.layers.0.self_attn.q_proj")

@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,3 +184,15 @@ def test_only_needed_rows_are_read(tmp_path):
         for name in ("model.embed_tokens.weight", "model.layers.1.mlp.experts.gate_up_proj"):
             rows = find_source(files, name, whole[name].shape).read_rows(files, 1, 3)
             np.testing.assert_array_equal(rows, whole[name][1:3])
+
+
+def test_mapped_files_that_change_are_refused(tmp_path):
+    shutil.copytree(GOLDENS / "llama_yarn", tmp_path, dirs_exist_ok=True)
+    model = load_model(tmp_path, dtype=jnp.float32, mapped=lambda name: name.startswith("model.layers."))
+    value = next(value for value in state(model).values() if isinstance(value, FileParam))
+    file = tmp_path / "model.safetensors"
+    file.rename(tmp_path / "old")
+    value.read()
+    os.truncate(tmp_path / "old", 1000)
+    with pytest.raises(ValueError, match=r"model.safetensors was changed while it was in use"):
+        value.read()

@@ -10,6 +10,7 @@ import pytest
 
 from jaxglue.training import durable
 from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.checkpoint_export import choose_step
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
 
@@ -201,3 +202,15 @@ def test_best_checkpoint_needs_an_eval_loss(tmp_path):
         pytest.raises(ValueError, match="use --keep last"),
     ):
         checkpoints.restore_best(abstract(make_state(0)))
+
+
+@pytest.mark.parametrize(
+    "metric", ["5", '{"eval_loss": "low"}', '{"eval_loss": null}', '{"eval_loss": NaN}', "[" * 5000]
+)
+def test_damaged_eval_loss_counts_as_none(tmp_path, metric):
+    save_all(tmp_path, {1: 1.0, 2: 0.5})
+    (tmp_path / "2/metrics/metrics").write_text(metric)
+    assert restore(tmp_path).step == 2
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        assert checkpoints.restore_best(abstract(make_state(0))).step == 1
+    assert choose_step(tmp_path, "best") == 1

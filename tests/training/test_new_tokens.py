@@ -54,6 +54,13 @@ def test_bad_files_are_refused(make_tokenizer, tmp_path, text, message):
         add_tokens(make_tokenizer(), tmp_path / "absent.txt")
 
 
+def test_a_byte_order_mark_and_other_separators_are_no_token(make_tokenizer, tmp_path):
+    (tmp_path / "new.txt").write_bytes("\ufeff<a>\r\n<b\u2028c>\r\n".encode())
+    tokenizer = make_tokenizer()
+    added = add_tokens(tokenizer, tmp_path / "new.txt")
+    assert tokenizer.convert_ids_to_tokens(added) == ["<a>", "<b\u2028c>"]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_new_rows_are_the_mean_of_the_earlier_ones(tiny_model, tied):
     model = tiny_model(tie_word_embeddings=tied)
