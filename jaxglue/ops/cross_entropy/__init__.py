@@ -124,6 +124,7 @@ def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool
         cross_entropy=kernels or reference_cross_entropy,
         chunk=chunk,
         softmax_gradient=kernels.softmax_gradient if kernels and wide else None,
+        product_gradient=kernels.product_gradient if kernels and kernels.multiplies(x, weight) else None,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
@@ -11,6 +12,8 @@ CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
 
 SoftmaxGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"], Float[Array, " M"]]]
 """The same as each token's loss, numerators [M, V] in `dtype`, and the float32 factors that make them the gradient."""
+ProductGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M D"]]]
+"""(hidden states [M, D], output projection [V, D], targets, weights) → each token's loss and float32 gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +24,27 @@ class ChunkSpec:
     chunk: int
     """Tokens whose logits exist at a time."""
     softmax_gradient: SoftmaxGradient | None = None
+    product_gradient: ProductGradient | None = None
 
     def loss_and_input_gradient(
-        self, logits: Float[Array, "M V"], targets, weights, w: Float[Array, "V D"]
+        self, x: Float[Array, "M D"], w: Float[Array, "V D"], targets, weights
     ) -> tuple[Float[Array, " M"], Float[Array, "M D"]]:
-        """Return each token's loss and gradient to the hidden states, in w's dtype, of logits = hidden·wᵀ."""
+        """Return each token's loss and gradient to x, in its dtype, of logits x·wᵀ."""
+        if self.product_gradient is not None:
+            losses, dx = self.product_gradient(x, w, targets, weights)
+            return losses, dx.astype(x.dtype)
+        logits = times_transposed(x, w)
         if self.softmax_gradient is None:
-            losses, dlogits = self.cross_entropy(logits, targets, weights, w.dtype)
+            losses, dlogits = self.cross_entropy(logits, targets, weights, x.dtype)
             return losses, dlogits @ w
-        losses, numerators, factors = self.softmax_gradient(logits, targets, weights, w.dtype)
+        losses, numerators, factors = self.softmax_gradient(logits, targets, weights, x.dtype)
         products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
-        return losses, (products * factors[:, None]).astype(w.dtype)
+        return losses, (products * factors[:, None]).astype(x.dtype)
+
+
+def times_transposed(x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
+    """Return x·wᵀ in float32."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def split_chunks(chunk: int, *arrays: Array) -> list[Array]:

@@ -6,6 +6,7 @@ import triton.language as tl
 LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-120)
 RANGE = tl.constexpr(40.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -109,6 +110,93 @@ def softmax_gradient_kernel(
         tl.store(numerators + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)
     tl.debug_barrier()  # other threads wrote the target's exponential
     tl.store(numerators + target, tl.where(weight != 0.0, tl.exp(correct) - total, 0.0).to(dtype))
+
+
+@triton.jit
+def _block(
+    x, row, column, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, BK: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Load [BLOCK, BK] of x [ROWS, D], 0 outside."""
+    if DESCRIPTORS:
+        tile = x.load([row, column])
+    else:
+        at, columns = row + tl.arange(0, BLOCK), column + tl.arange(0, BK)
+        mask = (at < ROWS)[:, None] & (columns < D)[None, :]
+        tile = tl.load(x + at[:, None].to(tl.int64) * D + columns[None, :], mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def exponentials_kernel(
+    x, w, references, numerators, sums, tops,
+    M: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute numerators [M, V] = exp(x·wᵀ - references) without writing logits, of x [M, D] and w [V, D].
+
+    Also compute sums and the largest differences of BN columns, both [M, V / BN]. Grid (PROGRAMS), each for many tiles.
+    """
+    tiles_m: tl.constexpr = (M + BM - 1) // BM
+    tiles_n: tl.constexpr = (V + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        m, n = tile % tiles_m, tile // tiles_m
+        logits = tl.full((BM, BN), 0.0, tl.float32)
+        for k in range(0, D, BK):
+            left = _block(x, m * BM, k, M, D, BM, BK, DESCRIPTORS)
+            right = _block(w, n * BN, k, V, D, BN, BK, DESCRIPTORS)
+            logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
+        rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+        inside = (columns < V)[None, :]
+        differences = logits - tl.load(references + rows, mask=rows < M, other=0.0)[:, None]
+        differences = tl.where(inside, differences, -1e30)
+        exponentials = tl.exp2(differences * LOG2_E)
+        tl.store(sums + rows * tiles_n + n, tl.sum(exponentials, 1), mask=rows < M)
+        tl.store(tops + rows * tiles_n + n, tl.max(differences, 1), mask=rows < M)
+        at, mask = rows[:, None].to(tl.int64) * V + columns[None, :], (rows < M)[:, None] & inside
+        tl.store(numerators + at, exponentials.to(numerators.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _differences(x, w, reference, start, V: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return BLOCK logits of one row less its reference; -1e30 beyond the vocabulary."""
+    columns, features = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    for k in range(0, D, BLOCK_D):
+        inside = k + features < D
+        mask = (columns < V)[:, None] & inside[None, :]
+        own = tl.load(x + k + features, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.load(w + columns[:, None].to(tl.int64) * D + k + features[None, :], mask=mask, other=0.0)
+        total += tl.sum(tile.to(tl.float32) * own[None, :], 1)
+    return tl.where(columns < V, total - reference, -1e30)
+
+
+@triton.jit
+def exponentials_loss_kernel(
+    x, w, references, sums, tops, weights, numerators, losses, factors,
+    V: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Compute losses and factors [M] as `softmax_gradient_kernel`, from what `exponentials_kernel` wrote. Grid (M).
+
+    A row with a logit far above its reference, the target's, is computed again relative to its largest one.
+    """
+    row, lanes, tiles = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_TILES)
+    mask, at = tiles < TILES, row * TILES + tiles
+    total = tl.sum(tl.load(sums + at, mask=mask, other=0.0), 0)
+    top = tl.max(tl.load(tops + at, mask=mask, other=-1e30), 0)
+    shift = 0.0
+    if top > RANGE:
+        shift, reference = top, tl.load(references + row) + top
+        total, x, numerators = 0.0, x + row * D, numerators + row * V
+        for start in range(0, V, BLOCK):
+            exponentials = tl.exp(_differences(x, w, reference, start, V, D, BLOCK, BLOCK_D))
+            total += tl.sum(exponentials, 0)
+            to = numerators + start + lanes
+            tl.store(to, exponentials.to(numerators.dtype.element_ty), mask=start + lanes < V)
+    weight = tl.load(weights + row)
+    tl.store(losses + row, weight * (shift + tl.log(total)))
+    tl.store(factors + row, weight / total)
 
 
 @triton.jit

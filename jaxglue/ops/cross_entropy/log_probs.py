@@ -8,7 +8,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks, times_transposed
 from jaxglue.ops.cross_entropy.reference import token_losses
 
 
@@ -30,10 +30,9 @@ def _scan(spec: ChunkSpec, x, weight, targets, counted, *, x_needs_grad: bool) -
 
     def step(_, inputs):
         x_chunk, target, count = inputs
-        logits = _logits(x_chunk, w)
         if not x_needs_grad:
-            return None, (-count * token_losses(logits, target)[0], None)
-        losses, dx = spec.loss_and_input_gradient(logits, target, count, w)
+            return None, (-count * token_losses(times_transposed(x_chunk, w), target)[0], None)
+        losses, dx = spec.loss_and_input_gradient(x_chunk, w, target, count)
         return None, (-losses, -dx)
 
     _, (log_probs, dx) = lax.scan(step, None, split_chunks(spec.chunk, x, targets, counted))
@@ -46,7 +45,7 @@ def _weight_gradient(spec: ChunkSpec, x, weight, targets, factors) -> Float[Arra
 
     def step(total, inputs):
         x_chunk, target, factor = inputs
-        _, dlogits = spec.cross_entropy(_logits(x_chunk, w), target, -factor, x.dtype)
+        _, dlogits = spec.cross_entropy(times_transposed(x_chunk, w), target, -factor, x.dtype)
         return total + lax.dot_general(
             dlogits, x_chunk, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         ), None
@@ -60,14 +59,10 @@ def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array,
 
     def step(_, inputs):
         x_chunk, count = inputs
-        logits = _logits(x_chunk, w)
+        logits = times_transposed(x_chunk, w)
         return None, count * (jax.nn.logsumexp(2 * logits, -1) - 2 * jax.nn.logsumexp(logits, -1))
 
     return lax.scan(step, None, split_chunks(spec.chunk, lax.stop_gradient(x), counted))[1].ravel()[: len(x)]
-
-
-def _logits(x: Float[Array, "chunk D"], weight: Float[Array, "V D"]) -> Float[Array, "chunk V"]:
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _forward(spec, x, weight, targets, counted):

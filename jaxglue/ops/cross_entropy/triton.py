@@ -4,14 +4,28 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import triton
+from jax_triton.triton_lib import TensorDescriptor
+from jaxtyping import Array, Float
 
-from jaxglue.ops.cross_entropy.kernels import (
-    cross_entropy_kernel,
-    scaled_cross_entropy_kernel,
-    softmax_gradient_kernel,
-)
+from jaxglue.ops.cross_entropy import kernels
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.fp8 import E4M3
+
+LARGEST_DEPTH = 2048
+"""Columns of hidden states up to which exponentials are formed where logits are multiplied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductTiles:
+    """Rows, columns and depth of a tile of logits, and how its persistent program is compiled."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    programs: int = 132
+    num_warps: int = 8
+    num_stages: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +35,62 @@ class TritonCrossEntropy(Launcher):
     block: int = 4096
     """Logits in a step of a program."""
     num_warps: int = 8
+    product_tiles: ProductTiles = ProductTiles()
+    """For an H200."""
+    descriptors: bool = True
+    """Load tiles of logits' factors through the tensor memory accelerator."""
+
+    def multiplies(self, x, w) -> bool:
+        """Return whether `product_gradient` serves and wins: cuBLAS leads where a product is deep."""
+        fits = x.dtype == jnp.bfloat16 and x.shape[1] % 8 == 0
+        return self.compute_capability == 90 and fits and x.shape[1] <= LARGEST_DEPTH
 
     def __call__(self, logits, targets, weights, dtype):
         """See `CrossEntropy`."""
         M, V = logits.shape
         out_type = jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M, V), dtype)
-        return self._call(cross_entropy_kernel, (logits, targets, weights), out_type)
+        return self._call(kernels.cross_entropy_kernel, (logits, targets, weights), out_type)
 
     def softmax_gradient(self, logits, targets, weights, dtype):
         """See `SoftmaxGradient`."""
         M, V = logits.shape
         per_row = jax.ShapeDtypeStruct((M,), jnp.float32)
         out_type = per_row, jax.ShapeDtypeStruct((M, V), dtype), per_row
-        return self._call(softmax_gradient_kernel, (logits, targets, weights), out_type)
+        return self._call(kernels.softmax_gradient_kernel, (logits, targets, weights), out_type, num_warps=16)
+
+    def product_gradient(self, x, w, targets, weights):
+        """See `ProductGradient`."""
+        (M, D), V, tiles = x.shape, len(w), self.product_tiles
+        target_rows = w[targets].astype(jnp.float32)
+        references = jnp.sum(x.astype(jnp.float32) * target_rows, axis=1)
+        count = triton.cdiv(V, tiles.block_n)
+        partial = jax.ShapeDtypeStruct((M, count), jnp.float32)
+        out_type = jax.ShapeDtypeStruct((M, V), x.dtype), partial, partial
+        programs = min(tiles.programs, triton.cdiv(M, tiles.block_m) * count)
+        blocks = {"BM": tiles.block_m, "BN": tiles.block_n, "BK": tiles.block_k, "PROGRAMS": programs}
+        precision = "ieee" if x.dtype == jnp.float32 else "tf32"
+        constants = {"M": M, "V": V, "D": D, "DESCRIPTORS": self.descriptors, "PRECISION": precision} | blocks
+        operands = self._tiled(x, tiles.block_m), self._tiled(w, tiles.block_n), references
+        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * V * D}
+        kernel = kernels.exponentials_kernel
+        numerators, sums, tops = self._launch(kernel, operands, out_type, (programs,), constants, **compiled)
+        losses, factors, numerators = self._losses(x, w, references, sums, tops, weights, numerators)
+        products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
+        return losses, products * factors[:, None] - weights[:, None] * target_rows
+
+    def _losses(self, x, w, references, sums, tops, weights, numerators) -> tuple[Array, Array, Array]:
+        """Return (losses, factors, numerators), with rows of too large exponentials computed again."""
+        (M, D), (V, tiles) = x.shape, (len(w), sums.shape[1])
+        refs = [jax.new_ref(array) for array in (numerators, *(jax.lax.empty((M,), jnp.float32) for _ in range(2)))]
+        constants = {"V": V, "D": D, "TILES": tiles, "BLOCK_TILES": triton.next_power_of_2(tiles)}
+        constants |= {"BLOCK": 64, "BLOCK_D": min(128, triton.next_power_of_2(D))}
+        arrays = x, w, references, sums, tops, weights, *refs
+        self._launch(kernels.exponentials_loss_kernel, arrays, (), (M,), constants)
+        numerators, losses, factors = map(jax.freeze, refs)
+        return losses, factors, numerators
+
+    def _tiled(self, x: Float[Array, "rows D"], rows: int):
+        return TensorDescriptor.from_array(x, (rows, self.product_tiles.block_k)) if self.descriptors else x
 
     def scaled(self, products, row_scales, column_scales, targets, weights):
         """See `reference_scaled_cross_entropy`."""
@@ -41,10 +98,10 @@ class TritonCrossEntropy(Launcher):
         per_row = jax.ShapeDtypeStruct((M,), jnp.float32)
         arrays = products, row_scales.reshape(M), column_scales, targets, weights
         out_type = per_row, jax.ShapeDtypeStruct((M, V), E4M3), per_row
-        losses, codes, scales = self._call(scaled_cross_entropy_kernel, arrays, out_type)
+        losses, codes, scales = self._call(kernels.scaled_cross_entropy_kernel, arrays, out_type)
         return losses, codes, scales[:, None]
 
-    def _call(self, kernel, arrays, out_type):
+    def _call(self, kernel, arrays, out_type, num_warps: int | None = None):
         M, V = arrays[0].shape
-        constants = {"V": V, "BLOCK": self.block}
-        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=self.num_warps, num_stages=2)
+        constants, warps = {"V": V, "BLOCK": self.block}, num_warps or self.num_warps
+        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2)

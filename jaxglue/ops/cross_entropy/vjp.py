@@ -9,7 +9,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
+from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks, times_transposed
 from jaxglue.ops.cross_entropy.reference import token_losses
 
 Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
@@ -49,14 +49,14 @@ def _scan_chunks(
     def step(carry, inputs):
         loss, dweight, drows = carry
         x_chunk, target, token_weight = inputs
-        logits = _times_transposed(x_chunk, w)
+        if needs == Needs(x=True) and values is None:
+            losses, alone = spec.loss_and_input_gradient(x_chunk, w, target, token_weight)
+            return (loss + jnp.sum(losses), dweight, drows), alone
+        logits = times_transposed(x_chunk, w)
         if values is not None:
-            logits = logits.at[:, indices].set(_times_transposed(x_chunk, values))
+            logits = logits.at[:, indices].set(times_transposed(x_chunk, values))
         if not any(needs):
             return (loss + jnp.sum(token_weight * token_losses(logits, target)[0]), dweight, drows), None
-        if needs == Needs(x=True) and values is None:
-            losses, alone = spec.loss_and_input_gradient(logits, target, token_weight, w)
-            return (loss + jnp.sum(losses), dweight, drows), alone
         losses, dlogits = spec.cross_entropy(logits, target, token_weight, x.dtype)
         loss += jnp.sum(losses)
         dx = None
@@ -76,10 +76,6 @@ def _scan_chunks(
     (loss, dweight, drows), dx = lax.scan(step, (jnp.float32(0), dweight, drows), chunks)
     dx = dx.reshape(-1, D)[:M] if needs.x else None
     return loss, dx, dweight, drows
-
-
-def _times_transposed(x, w) -> Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _transposed_times(dlogits, x) -> Array:

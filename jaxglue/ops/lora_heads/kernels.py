@@ -1,7 +1,7 @@
 """Triton kernels that form the adapters' products of queries and keys where heads are normed and rotated.
 
 z [M, WIDTH] has the projections to N heads of queries and K of keys, [N + K, H], then the adapters' ranks. A program
-covers heads of queries or of keys only. Partial sums are added up afterwards, so the result is deterministic.
+covers heads of queries, of keys or of values only. Partial sums are added up afterwards: the result is deterministic.
 """
 
 import triton
@@ -44,8 +44,8 @@ def _normed(x, scale, weight, dtype: tl.constexpr):
 def _rotate(
     z, hidden, matrix, weight, cos, sin, out,
     M: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_NORM: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rotate HEADS heads, from the first of z, matrix and out [M, OUT] on."""
     HALF: tl.constexpr = H // 2
@@ -58,7 +58,7 @@ def _rotate(
     if HAS_NORM:
         left_weight = tl.load(weight + columns, mask=columns < HALF, other=0.0)[None, :]
         right_weight = tl.load(weight + HALF + columns, mask=columns < HALF, other=0.0)[None, :]
-    for head in range(HEADS):
+    for head in tl.range(0, HEADS, num_stages=STAGES):
         heads, matrices = z + head * H, matrix + head * H * R
         left, right = _halves(heads, own, matrices, rows, columns, lanes, mask, H, R, WIDTH, PRECISION)
         if HAS_NORM:
@@ -73,7 +73,7 @@ def _rotate(
 def rotate_kernel(
     z, q_b, k_b, q_weight, k_weight, cos, sin, q_out, k_out,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    EPS: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    EPS: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the products of q_b [N·H, R] and k_b [K·H, R], norm and rotate to q_out [M, N·H] and k_out [M, K·H].
@@ -84,24 +84,27 @@ def rotate_kernel(
     if head < N:
         _rotate(
             z + head * H, ranks, q_b + head * H * R, q_weight, cos, sin, q_out + head * H,
-            M, H, R, WIDTH, N * H, EPS, HAS_NORM, HEADS, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+            M, H, R, WIDTH, N * H, EPS, HAS_NORM, HEADS, STAGES, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
         )  # fmt: skip
     else:
         own = head - N
         _rotate(
             z + head * H, ranks + R, k_b + own * H * R, k_weight, cos, sin, k_out + own * H,
-            M, H, R, WIDTH, K * H, EPS, HAS_NORM, HEADS, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+            M, H, R, WIDTH, K * H, EPS, HAS_NORM, HEADS, STAGES, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def _rotate_gradient(
     z, hidden, matrix, weight, cos, sin, dout, dz, dhidden, dmatrix,
-    M: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, EPS: tl.constexpr,
-    HAS_NORM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, DZ_WIDTH: tl.constexpr,
+    EPS: tl.constexpr, ROTATES: tl.constexpr, HAS_NORM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the gradient of the first head of z, matrix, dout [M, OUT], dz, dhidden [M, R] and dmatrix [H, R] back."""
+    """Take the gradient of the first head of z, matrix, dout [M, OUT], dz, dhidden [M, R] and dmatrix [H, R] back.
+
+    Without ROTATES only through the adapter.
+    """
     HALF: tl.constexpr = H // 2
     dtype = dz.dtype.element_ty
     columns, lanes = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R)
@@ -118,9 +121,10 @@ def _rotate_gradient(
         rows = start + tl.arange(0, BLOCK_M)
         mask, low = (rows < M)[:, None] & (columns < HALF)[None, :], (rows < M)[:, None] & (lanes < R)[None, :]
         own = tl.load(hidden + rows[:, None].to(tl.int64) * WIDTH + lanes[None, :], mask=low, other=0.0)
-        c, s = _tile(cos, rows, columns, mask, HALF), _tile(sin, rows, columns, mask, HALF)
-        from_left, from_right = _tile(dout, rows, columns, mask, OUT), _tile(dout + HALF, rows, columns, mask, OUT)
-        dleft, dright = from_left * c + from_right * s, from_right * c - from_left * s
+        dleft, dright = _tile(dout, rows, columns, mask, OUT), _tile(dout + HALF, rows, columns, mask, OUT)
+        if ROTATES:
+            c, s = _tile(cos, rows, columns, mask, HALF), _tile(sin, rows, columns, mask, HALF)
+            dleft, dright = dleft * c + dright * s, dright * c - dleft * s
         if HAS_NORM:
             left, right = _tile(z, rows, columns, mask, WIDTH), _tile(z + HALF, rows, columns, mask, WIDTH)
             left = tl.dot(own, tl.trans(left_b), left, input_precision=PRECISION)
@@ -130,7 +134,7 @@ def _rotate_gradient(
             along = tl.sum(dleft * left + dright * right, 1)[:, None] * scale * scale / H
             dleft, dright = (dleft - left * along) * scale, (dright - right * along) * scale
         dleft, dright = dleft.to(dtype), dright.to(dtype)
-        to = dz + rows[:, None].to(tl.int64) * WIDTH + columns[None, :]
+        to = dz + rows[:, None].to(tl.int64) * DZ_WIDTH + columns[None, :]
         tl.store(to, dleft, mask=mask)
         tl.store(to + HALF, dright, mask=mask)
         product = tl.dot(dright, right_b, input_precision=PRECISION)
@@ -144,27 +148,37 @@ def _rotate_gradient(
 
 @triton.jit
 def rotate_gradient_kernel(
-    z, q_b, k_b, q_weight, k_weight, cos, sin, dq_out, dk_out, dz, dhidden, dmatrix,
+    z, q_b, k_b, v_b, q_weight, k_weight, cos, sin, dq_out, dk_out, dv, dz, dhidden, dmatrix,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
     EPS: tl.constexpr, HAS_NORM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dz [M, WIDTH] of queries and keys, without the ranks' columns, of one head and ROWS tokens.
+    """Compute one head and ROWS tokens of dz [M, WIDTH + K·H]: as z without the ranks' columns, then values.
 
-    Also compute partial sums of the gradients to the ranks, dhidden [N + K, M, R], and to q_b and k_b, dmatrix
-    [M / ROWS, (N + K)·H, R]. Grid (M / ROWS, N + K).
+    Also compute partial sums of the gradients to the ranks, dhidden [N + 2K, M, R], and to q_b, k_b and v_b, dmatrix
+    [M / ROWS, (N + 2K)·H, R]. Grid (M / ROWS, N + 2K).
     """
+    DZ_WIDTH: tl.constexpr = WIDTH + K * H
     head, ranks = tl.program_id(1), z + (N + K) * H
-    z, dz, dhidden = z + head * H, dz + head * H, dhidden + head.to(tl.int64) * M * R
-    dmatrix += (tl.program_id(0).to(tl.int64) * (N + K) + head) * H * R
+    dhidden += head.to(tl.int64) * M * R
+    dmatrix += (tl.program_id(0).to(tl.int64) * (N + 2 * K) + head) * H * R
     if head < N:
         _rotate_gradient(
-            z, ranks, q_b + head * H * R, q_weight, cos, sin, dq_out + head * H, dz, dhidden, dmatrix,
-            M, H, R, WIDTH, N * H, EPS, HAS_NORM, ROWS, STAGES, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+            z + head * H, ranks, q_b + head * H * R, q_weight, cos, sin, dq_out + head * H, dz + head * H, dhidden,
+            dmatrix, M, H, R, WIDTH, N * H, DZ_WIDTH, EPS, True, HAS_NORM, ROWS, STAGES,
+            BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
         )  # fmt: skip
-    else:
+    elif head < N + K:
         own = head - N
         _rotate_gradient(
-            z, ranks + R, k_b + own * H * R, k_weight, cos, sin, dk_out + own * H, dz, dhidden, dmatrix,
-            M, H, R, WIDTH, K * H, EPS, HAS_NORM, ROWS, STAGES, BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+            z + head * H, ranks + R, k_b + own * H * R, k_weight, cos, sin, dk_out + own * H, dz + head * H, dhidden,
+            dmatrix, M, H, R, WIDTH, K * H, DZ_WIDTH, EPS, True, HAS_NORM, ROWS, STAGES,
+            BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
+        )  # fmt: skip
+    else:
+        own = head - N - K
+        _rotate_gradient(
+            z, ranks + 2 * R, v_b + own * H * R, k_weight, cos, sin, dv + own * H, dz + WIDTH + own * H, dhidden,
+            dmatrix, M, H, R, WIDTH, K * H, DZ_WIDTH, EPS, False, False, ROWS, STAGES,
+            BLOCK_R, BLOCK_M, BLOCK_H, PRECISION,
         )  # fmt: skip

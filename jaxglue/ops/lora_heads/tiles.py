@@ -14,5 +14,5 @@ class HeadTiles:
     num_stages: int = 2
 
 
-ROTATE_TILES = HeadTiles(block_m=64)
+ROTATE_TILES = HeadTiles(block_m=32)
 GRADIENT_TILES = HeadTiles(block_m=32)

@@ -1,5 +1,6 @@
 """Launches of the kernels in `kernels.py`."""
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from jaxglue.ops.launch import Launcher, shape_dtype_of
+from jaxglue.ops.launch import Launcher
 from jaxglue.ops.lora.tiles import dot_precision, rank_block
 from jaxglue.ops.lora_heads import kernels
 from jaxglue.ops.lora_heads.tiles import GRADIENT_TILES, ROTATE_TILES, HeadTiles
@@ -27,22 +28,24 @@ class TritonLoraHeads(Launcher):
         arrays = z, *ups, *(norms or ups), cos, sin
         group = math.gcd(*heads, tiles.heads)
         grid = triton.cdiv(len(z), tiles.block_m), sum(heads) // group
-        constants = {"HAS_NORM": norms is not None, "EPS": eps, "HEADS": group}
+        constants = {"HAS_NORM": norms is not None, "EPS": eps, "HEADS": group, "STAGES": tiles.num_stages}
         return self._call(kernels.rotate_kernel, arrays, out_type, grid, tiles, head_dim, constants)
 
-    def rotate_gradient(self, z, ups, norms, cos, sin, dq, dk, *, head_dim: int, eps: float):
+    def rotate_gradient(self, z, ups, norms, cos, sin, cotangents, *, head_dim: int, eps: float):
         """See `LoraHeadsBackend`."""
-        tiles, (q_heads, k_heads) = self.gradient_tiles, [len(up) // head_dim for up in ups]
-        (M, R), heads = (len(z), ups[0].shape[1]), q_heads + k_heads
-        grid = triton.cdiv(M, tiles.rows), heads
-        shapes = (heads, M, R), (grid[0], heads * head_dim, R)
-        out_type = shape_dtype_of(z), *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        tiles, outs, (M, width), R = self.gradient_tiles, [len(up) for up in ups], z.shape, ups[0].shape[1]
+        grid = triton.cdiv(M, tiles.rows), sum(outs) // head_dim
+        shapes = (grid[1], M, R), (grid[0], sum(outs), R)
+        dz = jax.ShapeDtypeStruct((M, width + outs[2]), z.dtype)
+        out_type = dz, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         constants = {"HAS_NORM": norms is not None, "EPS": eps, "ROWS": tiles.rows, "STAGES": tiles.num_stages}
-        arrays, kernel = (z, *ups, *(norms or ups), cos, sin, dq, dk), kernels.rotate_gradient_kernel
-        dz, dhidden, dmatrix = self._call(kernel, arrays, out_type, grid, tiles, head_dim, constants)
-        dhidden = jnp.concatenate([dhidden[:q_heads].sum(axis=0), dhidden[q_heads:].sum(axis=0)], axis=1)
-        dups = dmatrix[:, : len(ups[0])].sum(axis=0), dmatrix[:, len(ups[0]) :].sum(axis=0)
-        return dz, dhidden.astype(z.dtype), dups
+        arrays, kernel = (z, *ups, *(norms or ups[:2]), cos, sin, *cotangents), kernels.rotate_gradient_kernel
+        dz, heads, matrices = self._call(kernel, arrays, out_type, grid, tiles, head_dim, constants)
+        ends = list(itertools.accumulate(outs, initial=0))
+        parts = list(itertools.pairwise(ends))
+        hidden = [heads[first // head_dim : end // head_dim].sum(axis=0) for first, end in parts]
+        dups = tuple(matrices[:, first:end].sum(axis=0) for first, end in parts)
+        return dz, jnp.concatenate(hidden, axis=1).astype(z.dtype), dups
 
     def _call(self, kernel, arrays, out_type, grid, tiles: HeadTiles, head_dim: int, constants):
         z, q_b, k_b = arrays[:3]

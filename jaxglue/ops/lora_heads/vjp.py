@@ -26,9 +26,12 @@ class LoraHeadsBackend(Protocol):
         """Return q and k with their adapters' products, normed if there are norms, and rotated."""
 
     def rotate_gradient(
-        self, z, ups, norms: Norms | None, cos, sin, dq, dk, *, head_dim: int, eps: float
-    ) -> tuple[Float[Array, "M width"], Float[Array, "M ranks"], tuple[Array, Array]]:
-        """Return the gradients to z, without the ranks' columns, to the ranks, and to `ups` in float32."""
+        self, z, ups, norms: Norms | None, cos, sin, cotangents: Heads, *, head_dim: int, eps: float
+    ) -> tuple[Float[Array, "M wider"], Float[Array, "M ranks"], Heads]:
+        """Return the gradients to z, values beside it, to the ranks, and to `ups` in float32.
+
+        The first one lacks the ranks' columns.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,29 +60,21 @@ def joined_heads(
 
 
 def _forward(spec: HeadsSpec, x, weights, downs, ups, norms, cos, sin):
-    joined = join(weights[:2], downs, x.dtype)
-    z = checkpoint_name(project_joined(x, joined), names.QUERY)
-    first = _value_ranks(ups)
+    joined = jnp.concatenate([join(weights[:2], downs, x.dtype), weights[2].astype(x.dtype)])
+    joined = jax.lax.optimization_barrier(joined)  # or XLA would copy its first rows together again
+    z = checkpoint_name(project_joined(x, joined[: -len(ups[2])]), names.QUERY)
+    first = len(ups[0]) + len(ups[1]) + 2 * ups[0].shape[1]
     v = project_joined(x, weights[2].astype(x.dtype)) + spec.lora.product(z, ups[2], first)
     q, k = spec.backend.rotate(z, ups[:2], norms, cos, sin, head_dim=spec.head_dim, eps=spec.eps)
-    return (q, k, checkpoint_name(v, names.VALUE)), (x, joined, weights[2], z, downs, ups, norms, cos, sin)
+    return (q, k, checkpoint_name(v, names.VALUE)), (x, joined, z, downs, ups, norms, cos, sin)
 
 
 def _backward(spec: HeadsSpec, residuals, cotangents):
-    x, joined, v_weight, z, downs, ups, norms, cos, sin = residuals
-    dq, dk, dv = cotangents
-    tables, rotate_gradient = (norms, cos, sin), spec.backend.rotate_gradient
-    dz, dhidden, dups = rotate_gradient(z, ups[:2], *tables, dq, dk, head_dim=spec.head_dim, eps=spec.eps)
-    dvalue, dup, _ = spec.lora.gradients(dv, ups[2], z, _value_ranks(ups))
-    dhidden = jnp.concatenate([dhidden, dvalue], axis=1)
-    dz = with_ranks(dz, dhidden, len(ups[0]) + len(ups[1]))
-    dx = dz @ joined + dv @ v_weight.astype(x.dtype)
-    return dx, None, down_gradients(x, dhidden, downs), (*dups, dup), None, None, None
-
-
-def _value_ranks(ups: Matrices) -> int:
-    """Return the column of z where the values' ranks begin."""
-    return len(ups[0]) + len(ups[1]) + 2 * ups[0].shape[1]
+    x, joined, z, downs, ups, *tables = residuals
+    rotate_gradient = spec.backend.rotate_gradient
+    dz, dhidden, dups = rotate_gradient(z, ups, *tables, cotangents, head_dim=spec.head_dim, eps=spec.eps)
+    dz = with_ranks(dz, dhidden, len(ups[0]) + len(ups[1]), z.shape[1])
+    return dz @ joined, None, down_gradients(x, dhidden, downs), dups, None, None, None
 
 
 joined_heads.defvjp(_forward, _backward)

@@ -44,7 +44,7 @@ def _forward(backend: JoinedSwigluBackend, x, weights, downs, matrices):
 def _backward(backend: JoinedSwigluBackend, residuals, cotangents):
     x, joined, z, downs, matrices = residuals
     dz, dhidden, dmatrices = backend.joined_backward(z, matrices, *cotangents)
-    dz = with_ranks(dz, dhidden, 2 * len(matrices[0]))
+    dz = with_ranks(dz, dhidden, 2 * len(matrices[0]), z.shape[1])
     return dz @ joined, None, down_gradients(x, dhidden, downs), dmatrices
 
 

@@ -88,6 +88,19 @@ def test_replaced_rows_get_gradients_and_the_weight_none(case, chunk):
 
 
 @pytest.mark.parametrize("scale", [1.0, 200.0])
+def test_exponentials_of_products_give_the_loss_and_gradient(interpreted, case, scale):
+    from jaxglue.ops.cross_entropy.triton import ProductTiles, TritonCrossEntropy
+
+    tiles = ProductTiles(block_m=16, block_n=16, block_k=16, programs=2)
+    kernels = interpreted(TritonCrossEntropy)(compute_capability=90, product_tiles=tiles, descriptors=False)
+    x, weight, targets, weights = case
+    x = (scale * x).at[2].multiply(50)  # logits far above the target's
+    got = kernels.product_gradient(x, weight, targets, weights)
+    expected = jax.value_and_grad(by_definition)(x, weight, targets, weights)
+    assert_close((got[0].sum(), got[1]), expected, 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 200.0])
 def test_numerators_times_factors_are_the_gradient(interpreted_cross_entropy, case, scale):
     x, weight, targets, weights = case
     logits = (scale * x @ weight.T).at[2, V - 2].set(900.0)  # far above the first block
