@@ -70,9 +70,9 @@ def _forward(spec: HeadsSpec, x, weights, downs, ups, norms, cos, sin):
 
 
 def _backward(spec: HeadsSpec, residuals, cotangents):
-    x, joined, z, downs, ups, *tables = residuals
-    rotate_gradient = spec.backend.rotate_gradient
-    dz, dhidden, dups = rotate_gradient(z, ups, *tables, cotangents, head_dim=spec.head_dim, eps=spec.eps)
+    x, joined, z, downs, ups, norms, cos, sin = residuals
+    gradient = partial(spec.backend.rotate_gradient, head_dim=spec.head_dim, eps=spec.eps)
+    dz, dhidden, dups = gradient(z, ups, norms, cos, sin, cotangents)
     dz = with_ranks(dz, dhidden, len(ups[0]) + len(ups[1]), z.shape[1])
     return dz @ joined, None, down_gradients(x, dhidden, downs), dups, None, None, None
 
