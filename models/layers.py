@@ -18,21 +18,21 @@ from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import axis_size, copy_to, reduce_from
-from jaxglue.ops.fp8 import add_adapted_fp8, project_adapted_fp8, project_fp8, swiglu_fp8
+from jaxglue.ops.fp8 import Rows, add_adapted_fp8, branch_norm_fp8, project_adapted_fp8, project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
 from jaxglue.ops.lora_heads import lora_heads
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu, projected_lora_swiglu
-from jaxglue.ops.norm_rope import HeadNorms, branch_norm, coded_branch_norm, rms_norm
+from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantized, quantize_matrix
-from jaxglue.ops.quant.fp8 import CodedRows, is_multiplied_in_fp8
+from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
 
-Normed = Float[Array, "B T D"] | CodedRows
-"""A norm's output, with e4m3 codes where FP8 products read it."""
+Normed = Float[Array, "B T D"] | Rows
+"""A norm's output, as e4m3 codes where FP8 products read it."""
 
 
 def _copy_to(normed: Normed) -> Normed:
-    return normed if isinstance(normed, CodedRows) else copy_to(normed)
+    return normed if isinstance(normed, Rows) else copy_to(normed)
 
 
 def project(x: Float[Array, "*B in"], weight: Float[Array, "out in"], dtype=None) -> Float[Array, "*B out"]:
@@ -137,7 +137,7 @@ def project_together(linears: Sequence[Linear], x: Normed, context: LayerContext
         weights = [linear.weight.get_value() for linear in linears]
         ups = [up for linear in linears if (up := linear.scaled_b) is not None]
         return _add_adapters(linears, project_adapted_fp8(x, weights, _first_matrices(linears), ups), None)
-    assert not isinstance(x, CodedRows)
+    assert not isinstance(x, Rows)
     return _add_adapters(linears, *_project_base(linears, x, context))
 
 
@@ -250,8 +250,8 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
     def branch(self, x: Float[Array, "B T D"], *, coded: bool = False) -> tuple[Float[Array, "B T D"], Normed]:
-        """Return (x, norm of x) for a residual block, the latter with its e4m3 codes if asked for."""
-        return (coded_branch_norm if coded else branch_norm)(x, self.weight[...], self.eps)
+        """Return (x, norm of x) for a residual block, the latter as e4m3 codes if asked for."""
+        return (branch_norm_fp8 if coded else branch_norm)(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -333,7 +333,7 @@ class GatedMLP(nnx.Module):
             if self.reads_codes(context) and (last := self.down_proj.scaled_b) is not None:
                 weights: Any = tuple(linear.weight.get_value() for linear in self._linears)
                 return swiglu_fp8(x, normed, weights, _first_matrices(self._linears[:2]), matrices, last)
-            assert not isinstance(normed, CodedRows)
+            assert not isinstance(normed, Rows)
             return _add_projection(x, self.down_proj, *self._lora_swiglu(normed, matrices, context))
         gate, up = project_together((self.gate_proj, self.up_proj), normed, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)

@@ -7,13 +7,16 @@ from jaxtyping import Array, Float
 from jaxglue.ops.backend import Capability, check_capability
 from jaxglue.ops.fp8.adapted import add_adapted_fp8, project_adapted_fp8
 from jaxglue.ops.fp8.encode import FIRST_CAPABILITY
+from jaxglue.ops.fp8.rows import Rows, branch_norm_fp8
 from jaxglue.ops.fp8.swiglu import swiglu_fp8
 from jaxglue.ops.fp8.vjp import project_rows, project_trained
 from jaxglue.ops.quant.fp8 import FP8Weight
 
 __all__ = [
     "FIRST_CAPABILITY",
+    "Rows",
     "add_adapted_fp8",
+    "branch_norm_fp8",
     "check_fp8",
     "project_adapted_fp8",
     "project_fp8",

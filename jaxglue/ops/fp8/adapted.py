@@ -7,8 +7,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.fp8.encode import coded, encode
+from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.fp8.products import dot, input_products
+from jaxglue.ops.fp8.rows import Rows, as_matrix, coded, cotangent, without_codes
 from jaxglue.ops.fp8.vjp import shared_scales
 from jaxglue.ops.lora import (
     Quantizer,
@@ -20,11 +21,11 @@ from jaxglue.ops.lora import (
     shrink,
     shrink_gradient,
 )
-from jaxglue.ops.quant.fp8 import CodedRows, FP8Weight
+from jaxglue.ops.quant.fp8 import FP8Weight
 
 
 def project_adapted_fp8(
-    x: Float[Array, "*B in"] | CodedRows,
+    x: Float[Array, "*B in"] | Rows,
     weights: Sequence[FP8Weight],
     down: Float[Array, "ranks in"],
     ups: Sequence[Float[Array, "out R"]],
@@ -42,33 +43,28 @@ def project_adapted_fp8(
     return [y.reshape(*rows.values.shape[:-1], -1) for y in outputs]
 
 
-def as_matrix(rows: CodedRows) -> CodedRows:
-    """Return the rows with all leading axes joined."""
-    return CodedRows(*(array.reshape(-1, array.shape[-1]) for array in rows))
-
-
 @jax.custom_vjp
-def _project(rows: CodedRows, weights: tuple[FP8Weight, ...], down, ups: tuple[Array, ...]) -> tuple[Array, ...]:
+def _project(rows: Rows, weights: tuple[FP8Weight, ...], down, ups: tuple[Array, ...]) -> tuple[Array, ...]:
     return _forward(rows, weights, down, ups)[0]
 
 
-def _forward(rows: CodedRows, weights, down, ups):
-    x, codes, scales = rows
-    hidden = checkpoint_name(shrink(x, down), names.LORA_HIDDEN)
+def _forward(rows: Rows, weights, down, ups):
+    hidden = checkpoint_name(rows.shrink(down), names.LORA_HIDDEN)
+    products = (dot(rows.codes, weight.codes, 1, hidden.dtype) for weight in weights)
     outputs = tuple(
-        lora_expand_onto(ScaledProduct(dot(codes, weight.codes, 1, x.dtype), scales, weight.scales), hidden, up, first)
-        for weight, up, first in zip(weights, ups, first_ranks(ups), strict=True)
+        lora_expand_onto(ScaledProduct(product, rows.scales, weight.scales), hidden, up, first)
+        for product, weight, up, first in zip(products, weights, ups, first_ranks(ups), strict=True)
     )
-    return outputs, (x, hidden, weights, down, ups)
+    return outputs, (without_codes(rows), hidden, weights, down, ups)
 
 
 def _backward(residuals, cotangents):
-    x, hidden, weights, down, ups = residuals
+    rows, hidden, weights, down, ups = residuals
     scales = shared_scales(cotangents, weights)
     quantizers = [Quantizer(weight.scales, scales) for weight in weights]
     dhidden, dups, codes = lora_expand_gradients_and_codes(hidden, ups, cotangents, quantizers)
     dx = adapted_input_gradient(codes, weights, scales, dhidden, down)
-    return CodedRows.cotangent(dx), None, shrink_gradient(x, dhidden), dups
+    return cotangent(rows, dx), None, rows.shrink_gradient(dhidden), dups
 
 
 def adapted_input_gradient(

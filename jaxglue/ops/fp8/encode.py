@@ -2,12 +2,11 @@
 
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_capability, check_triton
-from jaxglue.ops.quant.fp8 import CodedRows, encode_rows, quantize_rows
+from jaxglue.ops.quant.fp8 import encode_rows, quantize_rows
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada Lovelace)."""
@@ -51,8 +50,3 @@ def encode(
         return kernels.encode(x, columns, scales)
     values = x if columns is None else x.astype(jnp.float32) * columns
     return quantize_rows(values) if scales is None else encode_rows(values, scales)
-
-
-def coded(x: Float[Array, "*B n"] | CodedRows) -> CodedRows:
-    """Return rows with their codes, in a pass of its own where they have none."""
-    return x if isinstance(x, CodedRows) else CodedRows(x, *encode(jax.lax.stop_gradient(x)))

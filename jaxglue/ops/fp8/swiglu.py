@@ -13,20 +13,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.fp8.adapted import adapted_input_gradient, add_product, as_matrix
-from jaxglue.ops.fp8.encode import coded, encode
+from jaxglue.ops.fp8.adapted import adapted_input_gradient, add_product
+from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.fp8.products import dot, dot_to_e4m3, rescale
-from jaxglue.ops.lora import (
-    Quantizer,
-    lora_expand_gradients,
-    lora_expand_gradients_and_codes,
-    shrink,
-    shrink_gradient,
-)
+from jaxglue.ops.fp8.rows import Rows, as_matrix, coded, cotangent, without_codes
+from jaxglue.ops.lora import Quantizer, lora_expand_gradients, lora_expand_gradients_and_codes
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, Matrices
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import ScaledProducts
-from jaxglue.ops.quant.fp8 import CodedRows, FP8Weight, row_scales
+from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
 
 Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
 """gate, up and down."""
@@ -76,7 +71,7 @@ def _absmax(x) -> Float[Array, "M 1"]:
 
 def swiglu_fp8(
     stream: Float[Array, "*B D"],
-    x: Float[Array, "*B D"] | CodedRows,
+    x: Float[Array, "*B D"] | Rows,
     weights: Weights,
     first: Float[Array, "ranks D"],
     matrices: Matrices,
@@ -102,27 +97,26 @@ _REFERENCE = ReferenceScaledSwiglu()
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _feed_forward(
-    backend: ScaledSwigluBackend, stream, rows: CodedRows, weights: Weights, first, matrices: Matrices, last
+    backend: ScaledSwigluBackend, stream, rows: Rows, weights: Weights, first, matrices: Matrices, last
 ) -> Array:
     return _forward(backend, stream, rows, weights, first, matrices, last)[0]
 
 
-def _forward(backend: ScaledSwigluBackend, stream, rows: CodedRows, weights: Weights, first, matrices: Matrices, last):
+def _forward(backend: ScaledSwigluBackend, stream, rows: Rows, weights: Weights, first, matrices: Matrices, last):
     gate, up, down = weights
-    x, codes, scales = rows
-    hidden = checkpoint_name(shrink(x, first), names.LORA_HIDDEN)
-    (gated, factor), (raised, _) = (dot_to_e4m3(codes, weight.codes) for weight in (gate, up))
+    hidden = checkpoint_name(rows.shrink(first), names.LORA_HIDDEN)
+    (gated, factor), (raised, _) = (dot_to_e4m3(rows.codes, weight.codes) for weight in (gate, up))
     products = ScaledProducts(
         gate=_named(gated, names.GATE),
         up=_named(raised, names.UP),
-        row_scales=checkpoint_name(scales * factor, names.GATE),
+        row_scales=checkpoint_name(rows.scales * factor, names.GATE),
         gate_scales=gate.scales,
         up_scales=up.scales,
     )
     y, low, absmax = backend.scaled_forward(products, hidden, matrices)
     low = checkpoint_name(low, names.LORA_HIDDEN)
     out = add_product(stream, *encode(y, scales=row_scales(absmax)), down, low, last)
-    return out, (products, x, hidden, low, weights, first, matrices, last)
+    return out, (products, without_codes(rows), hidden, low, weights, first, matrices, last)
 
 
 def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
@@ -132,7 +126,7 @@ def _named(codes: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
 
 
 def _backward(backend: ScaledSwigluBackend, residuals, dout):
-    products, x, hidden, low, (gate, up, down), first, matrices, last = residuals
+    products, rows, hidden, low, (gate, up, down), first, matrices, last = residuals
     codes, scales = encode(dout, down.scales)
     dlow, (dlast,) = lora_expand_gradients(low, (last,), (dout,))
     dy = dot(codes, down.codes, 0, dout.dtype)
@@ -141,7 +135,7 @@ def _backward(backend: ScaledSwigluBackend, residuals, dout):
     quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
     dhidden, dsecond, dcodes = lora_expand_gradients_and_codes(hidden, matrices[:2], (dgate, dup), quantizers)
     dx = adapted_input_gradient(dcodes, (gate, up), shared, dhidden, first)
-    return dout, CodedRows.cotangent(dx), None, shrink_gradient(x, dhidden), (*dsecond, ddown), dlast
+    return dout, cotangent(rows, dx), None, rows.shrink_gradient(dhidden), (*dsecond, ddown), dlast
 
 
 _feed_forward.defvjp(_forward, _backward)

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
-from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate, rms_norm
+from jaxglue.ops.norm_rope.reference import HeadNorms, ReferenceNorm, reference_rotate, rms_norm
 from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
-from jaxglue.ops.quant.fp8 import CodedRows, quantize_rows
 
 __all__ = ["NORM_ROPE", "HeadNorms", "branch_norm", "coded_branch_norm", "rms_norm", "rotate_heads"]
 
@@ -43,15 +41,20 @@ def branch_norm(
 
 
 def coded_branch_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, *, backend: str = "auto"
-) -> tuple[Float[Array, "*B D"], CodedRows]:
-    """Return the same with the norm's e4m3 codes, written while it is computed; see `branch_norm`."""
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]]:
+    """Return a residual stream x twice, e4m3 codes of its `rms_norm`, their scales, and 1 / x's root mean square.
+
+    The gradient of the second x is by convention that to the norm, which is not written.
+
+    Raises:
+        ValueError: a weight that does not fit.
+    """
     _check_norm(x, weight)
-    kernels = NORM_ROPE.load(x.dtype, backend=backend)
-    if kernels is None:
-        normed = rms_norm(x, weight, eps)
-        return x, CodedRows(normed, *quantize_rows(jax.lax.stop_gradient(normed)))
-    return fused_branch_norm(NormSpec(backend=kernels, eps=eps, coded=True), x, weight)
+    stream, values, codes, scales, inverse = fused_branch_norm(
+        NormSpec(backend=NORM_ROPE.load(x.dtype) or ReferenceNorm(), eps=eps, coded=True), x, weight
+    )
+    return stream, values, codes, scales, inverse
 
 
 def _check_norm(x, weight) -> None:

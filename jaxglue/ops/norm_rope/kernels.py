@@ -36,19 +36,19 @@ def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def coded_norm_kernel(x, weight, out, codes, scales, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Do as `norm_kernel`, and quantize the row to e4m3 codes [M, D] times its own of scales [M]; grid (M)."""
+def coded_norm_kernel(x, weight, codes, scales, inverse_rms, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantize the norm of one row to e4m3 codes [M, D] times its own of scales [M]; grid (M)."""
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     row = _load(x + start, columns, mask)
-    scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
-    row = _normed(row, scale, _load(weight, columns, mask), out.dtype.element_ty)
-    tl.store(out + start + columns, row.to(out.dtype.element_ty), mask=mask)
+    inverse = _inverse_rms(tl.sum(row * row, 0), D, EPS)
+    row = _normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty)
     absmax = tl.max(tl.abs(row), 0)
     scale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST_E4M3), SMALLEST_SCALE), 1.0)
     row = tl.minimum(tl.maximum(row / scale, -LARGEST_E4M3), LARGEST_E4M3)
     tl.store(codes + start + columns, row.to(codes.dtype.element_ty), mask=mask)
     tl.store(scales + tl.program_id(0), scale)
+    tl.store(inverse_rms + tl.program_id(0), inverse)
 
 
 @triton.jit

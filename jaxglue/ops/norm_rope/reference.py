@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.ops.quant.fp8 import quantize_rows
 from jaxglue.ops.rope import apply_rope
 
 
@@ -26,9 +27,30 @@ class HeadNorms:
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """Divide x by its root mean square, round to x's dtype, multiply by the weight (transformers' `LlamaRMSNorm`)."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
+    return (x.astype(jnp.float32) * inverse_rms(x, eps)).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def inverse_rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B 1"]:
+    """Compute 1 / x's root mean square, in float32."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + eps)
+
+
+@dataclass(frozen=True)
+class ReferenceNorm:
+    """`NormBackend` by XLA."""
+
+    def norm(self, x, weight, *, eps: float):
+        """See `NormBackend`."""
+        return rms_norm(x, weight, eps)
+
+    def coded_norm(self, x, weight, *, eps: float):
+        """See `NormBackend`."""
+        return *quantize_rows(rms_norm(x, weight, eps)), inverse_rms(x, eps)
+
+    def norm_gradient(self, x, weight, dresidual, dout, *, eps: float):
+        """See `NormBackend`."""
+        (dx,) = jax.vjp(lambda x: rms_norm(x, weight, eps), x)[1](dout)
+        return dresidual + dx
 
 
 def reference_rotate(q, k, cos, sin, norms: HeadNorms | None) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ import triton
 
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import kernels
-from jaxglue.ops.quant.fp8 import E4M3, CodedRows
+from jaxglue.ops.quant.fp8 import E4M3
 
 _ROW_VALUES = 512
 """Values of a row per warp."""
@@ -26,20 +26,21 @@ class TritonNormRope(Launcher):
 
     def coded_norm(self, x, weight, *, eps: float):
         """See `NormBackend`."""
-        rows = x.size // x.shape[-1]
-        codes = jax.ShapeDtypeStruct((rows, x.shape[-1]), E4M3), jax.ShapeDtypeStruct((rows,), jnp.float32)
-        out, codes, scales = self._rows(kernels.coded_norm_kernel, (x, weight), eps, codes)
-        return CodedRows(out.reshape(x.shape), codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
+        M, D = x.size // x.shape[-1], x.shape[-1]
+        rows = jax.ShapeDtypeStruct((M,), jnp.float32)
+        out_type = jax.ShapeDtypeStruct((M, D), E4M3), rows, rows
+        codes, *others = self._rows(kernels.coded_norm_kernel, (x, weight), eps, out_type)
+        return codes.reshape(x.shape), *(each.reshape(*x.shape[:-1], 1) for each in others)
 
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float):
         """See `NormBackend`."""
         return self._rows(kernels.norm_gradient_kernel, (x, weight, dresidual, dout), eps)[0].reshape(x.shape)
 
-    def _rows(self, kernel, arrays, eps: float, further: tuple[jax.ShapeDtypeStruct, ...] = ()):
-        """Launch a program for each row of the last axis; the first result is like the first array's rows."""
+    def _rows(self, kernel, arrays, eps: float, out_type: tuple[jax.ShapeDtypeStruct, ...] = ()):
+        """Launch a program for each row of the last axis; by default the result is like the first array's rows."""
         D = arrays[0].shape[-1]
         rows = [x.reshape(-1, D) if x.ndim > 1 else x for x in arrays]
-        out_type = shape_dtype_of(rows[0]), *further
+        out_type = out_type or (shape_dtype_of(rows[0]),)
         block = triton.next_power_of_2(D)
         constants = {"D": D, "EPS": eps, "BLOCK": block}
         warps = min(max(block // _ROW_VALUES, 1), 16)

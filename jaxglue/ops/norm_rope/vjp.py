@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,12 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate, rms_norm
-from jaxglue.ops.quant.fp8 import CodedRows
 
 Weights = tuple[Float[Array, " H"], Float[Array, " H"]]
 Heads = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]
+
+
+Codes = tuple[Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]]
 
 
 class NormBackend(Protocol):
@@ -22,8 +24,8 @@ class NormBackend(Protocol):
     def norm(self, x, weight, *, eps: float) -> Float[Array, "*B D"]:
         """Return `rms_norm` of x."""
 
-    def coded_norm(self, x, weight, *, eps: float) -> CodedRows:
-        """Return `rms_norm` of x and its codes."""
+    def coded_norm(self, x, weight, *, eps: float) -> Codes:
+        """Return e4m3 codes of `rms_norm` of x, their scales [*B, 1], and 1 / x's root mean square [*B, 1]."""
 
     def norm_gradient(self, x, weight, dresidual, dout, *, eps: float) -> Float[Array, "*B D"]:
         """Return dresidual plus the norm's gradient to x."""
@@ -36,12 +38,13 @@ class NormSpec:
     backend: NormBackend
     eps: float
     coded: bool = False
-    """Quantize the norm too."""
+    """Return codes instead of the norm."""
 
-    def norm(self, x, weight) -> Array | CodedRows:
-        """Return `rms_norm` of x."""
-        function = self.backend.coded_norm if self.coded else self.backend.norm
-        return function(x, weight, eps=self.eps)
+    def branch(self, x, weight) -> tuple[Array, ...]:
+        """Return x and its `rms_norm`, or x twice and the norm's codes."""
+        if self.coded:
+            return x, x, *self.backend.coded_norm(x, weight, eps=self.eps)
+        return x, self.backend.norm(x, weight, eps=self.eps)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["x", "weight"], meta_fields=["weight_needs_grad"])
@@ -53,18 +56,21 @@ class _NormResiduals:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, Any]:
-    """Return x and its norm (`CodedRows` if coded) by a fused backend; a weight gets a gradient only if it trains."""
-    return x, spec.norm(x, weight)
+def fused_branch_norm(spec: NormSpec, x: Float[Array, "*B D"], weight: Float[Array, " D"]) -> tuple[Array, ...]:
+    """Return `spec.branch` by a fused backend; the weight gets a gradient only where it trains.
+
+    The gradient of the second result is that to the norm, coded or not.
+    """
+    return spec.branch(x, weight)
 
 
 def _norm_forward(spec, x, weight):
     residuals = _NormResiduals(x=x.value, weight=weight.value, weight_needs_grad=weight.perturbed)
-    return (x.value, spec.norm(x.value, weight.value)), residuals
+    return spec.branch(x.value, weight.value), residuals
 
 
 def _norm_backward(spec, r: _NormResiduals, cotangents):
-    dresidual, dout = map(_instantiated, jax.tree.leaves(cotangents)[:2])  # codes have no gradient
+    dresidual, dout = map(_instantiated, cotangents[:2])  # codes have none
     dx = spec.backend.norm_gradient(r.x, r.weight, dresidual, dout, eps=spec.eps)
     if not r.weight_needs_grad:
         return dx, None

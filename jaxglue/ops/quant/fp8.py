@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +35,6 @@ class FP8Weight:
     def shape(self) -> tuple[int, int]:
         """Return the shape of the dequantized matrix."""
         return self.codes.shape[0], self.codes.shape[1]
-
-
-class CodedRows(NamedTuple):
-    """Rows as they are, and quantized to e4m3 codes times a float32 scale each; gradients belong to the former."""
-
-    values: Float[Array, "*B n"]
-    codes: Float[Array, "*B n"]
-    scales: Float[Array, "*B 1"]
-
-    @staticmethod
-    def cotangent(values: Float[Array, "*B n"]) -> "CodedRows":
-        """Return the gradient of rows from that of their values."""
-        none: Any = None
-        return CodedRows(values, none, none)
 
 
 def is_multiplied_in_fp8(weight: object) -> bool:

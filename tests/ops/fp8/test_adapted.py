@@ -10,8 +10,9 @@ from closeness import outputs_and_gradients
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.fp8 import add_adapted_fp8, project_adapted_fp8
+from jaxglue.ops.fp8 import add_adapted_fp8, branch_norm_fp8, project_adapted_fp8
 from jaxglue.ops.lora import LORA
+from jaxglue.ops.norm_rope import rms_norm
 from jaxglue.ops.quant.fp8 import quantize_fp8
 
 M, D, OUTPUTS, R = 37, 64, (72, 24, 24), 4
@@ -69,6 +70,27 @@ def test_outputs_and_gradients_are_close_to_float32(backend):
     with LORA.using(backend):
         got = all_results(in_fp8, *case)
     assert_same_direction(got, all_results(by_definition, *case), 0.995)
+
+
+def results_behind_a_norm(case, *, fp8):
+    """Return a residual stream, the products of its norm, and gradients to the stream and the adapters."""
+    (x, weights, down, ups), cotangents = case
+    x, norm = x.at[..., 5].multiply(30), jnp.linspace(0.2, 2, x.shape[-1])
+
+    def apply(x, down, ups):
+        if not fp8:
+            return x, by_definition(rms_norm(x, norm, 1e-3), weights, down, ups)
+        stream, rows = branch_norm_fp8(x, norm, 1e-3)
+        return stream, project_adapted_fp8(rows, [quantize_fp8(weight) for weight in weights], down, ups)
+
+    return outputs_and_gradients(apply, (x, down, ups), (0.1 * x, cotangents))
+
+
+def test_norms_are_multiplied_from_codes_and_shrunk_from_their_input(backend):
+    case = random_case(M, D, OUTPUTS, R)
+    with LORA.using(backend):
+        got = results_behind_a_norm(case, fp8=True)
+    assert_same_direction(got, results_behind_a_norm(case, fp8=False), 0.995)
 
 
 def results_of_adding(function, case):

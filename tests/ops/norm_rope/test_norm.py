@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.norm_rope import NORM_ROPE, branch_norm, coded_branch_norm
+from jaxglue.ops.norm_rope import NORM_ROPE, branch_norm, coded_branch_norm, rms_norm
+from jaxglue.ops.norm_rope.reference import inverse_rms
 from jaxglue.ops.quant.fp8 import quantize_rows
 
 EPS = 1e-3
@@ -51,46 +52,50 @@ def test_interpreted_kernels_match_the_reference(shape, interpreted_backend):
 
 
 def coded_results(inputs, douts):
-    """Return ((x, normed), (dx, dweight)) of `coded_branch_norm`, and the codes with their scales."""
+    """Return (dx, dweight) of `coded_branch_norm`; and codes, their scales and 1 / x's root mean square."""
 
     @jax.jit
     def compute(inputs, douts):
         def values(x, weight):
-            stream, rows = coded_branch_norm(x, weight, EPS)
-            return (stream, rows.values), rows
+            stream, values, *rows = coded_branch_norm(x, weight, EPS)
+            return (stream, values), rows
 
-        out, pull, rows = jax.vjp(values, *inputs, has_aux=True)
-        return (out, pull(douts)), rows
+        _, pull, rows = jax.vjp(values, *inputs, has_aux=True)
+        return pull(douts), rows
 
     return compute(inputs, douts)
 
 
-def assert_codes_are_those_of_the_norm(rows, tolerance):
-    codes, scales = quantize_rows(rows.values)
-    np.testing.assert_allclose(rows.scales, scales, rtol=1e-5)
-    got, expected = (np.asarray(x.astype(jnp.float32)) for x in (rows.codes, codes))
+def assert_codes_are_those_of_the_norm(rows, case):
+    codes, scales, inverse = rows
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), case[0])
+    normed = rms_norm(*case[0], EPS)
+    expected, expected_scales = quantize_rows(normed)
+    np.testing.assert_allclose(inverse, inverse_rms(wide[0], EPS), rtol=1e-5)
+    np.testing.assert_allclose(scales, expected_scales, rtol=0.01)
+    got, expected = (np.asarray(x.astype(jnp.float32)) for x in (codes, expected))
     got = np.where(2 * got == expected, expected, got)  # Triton 3.7.1's interpreter loses the carry into the exponent
     np.testing.assert_allclose(got, expected, rtol=0.13, atol=2**-9)
-    assert np.mean(got != expected) <= tolerance  # ties, after a quotient's last bit
+    assert np.mean(got != expected) <= 0.02  # ties, after a quotient's last bit
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
-def test_codes_come_with_the_norm(kernels, interpreted_backend):
+def test_a_norm_is_written_as_codes(kernels, interpreted_backend):
     case = random_case((2, 5, 64))
-    expected = output_and_gradients("reference", *case)
     with NORM_ROPE.using(interpreted_backend if kernels else None):
-        got, rows = coded_results(*case)
-    assert_close(got, expected, 1e-6)
-    assert_codes_are_those_of_the_norm(rows, 0.02)
+        gradients, rows = coded_results(*case)
+    assert_close(gradients, output_and_gradients("reference", *case)[1], 1e-6)
+    assert_codes_are_those_of_the_norm(rows, case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 37, 1024), (1, 50, 2880)])
-def test_codes_come_with_the_norm_on_a_gpu(shape):
+def test_a_norm_is_written_as_codes_on_a_gpu(shape):
     case = random_case(shape, jnp.bfloat16)
-    got, rows = coded_results(*case)
-    assert_close(got, output_and_gradients("reference", *jax.tree.map(lambda x: x.astype(jnp.float32), case)), 1e-2)
-    assert_codes_are_those_of_the_norm(rows, 0.01)
+    gradients, rows = coded_results(*case)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), case)
+    assert_close(gradients, output_and_gradients("reference", *exact)[1], 1e-2)
+    assert_codes_are_those_of_the_norm(rows, case)
 
 
 @pytest.mark.gpu
