@@ -42,7 +42,9 @@ def branch_norm(
 
 def coded_branch_norm(
     x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
-) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]]:
+) -> tuple[
+    Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B D"], Float[Array, "*B 1"], Float[Array, "*B 1"]
+]:
     """Return a residual stream x twice, e4m3 codes of its `rms_norm`, their scales, and 1 / x's root mean square.
 
     The gradient of the second x is by convention that to the norm, which is not written.
