@@ -79,9 +79,11 @@ def as_matrix(rows: Rows) -> Rows:
 
 def cotangent(rows: Rows, values: Float[Array, "*B n"]) -> Any:
     """Return the gradient of rows from that of their values."""
-    return type(rows)(values, *[None] * (len(rows) - 1))
+    none: Any = None
+    return type(rows)(values, *(none for _ in rows[1:]))
 
 
 def without_codes(rows: Rows) -> Any:
     """Return what gradients need of the rows."""
-    return rows._replace(codes=None, scales=None)
+    none: Any = None
+    return rows._replace(codes=none, scales=none)

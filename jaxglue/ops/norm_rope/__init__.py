@@ -37,7 +37,8 @@ def branch_norm(
     kernels = NORM_ROPE.load(x.dtype, backend=backend)
     if kernels is None:
         return x, rms_norm(x, weight, eps)
-    return fused_branch_norm(NormSpec(backend=kernels, eps=eps), x, weight)
+    stream, normed = fused_branch_norm(NormSpec(backend=kernels, eps=eps), x, weight)
+    return stream, normed
 
 
 def coded_branch_norm(
