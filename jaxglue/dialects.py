@@ -84,7 +84,7 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
     values: Nested = {}
     unknown, wrong = [], []
     left_out: dict[str, list[str]] = {}
-    for key, value in {**_method(recipe), **_with_objective(_with_our_data(recipe), where)}.items():
+    for key, value in {**_method(recipe), **_with_objective(_with_our_data(recipe, where), where)}.items():
         try:
             if key in _CONVERTERS:
                 _merge(values, _CONVERTERS[key](value))
@@ -166,7 +166,7 @@ def _with_objective(recipe: Mapping[str, Any], where: str) -> Nested:
     return values
 
 
-def _with_our_data(recipe: Mapping[str, Any]) -> Nested:
+def _with_our_data(recipe: Mapping[str, Any], where: str) -> Nested:
     """Return the recipe with TRL's data set as our sources, and names of templates and data sets apart from files."""
     values = dict(recipe)
     if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
@@ -175,9 +175,12 @@ def _with_our_data(recipe: Mapping[str, Any]) -> Nested:
         values["template"] = values.pop("chat_template")
     if "chat_template_jinja" in values:
         values["chat_template"] = values.pop("chat_template_jinja")
-    if name := values.pop("dataset_name", None):
-        values |= _hub_data(str(name), values.pop("dataset_config", None), values.pop("dataset_test_split", None))
-    return values
+    if not values.get("dataset_name"):
+        return values
+    names = {key: values.pop(key, None) for key in ("dataset_name", "dataset_config", "dataset_test_split")}
+    if wrong := next((key for key, name in names.items() if not isinstance(name, str | None)), None):
+        raise ValueError(f"{where}{wrong}: expected a name, got {names[wrong]!r:.100}")
+    return values | _hub_data(*names.values())
 
 
 def _hub_data(name: str, subset: str | None, held_out: str | None) -> Nested:
@@ -213,8 +216,11 @@ def _data_sets(field: str) -> Callable[[Any], Nested]:
 
 def _sources(item: dict[str, Any]) -> list[str]:
     """Return a data set's files, or its name on the hub, with the settings of its rows."""
-    path, files, subset = str(item.pop("path")), item.pop("data_files", []), item.pop("name", None)
+    path, files, subset = item.pop("path"), item.pop("data_files", []), item.pop("name", None)
     item.pop("ds_type", None)
+    for name in (path, *([files] if isinstance(files, str) else files), *([subset] if subset else [])):
+        if not isinstance(name, str):
+            raise ValueError(f"expected names, got {name!r:.100}")
     hub = not os.path.exists(path) and not Path(path).suffix and path.count("/") == 1
     names = [files] if isinstance(files, str) else files
     names = names or ["hf:" + ":".join(filter(None, [path, subset])) if hub else path]
@@ -254,7 +260,8 @@ def _check_roles(path: str, roles: Any) -> None:
     known = {"user": {"user", "human"}, "assistant": {"assistant", "gpt", "chatgpt", "model"}, "tool": {"tool"}}
     for role, names in dict(roles).items():
         if other := {names} - known.get(role, {role}) if isinstance(names, str) else {*names} - known.get(role, {role}):
-            raise ValueError(f"{path}: roles: {', '.join(sorted(other))} stands for {role}: rename it in the rows")
+            named = ", ".join(map(repr, sorted(other)))
+            raise ValueError(f"{path}: roles: {named:.100} stands for {role}: rename it in the rows")
 
 
 def _lora_target(value: Any) -> Nested:

@@ -157,6 +157,12 @@ def test_recipe_without_adapter_trains_all_weights(write):
     assert config.model.method == "full" and config.optimizer.learning_rate == 2e-5
 
 
+@pytest.mark.parametrize("line", ["dataset_name: 5", "dataset_name: a/b\ndataset_config: [c]"])
+def test_names_of_data_sets_are_text(write, line):
+    with pytest.raises(ValueError, match=r"dataset_\w+: expected a name, got"):
+        load_config(TrainConfig, write(f"model_name_or_path: m\n{line}\n", "r.yaml"))
+
+
 @pytest.mark.parametrize("line", ["lora_target: 3", "lr_scheduler_type: [linear]"])
 def test_values_of_other_types_are_named(write, line):
     key = line.partition(":")[0]
@@ -167,7 +173,7 @@ def test_values_of_other_types_are_named(write, line):
 def test_unknown_settings_are_named_together(write):
     with pytest.raises(ValueError, match=r"optimizer: expected .*does not know: shrink"):
         load_config(TrainConfig, write("base_model: m\noptimizer: sgd\nshrink: 2\n"))
-    with pytest.raises(ValueError, match=r"roles: bot stands for assistant"):
+    with pytest.raises(ValueError, match=r"roles: 'bot' stands for assistant"):
         text = "base_model: m\ndatasets:\n  - path: a.jsonl\n    roles: {assistant: [gpt, bot]}\n"
         load_config(TrainConfig, write(text))
     with pytest.raises(ValueError, match=r"does not know: shrink, roles_to_train\. Remove them"):
