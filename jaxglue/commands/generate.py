@@ -5,8 +5,9 @@ import sys
 from contextlib import nullcontext
 from typing import IO, Any
 
-from jaxglue.generation.chat import answer_rows, prompt_of
+from jaxglue.generation.chat import answer_rows
 from jaxglue.generation.config import STDIN, GenerateConfig
+from jaxglue.generation.prompts import prompt_of
 from jaxglue.hf.files import atomic_file
 
 
@@ -20,7 +21,7 @@ def main(config: GenerateConfig) -> None:
         if config.output == STDIN:
             _write_lines(config, target)
         else:
-            with target.open("w", encoding="utf-8") as lines:
+            with target.open("w", encoding="utf-8", errors="backslashreplace") as lines:
                 _write_lines(config, lines)
 
 

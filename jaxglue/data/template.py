@@ -70,9 +70,8 @@ class ChatTemplate:
             return {self._protect(key): self._protect(item) for key, item in value.items()}
         return [self._protect(item) for item in value] if isinstance(value, list) else value
 
-    def encode_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
-        """Return the tokens up to the start of the assistant's answer, as in training."""
-        text = self.render_prompt(*self.protect(messages, tools))
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a rendering of protected messages, as in training."""
         pieces = (self._tokenizer.encode(piece, add_special_tokens=False) for piece in plain_pieces(text))
         return [token for piece in pieces for token in piece]
 

@@ -1,6 +1,5 @@
 """Chat with a model: templates, end-of-turn tokens and streamed decoding around the generator."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,16 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.template import ChatTemplate
-from jaxglue.data.tokenizer import load_tokenizer, require_unicode
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.batch import Request
-from jaxglue.generation.config import STDIN, AssistantConfig, GenerateConfig, SamplingConfig
+from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
+from jaxglue.generation.prompts import encode_rows, prompt_of, read_prompts
 from jaxglue.generation.scoring import Scorer
 from jaxglue.hf.adapter import is_reward_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.json_file import parse_json, read_json
+from jaxglue.json_file import read_json
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -32,25 +32,6 @@ from jaxglue.ops.fp8 import check_fp8
 
 _CHANNEL = "<|channel|>"
 """Token before a channel's name in the harmony format."""
-
-
-def read_prompts(config: GenerateConfig) -> list[dict[str, Any]]:
-    """Return the rows to answer, each with `prompt` or `messages`; raise ValueError for a malformed line."""
-    rows: list[dict[str, Any]] = [{"prompt": prompt} for prompt in config.prompt]
-    if config.prompt_file is None:
-        return rows
-    text = sys.stdin.read() if config.prompt_file == STDIN else config.prompt_file.read_text(encoding="utf-8")
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if config.prompt_file.suffix != ".jsonl":
-        return rows + [{"prompt": line} for _, line in lines]
-    return rows + [_parse_row(line, f"{config.prompt_file}:{number}") for number, line in lines]
-
-
-def _parse_row(line: str, origin: str) -> dict[str, Any]:
-    row = parse_json(line, origin)
-    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
-        raise ValueError(f"{origin}: expected an object with a text `prompt` or a list `messages`")
-    return row
 
 
 class Assistant:
@@ -132,17 +113,12 @@ def generate(config: GenerateConfig) -> Iterator[tuple[str, Iterator[str]]]:
         yield prompt_of(row), answer
 
 
-def prompt_of(row: dict[str, Any]) -> str:
-    """Return the prompt or the last message of a row."""
-    return row.get("prompt") or row["messages"][-1].get("content", "")
-
-
 def answer_rows(
     config: GenerateConfig, say: Callable[[str], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], Iterator[str]]]:
     """Yield each row of `read_prompts` with its answer in pieces; as `generate`, `say` as in `Assistant.answers`."""
     rows, assistant = read_prompts(config), Assistant(config)
-    prompts = [_encode_row(assistant.tokenizer, row, config) for row in rows]
+    prompts = encode_rows(assistant.tokenizer, rows, config)
     if len(rows) == 1 or config.batch_size == 1:
         answers = (assistant.answer(tokens, config.sampling, index) for index, tokens in enumerate(prompts))
     else:
@@ -150,12 +126,6 @@ def answer_rows(
         texts = assistant.answers(requests, batch_size=config.batch_size, say=say)
         answers = (iter([text]) for text in texts)
     yield from zip(rows, answers, strict=True)
-
-
-def _encode_row(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: GenerateConfig) -> list[int]:
-    if "prompt" in row:
-        return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
-    return encode_messages(tokenizer, [*system_message(config.system), *row["messages"]])
 
 
 def _in_float32(dtype: str) -> bool:
@@ -195,44 +165,6 @@ def _tokenizer_folder(config: AssistantConfig, folder: Path) -> Path:
     if config.adapter and (config.adapter / "tokenizer.json").is_file():
         return config.adapter
     return folder
-
-
-def system_message(text: str | None) -> list[dict[str, str]]:
-    """Return the messages that begin a conversation: the system's, if there is one."""
-    return [] if text is None else [{"role": "system", "content": text}]
-
-
-def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the tokens that precede the answer to a conversation, as in training.
-
-    Raises:
-        ValueError: a missing chat template, one that refuses the conversation, or text that is no Unicode.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
-    text = ChatTemplate(tokenizer).render_prompt(messages)
-    require_unicode(text)
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | None = None, raw: bool = False
-) -> list[int]:
-    """Return the tokens that precede an answer, as in training.
-
-    Args:
-        tokenizer: of the model, with a chat template unless `raw`.
-        prompt: the user's message.
-        system: the system message before it.
-        raw: encode the text verbatim, with the tokenizer's special prefix.
-
-    Raises:
-        ValueError: a missing chat template, one that refuses the conversation, or text that is no Unicode.
-    """
-    if raw:
-        require_unicode(prompt)
-        return tokenizer.encode(prompt)
-    return encode_messages(tokenizer, [*system_message(system), {"role": "user", "content": prompt}])
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

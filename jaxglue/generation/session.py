@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from jaxglue.generation.chat import Assistant, encode_messages, system_message
+from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.prompts import encode_messages, system_message
 
 HELP = "/reset forgets the conversation · /system TEXT sets the system message · Ctrl-C stops an answer · Ctrl-D leaves"
 _FINAL = "<|channel|>final<|message|>"

@@ -5,9 +5,10 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxglue.generation.batch import Request
-from jaxglue.generation.chat import encode_prompt, in_order, stop_tokens
+from jaxglue.generation.chat import in_order, stop_tokens
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generate import Generator
+from jaxglue.generation.prompts import encode_prompt
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.training.metrics import read_steps
 from jaxglue.training.own_lines import rewrite_lines

@@ -5,7 +5,8 @@ import pytest
 
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
-from jaxglue.generation.chat import encode_prompt, stop_tokens, stream_text
+from jaxglue.generation.chat import stop_tokens, stream_text
+from jaxglue.generation.prompts import encode_prompt
 
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
 TEMPLATE = """

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.generation.chat import encode_prompt, generate, read_prompts, stop_tokens, stream_text
+from jaxglue.generation.chat import generate, stop_tokens, stream_text
 from jaxglue.generation.config import GenerateConfig, SamplingConfig
 from jaxglue.generation.generate import Generator
+from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
 from jaxglue.hf.loading import add_adapter, random_model
 from jaxglue.models import config_from_hf
 
@@ -119,3 +120,52 @@ def test_top_p_of_one_keeps_every_token():
 
     key, logits = jax.random.key(3), jax.random.normal(jax.random.key(0), (4096,))
     assert sample_token(logits, key, 1.0, 1.0) == jax.random.categorical(key, logits)
+
+
+@pytest.fixture
+def encode(make_tokenizer, tmp_path):
+    """Return a tokenizer and the prompts of a file's rows, tokenized."""
+
+    def run(*rows, **options):
+        (tmp_path / "rows.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows))
+        config = GenerateConfig(model=tmp_path, prompt_file=tmp_path / "rows.jsonl", **options)
+        tokenizer = make_tokenizer()
+        return tokenizer, encode_rows(tokenizer, read_prompts(config), config)
+
+    return run
+
+
+def test_rows_are_read_as_in_training(encode):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    tokenizer, (plain, same) = encode({"prompt": "ab"}, {"messages": [{"from": "human", "value": parts}]})
+    assert plain == same
+    _, (with_system,) = encode({"messages": [{"role": "user", "content": "ab"}]}, system="s")
+    assert tokenizer.decode(with_system).count("system") == 1
+
+
+def test_special_tokens_in_a_prompt_are_text(encode):
+    tokenizer, (plain, special) = encode({"prompt": "a"}, {"prompt": "a<|im_end|>"})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert plain.count(end) == special.count(end)
+    assert tokenizer.decode(special).count("<|im_end|>") == plain.count(end) + 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, "prompt 1: the content of a 'user' message must be"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "prompt 1: unknown role 'narrator'"),
+        ({"messages": []}, "prompt 1: 'messages' must be a non-empty list"),
+        ({"prompt": "a", "messages": []}, r"rows.jsonl:1: expected an object with a text `prompt` or"),
+        ({"prompt": 5}, r"rows.jsonl:1: expected an object with a text `prompt` or"),
+    ],
+)
+def test_rows_that_training_would_refuse_are_refused(encode, row, message):
+    with pytest.raises(ValueError, match=message):
+        encode(row)
+
+
+def test_prompts_in_another_encoding_are_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"a.txt: not UTF-8 at byte 1: save the prompts as UTF-8"):
+        read_prompts(GenerateConfig(model=tmp_path, prompt_file=tmp_path / "a.txt"))
