@@ -1,18 +1,19 @@
 """Several frozen projections of one input, and their adapters' first matrices, as rows of one matrix."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxglue.ops.lora.vjp import shrink_gradient
-
 _LARGEST = 2**25
 """Bytes of weights up to which one matmul instead of several is worth copying them together."""
 _ALIGNMENT = 64
 """Rows of a joined matrix are a multiple of it."""
+_PARTS = 16
+"""Parts of the tokens whose gradients fill a GPU."""
 
 
 def is_worth_joining(weights: Sequence[Array]) -> bool:
@@ -39,7 +40,15 @@ def with_ranks(
     return dz.at[:, first:end].set(jnp.pad(dhidden, ((0, 0), (0, end - first - dhidden.shape[1]))))
 
 
-def down_gradients(x, dhidden, downs: Sequence[Float[Array, "R in"]]) -> tuple[Float[Array, "R in"], ...]:
-    """Return the float32 gradients to the adapters' first matrices, whose ranks are side by side in `dhidden`."""
-    ends = list(itertools.accumulate(map(len, downs)))
-    return tuple(jnp.split(shrink_gradient(x, dhidden), ends[:-1]))
+def down_gradients(
+    x: Float[Array, "M in"], dhidden: Float[Array, "M ranks"], downs: Sequence[Float[Array, "R in"]]
+) -> tuple[Float[Array, "R in"], ...]:
+    """Return the float32 gradients to the adapters' first matrices, whose ranks are side by side in `dhidden`.
+
+    Adding up parts of the tokens splits the adapters too, which costs copies after a whole product.
+    """
+    parts = math.gcd(len(x), _PARTS)
+    rows, cotangents = (array.reshape(parts, -1, array.shape[1]) for array in (x, dhidden))
+    products = jnp.einsum("pmr,pmd->prd", cotangents, rows, preferred_element_type=jnp.float32)
+    ends = itertools.accumulate(map(len, downs), initial=0)
+    return tuple(products[:, first:end].sum(axis=0) for first, end in itertools.pairwise(ends))
