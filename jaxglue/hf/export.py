@@ -16,7 +16,7 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape
-from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, write_json
+from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
 from jaxglue.hf.hub import TEXTS
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
@@ -132,13 +132,6 @@ def on_host(tensor: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(tensor, tiled=True))
 
 
-def _refuse_link_out(path: Path, folder: Path) -> None:
-    """Refuse a link to a file elsewhere, but for Hugging Face's cache, whose snapshots link into its blobs."""
-    target, blobs = path.resolve(), folder.resolve().parent.parent / "blobs"
-    if path.is_symlink() and target.parent != blobs and not target.is_relative_to(folder.resolve()):
-        raise ValueError(f"{path} is a link to {target}, outside its folder: copy the file there first")
-
-
 def copy_texts(base: str | Path, output: Path, names: Iterable[str]) -> None:
     """Copy a base's files other than weights, and take quantization out of config.json where there is none left.
 
@@ -152,7 +145,7 @@ def copy_texts(base: str | Path, output: Path, names: Iterable[str]) -> None:
     """
     for pattern in TEXTS:  # no other files of the base are copied
         for path in filter(Path.is_file, Path(base).glob(pattern)):
-            _refuse_link_out(path, Path(base))
+            refuse_link_out(path, Path(base))
             shutil.copyfile(path, output / path.name)
     config = read_config(output)
     if config.pop("quantization_config", None) and not any(name.endswith("_blocks") for name in names):

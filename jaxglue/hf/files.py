@@ -114,6 +114,13 @@ def require_empty(path: Path) -> None:
         raise ValueError(f"{path} is not empty: name another folder, or empty this one first")
 
 
+def refuse_link_out(path: Path, folder: Path) -> None:
+    """Raise ValueError for a link to a file elsewhere, but for Hugging Face's cache, whose snapshots link into its blobs."""
+    target, blobs = path.resolve(), folder.resolve().parent.parent / "blobs"
+    if path.is_symlink() and target.parent != blobs and not target.is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to {target}, outside its folder: copy the file there first")
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as indented JSON, atomically."""
     with atomic_file(path) as temporary:

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxglue.hf.files import refuse_link_out
+
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TEXTS = (
     "config.json",
@@ -155,13 +157,15 @@ def push_folder(folder: str | Path, name: str, card: str, *, extra: Sequence[Pat
         private: create the repository as private.
 
     Raises:
-        ValueError: the name is malformed, or the hub refuses or cannot be reached.
+        ValueError: the name is malformed, a file is a link out of its folder, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if not _ID.fullmatch(name):
         raise ValueError(f"--push {name}: expected owner/name")
     paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file() and not path.name.startswith(".")]
+    for path in (*paths, *extra):
+        refuse_link_out(path, path.parent)
     files = {path.name: path for path in (*paths, *extra)}
     files.pop("README.md", None)
     operations = [CommitOperationAdd(path_in_repo=key, path_or_fileobj=path) for key, path in files.items()]

@@ -177,3 +177,12 @@ def test_answers_of_another_form_are_one_line(hub, monkeypatch, answer):
     with pytest.raises(ValueError, match=r"^acme/tiny: the hub") as raised:
         model_path("acme/tiny")
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_links_out_of_a_folder_are_not_uploaded(hub, tmp_path):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"notes.txt is a link to .*secret, outside its folder"):
+        push_folder(tmp_path / "adapter", "acme/new", "# card")
+    assert not hub.uploads
