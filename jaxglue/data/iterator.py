@@ -49,6 +49,7 @@ class Steps:
         return _steps(self.plan, self.batch_size * self.gradient_accumulation_steps)
 
     def __getitem__(self, step: int) -> Step:
+        self.dataset.store.check()
         rows_per_step = self.batch_size * self.gradient_accumulation_steps
         rows = np.arange(rows_per_step) + step * rows_per_step
         micro_batches = rows.reshape(self.gradient_accumulation_steps, self.process_count, -1)

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 from jaxtyping import Float32, Int, Int32, Int64, UInt8
 
+from jaxglue.data.unchanged import UnchangedFile
 from jaxglue.json_file import read_json
 
 if TYPE_CHECKING:
@@ -26,11 +27,10 @@ _FILES = {
     "mask": ("mask.uint8", np.uint8),
     "offsets": ("offsets.int64", np.int64),
 }
-
 _MARGINS = "margins.float32"
 """File of the margins, in a store that has some."""
 _BLOCK = 2**24
-"""Bytes read at a time, so that memory does not grow with the data."""
+"""Bytes read at a time."""
 
 
 class DamagedStoreError(ValueError):
@@ -49,6 +49,8 @@ class TokenStore:
     """Margins of rows of two documents, NaN for what is no number; None where no row gives one."""
     info: dict[str, Any]
     """`digest` of the content, `max_token`, and the writer's fields."""
+    files: tuple[UnchangedFile, ...] = ()
+    """Files that the tokens and the mask are mapped from."""
 
     @property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
@@ -65,6 +67,11 @@ class TokenStore:
             counts[first:last] = _sums(np.asarray(self.mask[begin:end]), starts, ends[first:last] - begin)
             self.release()
         return counts
+
+    def check(self) -> None:
+        """Raise ValueError if a mapped file has changed since the store was opened."""
+        for file in self.files:
+            file.check()
 
     def release(self) -> None:
         """Take mapped pages out of this process's memory; the system's cache keeps them while it has room."""
@@ -102,6 +109,7 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
         mask=_Joined([store.mask for store in stores]),  # type: ignore[arg-type]
         offsets=np.concatenate([*offsets, starts[-1:]]),
         margins=_joined_margins(stores),
+        files=tuple(file for store in stores for file in store.files),
         info={"digest": digest, "max_token": max(store.info["max_token"] for store in stores)},
     )
 
@@ -149,9 +157,10 @@ def open_store(folder: Path) -> TokenStore:
         digest, *ranges[name] = _scan(folder / file, dtype)
         if digest != info["files"][name]:
             raise DamagedStoreError(f"{folder / file} has changed since it was written")
-    arrays = {name: np.memmap(folder / file, dtype, mode="r") for name, (file, dtype) in _FILES.items()}
-    margins = _read_margins(folder, info["files"])
-    store = TokenStore(**{**arrays, "offsets": np.array(arrays["offsets"])}, margins=margins, info=info)
+    files = {name: UnchangedFile(folder / file) for name, (file, _) in _FILES.items()}
+    arrays = {name: files[name].map(dtype) for name, (_, dtype) in _FILES.items()}
+    arrays["offsets"], mapped = np.array(arrays["offsets"]), (files["tokens"], files["mask"])
+    store = TokenStore(**arrays, margins=_read_margins(folder, info["files"]), info=info, files=mapped)
     _check_bounds(store, ranges, folder)
     return store
 

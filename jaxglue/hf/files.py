@@ -115,7 +115,7 @@ def require_empty(path: Path) -> None:
 
 
 def refuse_link_out(path: Path, folder: Path) -> None:
-    """Raise ValueError for a link to a file elsewhere, but for Hugging Face's cache, whose snapshots link into its blobs."""
+    """Raise ValueError for a link out of its folder, but for those of Hugging Face's cache into its blobs."""
     target, blobs = path.resolve(), folder.resolve().parent.parent / "blobs"
     if path.is_symlink() and target.parent != blobs and not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path} is a link to {target}, outside its folder: copy the file there first")

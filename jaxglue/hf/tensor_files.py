@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import jax
 import ml_dtypes
@@ -19,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxglue.data.progress import DataProgress, NoProgress
+from jaxglue.data.unchanged import UnchangedFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -101,30 +101,20 @@ class TensorFiles:
 class MappedFiles(TensorFiles):
     """Safetensors files mapped into memory: tensors are read-only views of the page cache.
 
-    A file that is replaced stays readable. One that is changed in place is refused: its values would be others, and
-    the end of a shorter one is no memory.
+    A file that is replaced stays readable; one that is changed in place is refused.
     """
 
     def __init__(self, paths: Iterable[Path]):
         super().__init__(paths)
-        opened = {file: file.open("rb") for file in {info.file for info in self.tensors.values()}}
-        self._opened = {file: (handle, _stamp(handle)) for file, handle in opened.items()}
-        self._bytes = {file: np.memmap(handle, np.uint8, "r").view(np.ndarray) for file, handle in opened.items()}
+        self._opened = {file: UnchangedFile(file) for file in {info.file for info in self.tensors.values()}}
+        self._bytes = {file: opened.map(np.uint8).view(np.ndarray) for file, opened in self._opened.items()}
 
     def _read(self, name: str, first: int, shape: tuple[int, ...], buffer: np.ndarray | None = None) -> np.ndarray:
         assert buffer is None, "a view needs none"
         info = self.tensors[name]
-        handle, stamp = self._opened[info.file]
-        if _stamp(handle) != stamp:
-            raise ValueError(f"{info.file} was changed while it was in use: bring it back, then start again")
+        self._opened[info.file].check()
         start, size = info.start + first * info.dtype.itemsize, math.prod(shape) * info.dtype.itemsize
         return self._bytes[info.file][start : start + size].view(info.dtype).reshape(shape)
-
-
-def _stamp(file: IO[bytes]) -> tuple[int, int]:
-    """Return the size and the last change of a file's content."""
-    status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
 
 
 def _read_into(target: np.ndarray, path: Path, offset: int) -> None:

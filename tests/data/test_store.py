@@ -1,6 +1,7 @@
 """Stores on disk: counts of targets block by block, and mapped pages given back."""
 
 import mmap
+import os
 
 import numpy as np
 import pytest
@@ -35,3 +36,11 @@ def test_released_pages_are_read_again(store):
     assert isinstance(store.tokens.base, mmap.mmap)  # else nothing is released
     both.release()
     np.testing.assert_array_equal(both.tokens[np.arange(len(both.tokens))], before)
+
+
+def test_files_that_change_while_they_are_used_are_refused(tmp_path, store):
+    (tmp_path / "s" / "tokens.int32").rename(tmp_path / "moved")
+    store.check()
+    os.truncate(tmp_path / "moved", 4)
+    with pytest.raises(ValueError, match=r"tokens.int32 was changed while it was in use"):
+        join_stores([store, store]).check()
