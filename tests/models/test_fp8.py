@@ -1,5 +1,6 @@
 """A model in FP8 beside the same one in float32."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 from jax.flatten_util import ravel_pytree
 
 from jaxglue.engine.layer_errors import fp8_errors
@@ -14,9 +16,11 @@ from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
+from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
+from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.quant.fp8 import FP8Weight
 
 LENGTHS = [[5, 1, 7], [12]]
@@ -94,3 +98,25 @@ def test_errors_are_those_of_the_products(tiny_config, random_batch, storage, tr
 def test_experts_in_fp8_need_mxfp4(tiny_config):
     with pytest.raises(ValueError, match="--fp8-experts needs experts in MXFP4"):
         config_from_hf({**tiny_config, "model_type": "qwen3"}).quantized("fp8", fp8_experts=True)
+
+
+def kernel_names(jaxpr):
+    """Return the names of the kernels that a program launches."""
+    names = [eqn.params["fn"].__name__ for eqn in jaxpr.eqns if eqn.primitive.name == "triton_kernel_call"]
+    inner = (sub for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params))
+    return names + [name for sub in inner for name in kernel_names(sub)]
+
+
+def test_norms_are_written_as_codes_and_products_added_to_the_stream(tiny_config, random_batch):
+    pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
+    config = replace(config_from_hf({**tiny_config, "model_type": "qwen3"}), quantize="fp8")
+    model = random_model(config, dtype=jnp.bfloat16)
+    add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))
+    context = packed_context(config, random_batch(LENGTHS, 14).segments, backend="reference")
+    x = jax.ShapeDtypeStruct((2, 14, config.hidden_size), jnp.bfloat16)
+    graphdef, state = nnx.split(model.layers[0])
+    with tracing_for((9, 0)):
+        program = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x, context))(state, x)
+    names = Counter(kernel_names(program.jaxpr))
+    assert names["coded_norm_kernel"] == names["encode_kernel"] == 2  # the outputs of attention and SwiGLU
+    assert names["norm_kernel"] == 0 and names["product_kernel"] == 3 + 2
