@@ -171,7 +171,7 @@ class EmbedHead:
         return {name: tree[name] for name in self._head_parts}
 
     def parts_on_device(self, tree: Params) -> Params:
-        """Return the head's entries; start copying those in host memory, under the last layers, which are running."""
+        """Return the head's entries; start copying those still in host memory."""
         return {
             name: transfer.to_device(part) if transfer.is_on_host(part) else part
             for name, part in self.parts(tree).items()

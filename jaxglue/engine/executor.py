@@ -203,11 +203,12 @@ class LayerExecutor:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
         z = self._reference_input(trainable, frozen, batch, x, key)
-        x, z, backward = self._run_layers(trainable, frozen, x, contexts, z)
+        ends = dict(frozen)
+        x, z, backward = self._run_layers(trainable, frozen, x, contexts, z, ends)
         if z is not None:
-            batch = self._entry_head.with_reference(trainable, frozen, z, batch)
-        loss, *dy, head = self._entry_head.head_backward(trainable, frozen, x, batch, scale, sums)
-        del x, z
+            batch = self._entry_head.with_reference(trainable, ends, z, batch)
+        loss, *dy, head = self._entry_head.head_backward(trainable, ends, x, batch, scale, sums)
+        del x, z, ends
         entry = self._entry_head.entry
         entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
@@ -217,14 +218,17 @@ class LayerExecutor:
         return loss
 
     def _run_layers(
-        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None
+        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None, ends: Params
     ) -> tuple[Array, Array | None, _Backward]:
-        """Run all layers, and on `z` the reference's; return both outputs and the function of the backward pass."""
+        """Run all layers, and on `z` the reference's; return both outputs and the function of the backward pass.
+
+        The head's parameters in `ends` that are on the host become copies on the device.
+        """
         if self._groups is not None:
             layers = trainable["layers"], frozen["layers"]
             x, grouped, z = self._groups.forward(*layers, x, contexts, z)
             return x, z, partial(self._groups.backward, grouped, *layers, contexts)
-        x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z)
+        x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z, ends)
         return x, z, partial(self._backward, saved, weights, trainable, frozen, contexts)
 
     def _reference_input(self, trainable, frozen, batch, x: Array, key: PRNGKeyArray | None) -> Array | None:
@@ -237,7 +241,7 @@ class LayerExecutor:
         return self._reference is not None and (batch.answers is None or batch.answers.reference is None)
 
     def _forward(
-        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None
+        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None, ends: Params
     ) -> tuple[Array, list[SavedLayer], list[_Weights], Array | None]:
         """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched.
 
@@ -250,6 +254,8 @@ class LayerExecutor:
         gathered = self._gather_first(stored)
         for i, layer in enumerate(self._layers):
             weights = merge_gathered(gathered, stored.take())
+            if i == max(len(self._layers) - transfer.HEAD_AHEAD, 0):
+                self._fetch_head(ends)
             to_gather = select_to_gather(self._layout, stored.following)
             y, residuals, gathered = layer.forward(*weights, x, contexts[i], to_gather)
             if z is not None and self._reference is not None:
@@ -264,6 +270,12 @@ class LayerExecutor:
             x = y
             del weights, y, residuals  # free this layer's buffers before the next copy is requested
         return x, saved, kept, z
+
+    def _fetch_head(self, ends: Params) -> None:
+        """Start copying the head's parameters that are on the host, in place of these."""
+        for name in sorted(ends.keys() - {"layers", self._entry_head.entry}):
+            if transfer.is_on_host(ends[name]):
+                ends[name] = transfer.to_device(ends[name])
 
     def _backward(
         self,

@@ -17,6 +17,12 @@ PINNED = "pinned_host"
 RUN_AHEAD = 2
 """Layers that may be dispatched and unfinished while copies are requested."""
 
+HEAD_AHEAD = 5
+"""Last layers of the forward pass under which the head's parameters arrive from the host.
+
+A copy to the device begins once all that was dispatched before it is done, as it may reuse their memory.
+"""
+
 
 def default_prefetch_depth(stream_weights: bool) -> int:
     """Return how many layers ahead copies from the host are requested; 1 is double buffering.

@@ -5,14 +5,15 @@ everything else into them, so a value is in memory only if one of them makes or 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
+from jaxglue.planner.equations import branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
@@ -20,6 +21,10 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward
 _ALIASES = {"reshape", "squeeze", "expand_dims", "name", "reduce_precision", "optimization_barrier", "copy"}
 _KERNEL_SECONDS = 1.5e-6
 """Fixed time of a kernel."""
+_GROUPED_SHARE = 0.9
+"""Share of the matmul rate at which experts' matmuls run."""
+_FUSED_SHARE = 0.92
+"""Share of the memory's rate at which kernels without matmuls move their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,7 @@ class _Kernel:
 
 def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost]) -> Cost:
     """Return the cost of a program with these costs of attention's kernels, by their function's name."""
+    jaxpr = live_program(jaxpr)
     trace = _Trace(gpu, attention)
     arguments = [_Value(aval_bytes(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
@@ -101,8 +107,10 @@ class _Trace:
         for var in jaxpr.constvars:
             env[var] = _Value(aval_bytes(var.aval), is_argument=True, in_memory=True)
 
+        unused = _Value(0)
+
         def read(atom) -> _Value:
-            return _Value(0) if isinstance(atom, Literal) else env[atom]
+            return env.get(atom, unused) if isinstance(atom, Var) else unused
 
         for eqn in jaxpr.eqns:
             outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
@@ -113,7 +121,7 @@ class _Trace:
         """Write a fused value to memory, once."""
         if not value.in_memory:
             value.in_memory = True
-            self._kernel(value.roots, [value], self._copy(value.bytes + sum(root.bytes for root in value.roots)))
+            self._kernel(value.roots, [value], self._fused_copy(value.bytes + sum(root.bytes for root in value.roots)))
 
     def peak(self, *, without: set[_Value]) -> int:
         """Return the most bytes of values in memory at once, without arguments and results."""
@@ -139,10 +147,10 @@ class _Trace:
             return self._scan(eqn, inputs, outputs)
         if (attention := self._attention.get(eqn.params.get("name"))) is not None:
             return self._opaque(inputs, outputs, attention.seconds, attention.workspace)
-        if (inner := _call(eqn)) is not None:
+        if (inner := called(eqn)) is not None:
             return self.run(inner.jaxpr, inputs) if len(inner.jaxpr.invars) == len(inputs) else outputs
         if name == "cond":
-            return self.run(_branch(eqn).jaxpr, inputs[1:])
+            return self.run(branch(eqn).jaxpr, inputs[1:])
         if name in _ALIASES:
             return inputs[: len(outputs)]
         if name == "dot_general":
@@ -178,9 +186,13 @@ class _Trace:
         return [replace(output, roots=roots) for output in outputs]
 
     def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
-        """Return a Triton kernel's time from its bytes and its own cost estimate, if any."""
+        """Return a Triton kernel's time from its bytes and its own cost estimate, if any.
+
+        An array that it gets twice, for descriptors of two kinds, counts once.
+        """
         flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
-        return max(flops / self._dot_rate(eqn), self._copy(sum(value.bytes for value in (*inputs, *outputs))))
+        moved = self._fused_copy(sum(value.bytes for value in {*inputs, *outputs}))
+        return max(flops / (_GROUPED_SHARE * self._dot_rate(eqn)), moved)
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
         """Add a matmul's result to an array already in memory."""
@@ -189,14 +201,14 @@ class _Trace:
             total, other = other, total
             other.bytes = 0
         else:
-            self._kernel(other.roots, [], self._copy(sum(root.bytes for root in other.roots)))
-        self._kernel([total, other], [], self._copy(total.bytes))
+            self._kernel(other.roots, [], self._fused_copy(sum(root.bytes for root in other.roots)))
+        self._kernel([total, other], [], self._fused_copy(total.bytes))
         return total
 
     def _reduce(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         """Fuse a reduction's inputs into it."""
         roots = self._fuse(inputs, [_Value(0)])[0].roots
-        self._kernel(roots, outputs, self._copy(sum(v.bytes for v in (*roots, *outputs))))
+        self._kernel(roots, outputs, self._fused_copy(sum(v.bytes for v in (*roots, *outputs))))
         return outputs
 
     def _opaque(self, inputs: list[_Value], outputs: list[_Value], seconds: float, inner: int = 0) -> list[_Value]:
@@ -232,25 +244,11 @@ class _Trace:
         self.seconds += seconds + _KERNEL_SECONDS
         self._kernels.append(_Kernel(temporary, tuple(outputs), seconds, inner))
 
+    def _fused_copy(self, moved: int) -> float:
+        return self._copy(moved) / _FUSED_SHARE
+
     def _copy(self, moved: int) -> float:
         return moved / self._gpu.copy
-
-
-def _branch(eqn) -> ClosedJaxpr:
-    """Return the CUDA branch of a choice by platform, and the last branch of any other choice."""
-    branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms") or ()
-    return next((b for b, p in zip(branches, platforms, strict=False) if p and "cuda" in p), branches[-1])
-
-
-def _call(eqn) -> ClosedJaxpr | None:
-    """Return the program that an equation only calls, if it does."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(key)
-        if isinstance(inner, ClosedJaxpr):
-            return inner
-        if isinstance(inner, Jaxpr):
-            return ClosedJaxpr(inner, ())
-    return None
 
 
 def _is_fp8(aval: Any) -> bool:
@@ -282,12 +280,3 @@ def received_bytes(jaxpr: Jaxpr) -> float:
     return sum(
         repeat * abs(aval_bytes(eqn.outvars[0].aval) - aval_bytes(eqn.invars[0].aval)) for eqn, repeat in exchanges
     )
-
-
-def equations(jaxpr: Jaxpr, repeat: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yield a program's equations, those that it calls included, and how often each runs."""
-    for eqn in jaxpr.eqns:
-        if (inner := _branch(eqn) if eqn.primitive.name == "cond" else _call(eqn)) is None:
-            yield eqn, repeat
-        else:
-            yield from equations(inner.jaxpr, repeat * eqn.params.get("length", 1))

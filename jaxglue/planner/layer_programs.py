@@ -12,7 +12,8 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.models.parameters import Params
-from jaxglue.planner.cost import aval_bytes, equations
+from jaxglue.planner.cost import aval_bytes
+from jaxglue.planner.equations import equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout

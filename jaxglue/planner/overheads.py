@@ -15,8 +15,9 @@ _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_GROUP = 14
 """Most layers in a program: more compile longer and save little."""
-_SERIAL = 0.1
-"""Share of the shorter one of GPU's and host's time that is not hidden under the longer one."""
+_SERIAL, _GROUPED_SERIAL = 0.1, 0.5
+"""Shares of the shorter one of GPU's and host's time that are not hidden under the longer one; the latter's where
+programs have several layers, as one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 7.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED = 0.15
@@ -38,9 +39,9 @@ def with_dispatch(
     gpu_seconds: float, costs: Sequence[LayerCost], layers_per_program: int = 1, passes: int = 2
 ) -> float:
     """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`; layers are run `passes` times."""
-    dispatch = _DISPATCH if layers_per_program == 1 else _GROUPED_DISPATCH
+    dispatch, serial = (_DISPATCH, _SERIAL) if layers_per_program == 1 else (_GROUPED_DISPATCH, _GROUPED_SERIAL)
     host_seconds = sum(passes * dispatch + (2 * _OFFLOAD_DISPATCH if cost.offloaded else 0) for cost in costs)
-    return max(gpu_seconds, host_seconds) + _SERIAL * min(gpu_seconds, host_seconds)
+    return max(gpu_seconds, host_seconds) + serial * min(gpu_seconds, host_seconds)
 
 
 def compile_seconds(

@@ -6,14 +6,14 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
+from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-_EXPERTS_TEMPORARIES = 1.1
-"""XLA's temporary memory of a layer with experts as a multiple of the least that its order needs; others take that."""
+_TEMPORARIES, _EXPERTS_TEMPORARIES = 1.07, 1.17
+"""XLA's temporary memory of a layer, and of one with experts, as multiples of the least that its order needs."""
 _WORKSPACE = int(0.3 * GIB)
 """Bytes of loaded programs and matmul workspaces, for any model."""
 
@@ -65,6 +65,7 @@ class PeakMemory:
         buffers = _windows(self.streamed, layers, requested)
         held = self._stored + leaving + buffers + inputs * self.model.input_bytes
         temporary = np.array([cost.forward.temporary for cost in self.costs])
+        held[-HEAD_AHEAD:] += self.resident.host_head
         return (held + temporary).max() + (self.resident.trainable if self._accumulates else 0)
 
     def _backward(self) -> float:
@@ -97,7 +98,7 @@ class PeakMemory:
 
     def _temporaries(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares."""
-        factor = 1.0 if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
+        factor = _TEMPORARIES if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
         return np.array([max(factor * cost.backward.temporary, cost.backward.matmul) for cost in self.costs])
 
     def _buffers(self) -> np.ndarray:

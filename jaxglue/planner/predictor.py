@@ -7,7 +7,13 @@ from functools import cache
 from jaxglue.engine.layer_groups import why_not_grouped
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
-from jaxglue.engine.transfer import RUN_AHEAD, default_prefetch_depth, keep_on_device, weights_prefetch_depth
+from jaxglue.engine.transfer import (
+    HEAD_AHEAD,
+    RUN_AHEAD,
+    default_prefetch_depth,
+    keep_on_device,
+    weights_prefetch_depth,
+)
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import Gpu
@@ -125,8 +131,10 @@ class Predictor:
             backward[group.stop] = backward[group.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
+        hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
+        head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes = 3 if self.workload.reference else 2
-        micro_batch = with_dispatch(layers + self._model.head_seconds, setting.costs, size, passes)
+        micro_batch = with_dispatch(layers + head, setting.costs, size, passes)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     def reference_seconds(self, policies: Sequence[RematPolicy], weights: Sequence[str]) -> tuple[float, float]:
