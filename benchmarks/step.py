@@ -54,7 +54,7 @@ from jaxglue.training.remat import host_memory
 ATTENTION_KERNELS = "forward_kernel", "dq_kernel", "dkdv_kernel", "sdpa", "flash", "fmha", "fprop", "bprop"
 MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
 """Parts of kernels' names."""
-UNEXPECTED = 0.04
+UNEXPECTED = 0.07
 """Relative error of an expected time from which a step is traced."""
 LENGTHS_SEED = 0
 DOCUMENTS = 64, 1024
