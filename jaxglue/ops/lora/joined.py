@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxglue.ops.lora.vjp import shrink_gradient
+
 _LARGEST = 2**25
 """Bytes of weights up to which one matmul instead of several is worth copying them together."""
 _ALIGNMENT = 64
@@ -38,6 +40,15 @@ def with_ranks(
 ) -> Float[Array, "M width"]:
     """Return dz with the gradient to the ranks from column `first` on, then zeros up to column `end`."""
     return dz.at[:, first:end].set(jnp.pad(dhidden, ((0, 0), (0, end - first - dhidden.shape[1]))))
+
+
+def weight_gradients(
+    x: Float[Array, "M in"], dz: Float[Array, "M width"], weights: Sequence[Array]
+) -> tuple[Array, ...]:
+    """Return the gradients to weights whose outputs are side by side in dz; without cost where they are frozen."""
+    ends = itertools.accumulate(map(len, weights), initial=0)
+    parts = zip(itertools.pairwise(ends), weights, strict=True)
+    return tuple(shrink_gradient(x, dz[:, first:end]).astype(weight.dtype) for (first, end), weight in parts)
 
 
 def down_gradients(

@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.lora.joined import down_gradients, join, project_joined, with_ranks
+from jaxglue.ops.lora.joined import down_gradients, join, project_joined, weight_gradients, with_ranks
 from jaxglue.ops.lora.vjp import LoraBackend
+from jaxglue.ops.norm_rope.reference import HeadNorms, reference_rotate
 
 Matrices = tuple[Array, ...]
 """A matrix of queries, one of keys and one of values."""
@@ -55,7 +56,7 @@ def joined_heads(
     cos: Float[Array, "M half"],
     sin: Float[Array, "M half"],
 ) -> Heads:
-    """Return rotated queries and keys, and values; weights, norms and tables are frozen."""
+    """Return rotated queries and keys, and values; tables get no gradient."""
     return _forward(spec, x, weights, downs, ups, norms, cos, sin)[0]
 
 
@@ -66,15 +67,32 @@ def _forward(spec: HeadsSpec, x, weights, downs, ups, norms, cos, sin):
     first = len(ups[0]) + len(ups[1]) + 2 * ups[0].shape[1]
     v = project_joined(x, weights[2].astype(x.dtype)) + spec.lora.product(z, ups[2], first)
     q, k = spec.backend.rotate(z, ups[:2], norms, cos, sin, head_dim=spec.head_dim, eps=spec.eps)
-    return (q, k, checkpoint_name(v, names.VALUE)), (x, joined, z, downs, ups, norms, cos, sin)
+    return (q, k, checkpoint_name(v, names.VALUE)), (x, joined, z, weights, downs, ups, norms, cos, sin)
 
 
 def _backward(spec: HeadsSpec, residuals, cotangents):
-    x, joined, z, downs, ups, norms, cos, sin = residuals
+    x, joined, z, weights, downs, ups, norms, cos, sin = residuals
     gradient = partial(spec.backend.rotate_gradient, head_dim=spec.head_dim, eps=spec.eps)
     dz, dhidden, dups = gradient(z, ups, norms, cos, sin, cotangents)
     dz = with_ranks(dz, dhidden, len(ups[0]) + len(ups[1]), z.shape[1])
-    return dz @ joined, None, down_gradients(x, dhidden, downs), dups, None, None, None
+    (*narrow, v_weight), first = weights, z.shape[1]
+    dweights = *weight_gradients(x, dz, narrow), *weight_gradients(x, dz[:, first:], (v_weight,))
+    dnorms = None if norms is None else _norm_gradients(spec, z, ups, norms, cos, sin, cotangents)
+    return dz @ joined, dweights, down_gradients(x, dhidden, downs), dups, dnorms, None, None
+
+
+def _norm_gradients(spec: HeadsSpec, z, ups, norms: Norms, cos, sin, cotangents) -> Norms:
+    """Compute the norms' gradients by XLA in float32; without cost where they are frozen."""
+    q_end, k_end, R = len(ups[0]), len(ups[0]) + len(ups[1]), ups[0].shape[1]
+    z = z.astype(jnp.float32)
+    q = z[:, :q_end] + z[:, k_end : k_end + R] @ ups[0].T
+    k = z[:, q_end:k_end] + z[:, k_end + R : k_end + 2 * R] @ ups[1].T
+    q, k, dq, dk = (x.reshape(1, len(z), -1, spec.head_dim).astype(jnp.float32) for x in (q, k, *cotangents[:2]))
+
+    def rotate(norms: Norms):
+        return reference_rotate(q, k, cos[None], sin[None], HeadNorms(*norms, spec.eps))
+
+    return jax.vjp(rotate, norms)[1]((dq, dk))[0]
 
 
 joined_heads.defvjp(_forward, _backward)

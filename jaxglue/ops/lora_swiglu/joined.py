@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.lora.joined import down_gradients, join, project_joined, with_ranks
+from jaxglue.ops.lora.joined import down_gradients, join, project_joined, weight_gradients, with_ranks
 from jaxglue.ops.lora_swiglu.vjp import Matrices
 
 Pair = tuple[Array, ...]
@@ -31,21 +31,21 @@ class JoinedSwigluBackend(Protocol):
 def joined_lora_swiglu(
     backend: JoinedSwigluBackend, x: Float[Array, "M D"], weights: Pair, downs: Pair, matrices: Matrices
 ) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
-    """Return `lora_swiglu` of x·Wᵀ and x·Aᵀ for frozen `weights` W of gate and up, and A in `downs`."""
+    """Return `lora_swiglu` of x·Wᵀ and x·Aᵀ for `weights` W of gate and up, and A in `downs`."""
     return _forward(backend, x, weights, downs, matrices)[0]
 
 
 def _forward(backend: JoinedSwigluBackend, x, weights, downs, matrices):
     joined = join(weights, downs, x.dtype)
     z = checkpoint_name(project_joined(x, joined), names.GATE)
-    return backend.joined_forward(z, matrices), (x, joined, z, downs, matrices)
+    return backend.joined_forward(z, matrices), (x, joined, z, weights, downs, matrices)
 
 
 def _backward(backend: JoinedSwigluBackend, residuals, cotangents):
-    x, joined, z, downs, matrices = residuals
+    x, joined, z, weights, downs, matrices = residuals
     dz, dhidden, dmatrices = backend.joined_backward(z, matrices, *cotangents)
     dz = with_ranks(dz, dhidden, 2 * len(matrices[0]), z.shape[1])
-    return dz @ joined, None, down_gradients(x, dhidden, downs), dmatrices
+    return dz @ joined, weight_gradients(x, dz, weights), down_gradients(x, dhidden, downs), dmatrices
 
 
 joined_lora_swiglu.defvjp(_forward, _backward)

@@ -73,6 +73,16 @@ def test_joined_heads_match_the_definition(kernels, name):
     assert_close(got, outputs_and_gradients(by_definition(frozen), arguments, cotangents), 1e-5)
 
 
+def test_trained_weights_and_norms_get_gradients(kernels):
+    (x, downs, ups), cotangents, (weights, norms, tables) = random_case("odd numbers")
+
+    def of(make):
+        return lambda weights, norms: make((weights, norms, tables))(x, downs, ups)
+
+    got, expected = (outputs_and_gradients(of(make), (weights, norms), cotangents) for make in (joined, by_definition))
+    assert_close(got, expected, 1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_matches_float32_on_a_gpu(name):

@@ -98,15 +98,13 @@ def test_joined_projections_match_separate_ones(interpreted):
     )
     weights, downs = weights[:2], weights[2:]
 
-    def separate(x, downs, matrices):
+    def separate(x, weights, downs, matrices):
         gate, up = (x @ weight.T for weight in weights)
         return by_definition(gate, up, jnp.concatenate([x @ down.T for down in downs], -1), matrices)
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
     swiglu = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, joined_tiles=tiles)
-    arguments = (x, tuple(downs), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
+    arguments = (x, tuple(weights), tuple(downs), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
     with LORA_SWIGLU.using(swiglu):
-        got = outputs_and_gradients(
-            lambda x, downs, matrices: projected_lora_swiglu(x, tuple(weights), downs, matrices), *arguments
-        )
+        got = outputs_and_gradients(projected_lora_swiglu, *arguments)
     assert_close(got, outputs_and_gradients(separate, *arguments), 1e-5)
