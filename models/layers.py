@@ -20,7 +20,6 @@ from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import axis_size, copy_to, reduce_from
 from jaxglue.ops.fp8 import Rows, add_adapted_fp8, branch_norm_fp8, project_adapted_fp8, project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
-from jaxglue.ops.lora_heads import lora_heads
 from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu, projected_lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
@@ -202,16 +201,12 @@ def _multiply(x, linears: Sequence[Linear], context: LayerContext) -> list[Array
     return [project_quantized(x, weight) if isinstance(weight, Quantized) else project(x, weight) for weight in weights]
 
 
-_Matrices = tuple[Array, ...]
-
-
-def _joinable(linears: Sequence[Linear], context: LayerContext) -> tuple[_Matrices, _Matrices, _Matrices] | None:
-    """Return weights, first and second matrices of adapted linear layers; None if one lacks them or does more."""
+def _joinable(linears: Sequence[Linear], context: LayerContext) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
+    """Return weights and first matrices of adapted linear layers; None if one lacks them or does more."""
     if context.tile is not None or any(_does_more(linear, context) for linear in linears):
         return None
-    weights = tuple(linear.weight[...] for linear in linears)
     downs = tuple(linear.lora_A[...] for linear in linears if linear.lora_A is not None)
-    return weights, downs, tuple(up for linear in linears if (up := linear.scaled_b) is not None)
+    return tuple(linear.weight[...] for linear in linears), downs
 
 
 def _does_more(linear: Linear, context: LayerContext) -> bool:
@@ -282,21 +277,12 @@ class Attention(nnx.Module):
 
     def enter(self, x: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
-        if (heads := self._joined_heads(x, context)) is not None:
-            return heads
         projected = project_together((self.q_proj, self.k_proj, self.v_proj), x, context)
         q, k, v = (
             self._heads(checkpoint_name(y, name))
             for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         )
         return *context.rotate(q, k, self._head_norms()), v
-
-    def _joined_heads(self, x, context: LayerContext) -> tuple[Array, Array, Array] | None:
-        """Return the same by one matmul and one pass over the heads; None where that cannot serve."""
-        linears = self.q_proj, self.k_proj, self.v_proj
-        if not isinstance(context, PackedContext) or (parts := _joinable(linears, context)) is None:
-            return None
-        return lora_heads(x, *parts, context.cos, context.sin, norms=self._head_norms())
 
     def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
@@ -361,7 +347,7 @@ class GatedMLP(nnx.Module):
     def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> tuple[list[Array], Array]:
         """Return down's output and low-rank values as `_project_base` does; other products are formed in kernels."""
         linears = self._linears
-        if (parts := _joinable(linears[:2], context)) and (found := projected_lora_swiglu(x, *parts[:2], matrices)):
+        if (parts := _joinable(linears[:2], context)) and (found := projected_lora_swiglu(x, *parts, matrices)):
             return [self.down_proj.base(found[0], context)], checkpoint_name(found[1], names.LORA_HIDDEN)
         (gate, up), hidden = _project_base(linears[:2], x, context)
         assert hidden is not None

@@ -35,11 +35,10 @@ def project_joined(x: Float[Array, "M in"], joined: Float[Array, "width in"]) ->
     return jax.lax.dot_general(x, joined, (((1,), (1,)), ((), ())))
 
 
-def with_ranks(
-    dz: Float[Array, "M width"], dhidden: Float[Array, "M ranks"], first: int, end: int
-) -> Float[Array, "M width"]:
-    """Return dz with the gradient to the ranks from column `first` on, then zeros up to column `end`."""
-    return dz.at[:, first:end].set(jnp.pad(dhidden, ((0, 0), (0, end - first - dhidden.shape[1]))))
+def with_ranks(dz: Float[Array, "M width"], dhidden: Float[Array, "M ranks"], first: int) -> Float[Array, "M width"]:
+    """Return dz with the gradient to the ranks from column `first` on, then zeros."""
+    padding = dz.shape[1] - first - dhidden.shape[1]
+    return dz.at[:, first:].set(jnp.pad(dhidden, ((0, 0), (0, padding))))
 
 
 def weight_gradients(

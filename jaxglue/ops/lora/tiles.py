@@ -46,16 +46,6 @@ def fitting_tiles(M: int, N: int) -> GradientTiles:
 
 
 def block_constants(tiles: LoraTiles, rank: int, dtype) -> dict[str, Any]:
-    """Return the kernels' block sizes and the precision of matmuls."""
-    blocks = {"BLOCK_R": rank_block(rank), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    return blocks | {"PRECISION": dot_precision(dtype)}
-
-
-def rank_block(rank: int) -> int:
-    """Return the ranks in a tile, at least 16 for `tl.dot`."""
-    return max(16, triton.next_power_of_2(rank))
-
-
-def dot_precision(dtype) -> str:
-    """Return the precision of `tl.dot`."""
-    return "ieee" if dtype == jnp.float32 else "tf32"
+    """Return the kernels' block sizes, at least 16 ranks for `tl.dot`, and the precision of matmuls."""
+    blocks = {"BLOCK_R": max(16, triton.next_power_of_2(rank)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    return blocks | {"PRECISION": "ieee" if dtype == jnp.float32 else "tf32"}

@@ -44,7 +44,7 @@ def _forward(backend: JoinedSwigluBackend, x, weights, downs, matrices):
 def _backward(backend: JoinedSwigluBackend, residuals, cotangents):
     x, joined, z, weights, downs, matrices = residuals
     dz, dhidden, dmatrices = backend.joined_backward(z, matrices, *cotangents)
-    dz = with_ranks(dz, dhidden, 2 * len(matrices[0]), z.shape[1])
+    dz = with_ranks(dz, dhidden, 2 * len(matrices[0]))
     return dz @ joined, weight_gradients(x, dz, weights), down_gradients(x, dhidden, downs), dmatrices
 
 

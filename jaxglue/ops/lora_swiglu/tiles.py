@@ -19,4 +19,4 @@ class LoraSwigluTiles(LoraTiles):
 FORWARD_TILES = LoraSwigluTiles(length=1024)
 SCALED_FORWARD_TILES = LoraSwigluTiles(block_n=32, length=1024)
 BACKWARD_TILES = LoraSwigluTiles(block_m=32, length=1024)
-JOINED_TILES = LoraSwigluTiles(block_m=32, block_n=128, length=512, num_warps=8)
+JOINED_TILES = LoraSwigluTiles(length=512)
