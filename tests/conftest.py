@@ -322,6 +322,9 @@ def gpu_target(monkeypatch):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"compiling for a GPU needs {package}")
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    # Unlike LLVM for the CPU, ptxas takes longer for code that is not optimized.
+    optimized = functools.partialmethod(jax.stages.Lowered.compile, {"xla_backend_optimization_level": 1})
+    monkeypatch.setattr(jax.stages.Lowered, "compile", optimized)
 
     def target(capability):
         major, minor = capability
