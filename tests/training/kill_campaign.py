@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -30,12 +31,13 @@ _LATEST = 160
 _KILLED = -signal.SIGKILL
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the campaign of the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     config, rng = load_config(TrainConfig, given.recipe), random.Random(given.seed)
     whole, killed = (given.recipe.parent / name for name in ("whole", "killed"))
     assert _run(config, whole) == 0

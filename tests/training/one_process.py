@@ -1,22 +1,21 @@
-"""Run `scripts/train.py` with the arguments after the first: the step before which this process kills itself."""
+"""One process of a run that can kill itself."""
 
 import os
-import runpy
 import signal
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
+from jaxglue.commands import run
 from jaxglue.training.train_step import TrainStep
 
-die_before = int(sys.argv.pop(1))
-dispatch = TrainStep.dispatch
 
+def train_or_die(die_before: int, arguments: Sequence[str]) -> None:
+    """Run `jaxglue train`; die right before the step `die_before`, if that is not negative."""
+    dispatch = TrainStep.dispatch
 
-def dispatch_or_die(self, batch):
-    if self.step == die_before:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return dispatch(self, batch)
+    def dispatch_or_die(self, batch):
+        if self.step == die_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dispatch(self, batch)
 
-
-TrainStep.dispatch = dispatch_or_die
-runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train.py"), run_name="__main__")
+    TrainStep.dispatch = dispatch_or_die
+    run("train", arguments)

@@ -54,9 +54,9 @@ STOPS = (interrupt, terminate, hang_up, hang_up_ignored, close_pipe)
 _pipe: tuple[int, int]
 
 
-def main() -> None:
+def main(recipe: Path) -> None:
+    """Stop runs of a recipe."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    recipe = Path(sys.argv[1])
     for stop in STOPS:
         config = load_config(TrainConfig, recipe)
         output = recipe.parent / stop.__name__
@@ -116,4 +116,4 @@ def _train(recipe: Path, stop) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -1,15 +1,14 @@
 """One run in two processes: equal to one process, and the death of either is reported."""
 
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
+from training.one_process import train_or_die
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.recipe import to_toml
@@ -17,7 +16,7 @@ from jaxglue.training.metrics import read_metrics
 from jaxglue.training.trainer import train
 
 NEVER = -1
-OPTIONS = {"steps": 12, "save_every": 2, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_fraction": 0.2}
+OPTIONS = {"steps": 8, "save_every": 2, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_fraction": 0.2}
 
 
 @pytest.fixture
@@ -30,23 +29,20 @@ def run_two(tmp_path):
         Path(recipe).write_text(to_toml(config.shared))
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        script = str(Path(__file__).with_name("one_process.py"))
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         for index in range(2):
             step = die_before if index == 1 else NEVER
             told = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(index)]
-            command = [sys.executable, script, str(step), "--config", recipe, *told, *flags[index]]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            running.append(subprocess.Popen(command, env=environment, **pipes))
+            arguments = ["--config", recipe, *told, *flags[index]]
+            running.append(Forked(tmp_path / f"process {len(running)}", train_or_die, step, arguments))
         pair = running[-2:]
-        last = pair[1].communicate(timeout=300)
-        texts = [pair[0].communicate(timeout=60 if die_before >= 0 else 300), last]  # within a minute of a death
-        assert not [line for line in texts[1][0].splitlines() if not line.startswith("[Gloo]")]  # process 0 prints
-        return [(process.returncode, text[1]) for process, text in zip(pair, texts, strict=True)]
+        died, printed, last_words = pair[1].wait(300)
+        assert not [line for line in printed.splitlines() if not line.startswith("[Gloo]")]  # process 0 prints
+        status, _, errors = pair[0].wait(60 if die_before >= 0 else 300)  # within a minute of a death
+        return [(status, errors), (died, last_words)]
 
     yield run
-    for process in running:
-        process.kill()
+    for forked in running:
+        forked.process.kill()
 
 
 def losses(folder):
@@ -55,23 +51,23 @@ def losses(folder):
 
 def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, tmp_path):
     whole = train(make_config(**OPTIONS, output=tmp_path / "whole"))
-    (status, errors), (killed, last_words) = run_two(make_config(**OPTIONS), die_before=7)
+    (status, errors), (killed, last_words) = run_two(make_config(**OPTIONS), die_before=5)
     assert killed == -signal.SIGKILL, last_words
     assert status == 1
     assert f"error: process 1 on {socket.gethostname()}: died. This process stops too" in errors
-    assert 4 <= max(losses(tmp_path / "run")) < 12
+    assert 4 <= max(losses(tmp_path / "run")) < 8
     shutil.copytree(tmp_path / "run", tmp_path / "alone")
     resumed = make_config(**OPTIONS, resume=True)
     assert [status for status, _ in run_two(resumed)] == [0, 0]
-    assert train(make_config(**OPTIONS, output=tmp_path / "alone", resume=True)).steps == 12
+    assert train(make_config(**OPTIONS, output=tmp_path / "alone", resume=True)).steps == 8
     for folder in ("run", "alone"):
-        assert list(losses(tmp_path / folder)) == list(range(1, 13))
+        assert list(losses(tmp_path / folder)) == list(range(1, 9))
         np.testing.assert_allclose([*losses(tmp_path / folder).values()], [*losses(tmp_path / "whole").values()], 2e-5)
         got, expected = (load_adapter(tmp_path / name / "adapter").tensors for name in (folder, "whole"))
         assert got.keys() == expected.keys()
         for name, tensor in expected.items():
             np.testing.assert_allclose(got[name], tensor, atol=1e-4, err_msg=name)
-    assert whole.steps == 12
+    assert whole.steps == 8
 
 
 def test_disagreeing_processes_both_name_the_values(make_config, run_two):
