@@ -4,9 +4,9 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from jaxglue.config import Config, NonNegativeInt, PositiveInt
+from jaxglue.config import Config, NonNegativeInt, Range
 from jaxglue.distributed.token import TOKEN, find_token
 
 _NUMBERS = ("coordinator", "num_processes", "process_id")
@@ -20,7 +20,7 @@ class DistributedConfig(Config):
 
     coordinator: str | None = None
     """HOST:PORT where the processes meet: process 0's host, and a free port there."""
-    num_processes: PositiveInt | None = None
+    num_processes: Annotated[int, Range(ge=1, le=2**16)] | None = None
     """Number of processes, on all hosts together."""
     process_id: NonNegativeInt | None = None
     """Number of this process, from 0."""
@@ -31,7 +31,7 @@ class DistributedConfig(Config):
     def validate(self) -> None:
         """Refuse an address that is not HOST:PORT, a process that is not in the run, and a short token."""
         if self.coordinator is not None and not _is_address(self.coordinator):
-            raise ValueError(f"--coordinator: expected HOST:PORT, such as node1:12355, got {self.coordinator}")
+            raise ValueError(f"--coordinator: expected HOST:PORT, such as node1:12355, got {self.coordinator!r:.100}")
         if self.num_processes and self.process_id and self.process_id >= self.num_processes:
             raise ValueError(
                 f"--process-id: expected 0 to {self.num_processes - 1} of --num-processes {self.num_processes}, "

@@ -62,9 +62,10 @@ def test_open_mpi_needs_a_coordinator_on_several_hosts():
         ({"coordinator": "node1:1", "num_processes": 2, "process_id": 0}, "--token: not given, .*set JAXGLUE_TOKEN"),
         ({"coordinator": "::1:1", "num_processes": 2, "process_id": 0}, "--coordinator: expected HOST:PORT"),
         ({"coordinator": "node1:65536"}, "--coordinator: expected HOST:PORT"),
-        ({"coordinator": "node1"}, "--coordinator: expected HOST:PORT, such as node1:12355, got node1"),
+        ({"num_processes": 2**40}, "num_processes: expected int >= 1 and <= 65536"),
+        ({"coordinator": "node1"}, "--coordinator: expected HOST:PORT, such as node1:12355, got 'node1'"),
         ({"num_processes": 2, "process_id": 2}, "--process-id: expected 0 to 1 of --num-processes 2, got 2"),
-        ({"num_processes": 0}, r"num_processes: expected int >= 1 \| none, got 0"),
+        ({"num_processes": 0}, r"num_processes: expected int >= 1 and <= 65536 \| none, got 0"),
     ],
 )
 def test_incomplete_or_wrong_flags_are_refused(given, message):
