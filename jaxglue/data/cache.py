@@ -10,6 +10,7 @@ from typing import Any
 from jaxglue.data.store import DamagedStoreError, TokenStore, open_store, remove_store
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 def content_key(*parts: Any) -> str:
@@ -37,11 +38,11 @@ def open_or_write(folder: Path, write: Callable[[], None]) -> tuple[TokenStore, 
         remove_store(folder)
         write()
         return open_store(folder), damage
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        reason = f"{error.strerror}: {error.filename}"
-        hint = "name a folder of your own with --cache-dir, or have its owner open it to your group"
-        raise ValueError(f"cache_dir {folder.parent}: {reason}: {hint}") from error
     except OSError as error:
+        if error.errno in _CLOSED:
+            reason = f"{error.strerror}: {error.filename}"
+            hint = "name a folder of your own with --cache-dir, or have its owner open it to your group"
+            raise ValueError(f"cache_dir {folder.parent}: {reason}: {hint}") from error
         if error.errno not in _FULL:
             raise
         hint = "cannot hold the tokenized data: make room, or name another folder with --cache-dir"

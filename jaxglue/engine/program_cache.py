@@ -127,6 +127,8 @@ def _mend(folder: Path, reason: str) -> str:
     damaged = [path for path in folder.glob("*-cache") if _is_damaged(path)]
     for path in damaged:
         path.unlink(missing_ok=True)
+    if not folder.is_dir():
+        return _UNKEPT + reason
     if not damaged:
         return f"a compiled program cannot be read: {reason}. Delete the folder if this comes again"
     return f"removed damaged programs ({len(damaged)}), as a killed process leaves: they are compiled again"
