@@ -3,6 +3,7 @@
 import resource
 import threading
 import warnings
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +95,14 @@ def test_errors_of_writing_are_one_line(folder, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caplog.text.count("cannot be kept") == caplog.text.count("File too large") == 1
+
+
+def test_programs_are_kept_with_a_checksum(folder, monkeypatch):
+    from jax._src import compilation_cache as compression
+
+    monkeypatch.setattr(compression, "zstandard", object())
+    keep_programs(folder)
+    stored = bytearray(compression.compress_executable(b"program" * 99))
+    stored[len(stored) // 2] ^= 1
+    with pytest.raises(zlib.error):
+        compression.decompress_executable(bytes(stored))
