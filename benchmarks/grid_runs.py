@@ -24,14 +24,14 @@ from jaxglue.planner.gpus import Gpu, find_gpu
 
 PINNED_GIB = 40
 """Host memory that plans may pin."""
-_SIDE_BY_SIDE = 6
+_SIDE_BY_SIDE = 9
 _CONTEXT_GIB = 1.0
 """Memory of a process beside JAX's pool."""
 _ROOM = 1.12
 """Memory of settings without a limit of their own, in units of the planned."""
 _PATIENCE = 110
 """Most seconds for a setting."""
-_TIMED_MS = 1500.0
+_TIMED_MS = 1200.0
 """Duration of the timed steps."""
 _READY = "ready"
 

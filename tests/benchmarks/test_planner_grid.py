@@ -8,7 +8,7 @@ LARGE, SMALL = ({"predicted_gib": gib - 1, "gib": gib} for gib in (30, 4))
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"), [([], LARGE), ([40], LARGE), ([40, 20], SMALL), ([40, 34], None), ([1] * 6, None)]
+    ("held", "expected"), [([], LARGE), ([40], LARGE), ([40, 20], SMALL), ([40, 34], None), ([1] * 9, None)]
 )
 def test_first_setting_that_fits_beside_others_starts(held, expected):
     import grid_runs
