@@ -21,7 +21,8 @@ LAYER_VALUES = {
     ATTENTION_OUT: "attention's output, before its projection [B, T, N·H]",
     ATTENTION_LSE: "attention's log-sum-exp, float32, of the size of [B, N, T]; only in fused backends",
     ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]",
-    GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]",
+    GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]; in small layers"
+    " up's and the adapters' ranks beside it",
     UP: "the up projection of the feed-forward, likewise [B, T, F]",
     LORA_HIDDEN: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
     ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",

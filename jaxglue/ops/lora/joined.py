@@ -1,4 +1,4 @@
-"""Several frozen projections of one input, and their adapters' first matrices, as rows of one matrix."""
+"""Several projections of one input, and their adapters' first matrices, as rows of one matrix."""
 
 import itertools
 import math
@@ -12,15 +12,17 @@ from jaxglue.ops.lora.vjp import shrink_gradient
 
 _LARGEST = 2**25
 """Bytes of weights up to which one matmul instead of several is worth copying them together."""
+_MOST_ROWS = 2**16
+"""Tokens up to which partial sums of gradients to ranks stay small beside a layer's values."""
 _ALIGNMENT = 64
 """Rows of a joined matrix are a multiple of it."""
 _PARTS = 16
 """Parts of the tokens whose gradients fill a GPU."""
 
 
-def is_worth_joining(weights: Sequence[Array]) -> bool:
-    """Return whether frozen weights of one input are small enough to be copied together."""
-    return sum(weight.size * weight.dtype.itemsize for weight in weights) <= _LARGEST
+def is_worth_joining(x: Float[Array, "M in"], weights: Sequence[Array]) -> bool:
+    """Return whether weights of one input are small enough to be copied together, and its rows few enough."""
+    return len(x) <= _MOST_ROWS and sum(weight.size * weight.dtype.itemsize for weight in weights) <= _LARGEST
 
 
 def join(weights: Sequence[Array], downs: Sequence[Float[Array, "R in"]], dtype) -> Float[Array, "width in"]:

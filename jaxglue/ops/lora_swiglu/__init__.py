@@ -65,16 +65,15 @@ def projected_lora_swiglu(
 
     Args:
         x: the feed-forward's normed input.
-        weights: frozen, of gate and up.
+        weights: of gate and up.
         downs: their adapters' first matrices in float32.
         matrices: see `lora_swiglu`.
     """
-    rank = len(matrices[2])
-    if {*map(len, downs)} != {rank} or not is_worth_joining(weights):
+    rank, rows = len(matrices[2]), x.reshape(-1, x.shape[-1])
+    if {*map(len, downs)} != {rank} or not is_worth_joining(rows, weights):
         return None
     kernels = LORA_SWIGLU.load(x.dtype, rank)
     if kernels is None:
         return None
-    rows = x.reshape(-1, x.shape[-1])
     out, low = joined_lora_swiglu(kernels, rows, weights, downs, matrices)
     return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)
