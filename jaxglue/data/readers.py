@@ -58,7 +58,7 @@ def row_chunks(rows: Iterable[Row], most: int) -> Iterator[tuple[Row, ...]]:
 
 
 def data_files(name: str) -> list[Path]:
-    """Return a local source's data files, sorted by name.
+    """Return a local source's data files, sorted by name; hidden ones of a folder, such as backups, are left out.
 
     Raises:
         ValueError: no such file or folder, or no data file in it.
@@ -67,15 +67,18 @@ def data_files(name: str) -> list[Path]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = sorted(
-            p for p in path.rglob("*") if p.is_file() and (_is_saved_dataset(path) or file_type(p) in SUFFIXES)
-        )
+        is_saved = _is_saved_dataset(path)
+        files = sorted(p for p in path.rglob("*") if _is_shown(p, path) and (is_saved or file_type(p) in SUFFIXES))
     else:
         hint = f"a data set of the Hugging Face hub is named {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset"
         raise ValueError(f"data: no such file or folder: {name} ({hint})")
     if not files:
         raise ValueError(f"data: no data file in {name}: expected {expected_files()}")
     return files
+
+
+def _is_shown(path: Path, folder: Path) -> bool:
+    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def hub_fingerprint(source: Source) -> str:

@@ -65,6 +65,9 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
     (tmp_path / "README.md").write_text("not data")
+    (tmp_path / ".backups").mkdir()
+    for name in (".backups/c.jsonl", ".d.jsonl"):
+        (tmp_path / name).write_text("not read")
     assert values(tmp_path) == [{"text": "a"}, {"text": "b"}]
 
 
