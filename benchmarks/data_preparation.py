@@ -90,6 +90,7 @@ def measure(model: Path, chats: int, workers: int) -> dict:
         config = DataConfig(data=(str(path),), seq_len=8192, cache_dir=f"{folder}/cache", workers=workers)
         report = prepare_data(config, tokenizer).report
         seconds, wall, peak = cpu_seconds() - begin, time.perf_counter() - wall, memory.peak
+        megabytes = path.stat().st_size / 1e6
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         alone = tokenizer_seconds(tokenizer.backend_tokenizer, path)
     return {
@@ -98,6 +99,8 @@ def measure(model: Path, chats: int, workers: int) -> dict:
         "workers": workers,
         "seconds": round(wall, 1),
         "CPU seconds": round(seconds, 1),
+        "MB": round(megabytes, 1),
+        "MB/s of a core": round(megabytes / seconds, 2),
         "tokens/s of a core": round(report.train.tokens / seconds, -3),
         "peak memory GiB": round(peak / 2**30, 2),
         "CPU seconds of the tokenizer on whole texts": round(alone, 1),
