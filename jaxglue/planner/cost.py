@@ -25,6 +25,8 @@ _GROUPED_SHARE = 0.9
 """Share of the matmul rate at which experts' matmuls run."""
 _FUSED_SHARE = 0.92
 """Share of the memory's rate at which kernels without matmuls move their bytes."""
+_FP8_SHARE = 0.55
+"""The same of kernels that read or write FP8 codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,8 @@ class _Trace:
         An array that it gets twice, for descriptors of two kinds, counts once.
         """
         flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
-        moved = self._fused_copy(sum(value.bytes for value in {*inputs, *outputs}))
+        codes = any(_is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
+        moved = self._copy(sum(value.bytes for value in {*inputs, *outputs})) / (_FP8_SHARE if codes else _FUSED_SHARE)
         return max(flops / (_GROUPED_SHARE * self._dot_rate(eqn)), moved)
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:

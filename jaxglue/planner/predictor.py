@@ -27,7 +27,7 @@ from jaxglue.planner.setting import Setting
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-_LINK_SHARE = 0.9
+_LINK_SHARE = 0.85
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
 
 
