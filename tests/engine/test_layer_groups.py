@@ -5,6 +5,7 @@ import jax
 import pytest
 
 LAYERS = 5
+"""Two groups of two and one layer; fewer where groups are larger or slow to compile."""
 
 
 def results(parts, batches, key=None, **options):
@@ -16,18 +17,18 @@ def results(parts, batches, key=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "options"),
+    ("kind", "layers", "size", "options"),
     [
-        ("lora", 2, {}),
-        ("lora", 5, {"policy": "3 x full + 2 x dots", "batches": 2}),
-        ("full", 3, {"policy": "2 x none + 3 x full"}),
-        ("lora", 2, {"dropout": 0.5, "tile": 7}),
+        ("lora", LAYERS, 2, {}),
+        ("lora", 3, 3, {"policy": "2 x full + 1 x dots", "batches": 2}),
+        ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
+        ("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
     ],
 )
-def test_groups_change_no_value(split_parts, random_batch, kind, size, options):
+def test_groups_change_no_value(split_parts, random_batch, kind, layers, size, options):
     batches = [random_batch([[5, 1, 7], [12]], 14, seed=seed) for seed in range(options.pop("batches", 1))]
     dropout = options.pop("dropout", 0.0)
-    parts = split_parts(kind, dropout=dropout, num_hidden_layers=LAYERS)
+    parts = split_parts(kind, dropout=dropout, num_hidden_layers=layers)
     key = jax.random.key(3) if dropout else None
     expected = results(parts, batches, key, **options)
     chex.assert_trees_all_close(

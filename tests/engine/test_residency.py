@@ -64,6 +64,7 @@ FAMILIES = {
     "gpt_oss": {
         "model_type": "gpt_oss",
         "intermediate_size": 32,
+        "layer_types": ("sliding_attention",) * 4,  # one type compiles once
         "quantization_config": {"quant_method": "mxfp4"},
         **EXPERTS,
     },

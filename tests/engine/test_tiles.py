@@ -13,6 +13,7 @@ FAMILIES = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 4,
+        "layer_types": ("sliding_attention",) * 2,  # one type compiles once
         "intermediate_size": 32,
     },
 }

@@ -31,6 +31,7 @@ GPT_OSS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 8,
+    "layer_types": ["sliding_attention"] * 2,  # one type compiles once
     "tie_word_embeddings": False,
 }
 

@@ -86,7 +86,7 @@ def output_and_gradients(function, arguments):
 def test_reference_matches_every_expert(activation, transpose):
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
-    expected = output_and_gradients(partial(every_expert, **options), arguments)
+    expected = output_and_gradients(jax.jit(partial(every_expert, **options)), arguments)
     assert_same(output_and_gradients(jax.jit(partial(ours, **options)), arguments), expected)
 
 
@@ -96,7 +96,7 @@ def test_interpreted_kernels_match_every_expert(activation, transpose, interpret
     kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
-    expected = output_and_gradients(partial(every_expert, **options), arguments)
+    expected = output_and_gradients(jax.jit(partial(every_expert, **options)), arguments)
     with GROUPED_MATMUL.using(kernels):
         got = output_and_gradients(partial(ours, **options, backend="auto"), arguments)
     assert_same(got, expected)
