@@ -77,6 +77,7 @@ def assert_same(got, expected, tolerance=2e-5):
         assert np.linalg.norm(np.asarray(a, np.float32) - b) <= tolerance * np.linalg.norm(b)
 
 
+@partial(jax.jit, static_argnums=0)
 def output_and_gradients(function, arguments):
     out, pull = jax.vjp(function, arguments)
     return out, pull(jax.random.normal(jax.random.key(1), out.shape).astype(out.dtype))
@@ -86,8 +87,8 @@ def output_and_gradients(function, arguments):
 def test_reference_matches_every_expert(activation, transpose):
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
-    expected = output_and_gradients(jax.jit(partial(every_expert, **options)), arguments)
-    assert_same(output_and_gradients(jax.jit(partial(ours, **options)), arguments), expected)
+    expected = output_and_gradients(partial(every_expert, **options), arguments)
+    assert_same(output_and_gradients(partial(ours, **options), arguments), expected)
 
 
 @pytest.mark.parametrize(("activation", "transpose"), [("swiglu", True), ("gpt_oss", False)])
@@ -96,7 +97,7 @@ def test_interpreted_kernels_match_every_expert(activation, transpose, interpret
     kernels = interpreted_kernels(tiles=GroupedTiles(matmul=tiles, outer=tiles), compute_capability=80)
     arguments = random_layer(transpose)
     options = {"activation": activation, "transpose": transpose}
-    expected = output_and_gradients(jax.jit(partial(every_expert, **options)), arguments)
+    expected = output_and_gradients(partial(every_expert, **options), arguments)
     with GROUPED_MATMUL.using(kernels):
         got = output_and_gradients(partial(ours, **options, backend="auto"), arguments)
     assert_same(got, expected)
@@ -111,9 +112,9 @@ def test_kernels_on_a_gpu_match_every_expert(activation, transpose, M, D, F):
     options = {"activation": activation, "transpose": transpose}
     with jax.default_matmul_precision("highest"):  # not TF32
         expected = output_and_gradients(
-            jax.jit(partial(every_expert, **options)), jax.tree.map(lambda x: x.astype(jnp.float32), half)
+            partial(every_expert, **options), jax.tree.map(lambda x: x.astype(jnp.float32), half)
         )
-    got = output_and_gradients(jax.jit(partial(ours, **options, backend="triton")), half)
+    got = output_and_gradients(partial(ours, **options, backend="triton"), half)
     assert_same(got, expected, 1e-2)
 
 
