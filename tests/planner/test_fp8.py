@@ -22,7 +22,7 @@ def test_fp8_matmuls_are_costed_at_their_own_rate():
         program = jax.make_jaxpr(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ()))))(a, b)
         return program_cost(program, gpu, attention={}).seconds
 
-    assert 1.8 < seconds(jnp.bfloat16) / seconds(jnp.float8_e4m3fn) < 2.0
+    assert 1.9 < seconds(jnp.bfloat16) / seconds(jnp.float8_e4m3fn) < 2.1
 
 
 def test_a_matmul_that_writes_fp8_needs_no_memory_for_more():
