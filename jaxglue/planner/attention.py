@@ -35,10 +35,11 @@ _RATES = {
     ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
     ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
     ("long", 128): Rates(Rate(0.70, 400), Rate(0.57, 250)),
-    ("hopper", 128): Rates(Rate(0.935, 400), Rate(0.635, 250)),
+    ("hopper", 128): Rates(Rate(0.85, 400), Rate(0.57, 250)),
     ("cudnn", 128): Rates(Rate(0.82, 490), Rate(0.76, 400)),
 }
-"""By kernel and largest head dim, measured on an H200: our kernels with tiles for short and long documents, and cuDNN's
+"""By kernel and largest head dim: our kernels with tiles for short and long documents, those of Hopper's own, and
+cuDNN's. In whole steps on H100 and H200, where power limits long passes to nine tenths of their rate alone
 (benchmarks/results/attention_lengths.json)."""
 _WORKSPACE = 8
 """Bytes that cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
