@@ -8,6 +8,7 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.lora.joined import is_worth_joining
 from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu, projected_lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
@@ -86,25 +87,46 @@ def test_ranks_that_differ_are_refused():
         lora_swiglu(gate, up, hidden[..., :3], matrices)
 
 
+def joined_case(M, D, F, R, dtype=jnp.float32):
+    """Return ((x, weights, first matrices, the others), cotangents) of `projected_lora_swiglu`."""
+    (_, _, _, matrices), cotangents = random_case(M, F, R, dtype)
+    x, *rest = (
+        jax.random.normal(key, (n, D)) * D**-0.5
+        for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
+    )
+    weights = tuple(weight.astype(dtype) for weight in rest[:2])
+    x = (x * D**0.5).astype(dtype)
+    return (x, weights, tuple(rest[2:]), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
+
+
+def separate(x, weights, downs, matrices):
+    gate, up = (x @ weight.T for weight in weights)
+    return by_definition(gate, up, jnp.concatenate([x @ down.T for down in downs], -1), matrices)
+
+
 def test_joined_projections_match_separate_ones(interpreted):
     from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
     from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
 
-    M, D, F, R = 37, 24, 72, 5
-    (_, _, _, matrices), cotangents = random_case(M, F, R)
-    x, *weights = (
-        jax.random.normal(key, (n, D)) / 4
-        for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
-    )
-    weights, downs = weights[:2], weights[2:]
-
-    def separate(x, weights, downs, matrices):
-        gate, up = (x @ weight.T for weight in weights)
-        return by_definition(gate, up, jnp.concatenate([x @ down.T for down in downs], -1), matrices)
-
+    case = joined_case(37, 24, 72, 5)
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
-    swiglu = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, joined_tiles=tiles)
-    arguments = (x, tuple(weights), tuple(downs), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
-    with LORA_SWIGLU.using(swiglu):
-        got = outputs_and_gradients(projected_lora_swiglu, *arguments)
-    assert_close(got, outputs_and_gradients(separate, *arguments), 1e-5)
+    kernels = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, joined_tiles=tiles)
+    with LORA_SWIGLU.using(kernels):
+        got = outputs_and_gradients(projected_lora_swiglu, *case)
+    assert_close(got, outputs_and_gradients(separate, *case), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [(37, 24, 72, 5), (1000, 256, 3072, 16), (300, 64, 1000, 32)])
+def test_joined_bf16_matches_float32_on_a_gpu(case):
+    case = joined_case(*case, jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):
+        expected = outputs_and_gradients(separate, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
+    assert_close(outputs_and_gradients(projected_lora_swiglu, *case), expected, 1.5e-2)
+
+
+def test_long_rows_and_large_weights_stay_separate():
+    short, long, large = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 16), (2**17, 16), (2**20, 16)))
+    assert is_worth_joining(short, [short, short])
+    assert not is_worth_joining(long, [short, short])
+    assert not is_worth_joining(short, [large, large])
