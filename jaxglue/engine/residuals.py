@@ -121,11 +121,14 @@ def _leaf_names(layer: Layer, inputs: LayerInputs) -> list[str | None]:
     def leaves(trainable, x):
         return jax.tree.leaves(_vjp(layer, (trainable, frozen, x, context))[1])
 
-    return _result_names(jax.make_jaxpr(leaves)(trainable, x).jaxpr)
+    return result_names(jax.make_jaxpr(leaves)(trainable, x).jaxpr)
 
 
-def _result_names(jaxpr: Jaxpr) -> list[str | None]:
-    sources = {result: (eqn, index) for eqn in jaxpr.eqns for index, result in enumerate(eqn.outvars)}
+def result_names(jaxpr: Jaxpr) -> list[str | None]:
+    """Return the name of `jaxglue.ops.names` that a layer gives each of a program's results, None without one."""
+    sources: dict[Any, tuple[Any, int]] = {
+        result: (eqn, index) for eqn in jaxpr.eqns for index, result in enumerate(eqn.outvars)
+    }
 
     def name_of(value) -> str | None:
         if isinstance(value, Literal) or value not in sources:
@@ -136,8 +139,10 @@ def _result_names(jaxpr: Jaxpr) -> list[str | None]:
                 return eqn.params["name"]
             case "reduce_precision" | "reshape":
                 return name_of(eqn.invars[0])
+            case "broadcast_in_dim" if value.aval.size == eqn.invars[0].aval.size:
+                return name_of(eqn.invars[0])
             case "jit":
-                return _result_names(eqn.params["jaxpr"].jaxpr)[index]
+                return result_names(eqn.params["jaxpr"].jaxpr)[index]
         return None
 
     return list(map(name_of, jaxpr.outvars))

@@ -6,20 +6,17 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
-from jaxglue.engine.residuals import Layer
+from jaxglue.engine.residuals import Layer, result_names
 from jaxglue.models.parameters import Params
 from jaxglue.planner.cost import aval_bytes
 from jaxglue.planner.equations import equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
-
-_RENAMES = ("reduce_precision", "reshape", "broadcast_in_dim")
-"""Primitives between a named value and a residual."""
 
 
 class LayerPrograms(NamedTuple):
@@ -63,26 +60,11 @@ def value_names(program: ClosedJaxpr) -> set[str]:
 
 
 def _bytes_by_name(forward: Jaxpr, residuals: int) -> dict[str | None, int]:
-    """Sum the bytes of a forward pass's residuals, the outputs after y, by the names that the layer gives its values.
-
-    Constants have none.
-    """
-    producers = {result: eqn for eqn in forward.eqns for result in eqn.outvars}
+    """Sum the bytes of a forward pass's residuals, its results after y, by their names; constants have none."""
     kept: dict[str | None, int] = {}
-    for var in forward.outvars[1 : residuals + 1]:
-        name = _name(var, producers)
+    for name, var in list(zip(result_names(forward), forward.outvars, strict=True))[1 : residuals + 1]:
         kept[name] = kept.get(name, 0) + aval_bytes(var.aval)
     return kept
-
-
-def _name(var: Var | Literal, producers: dict[Var, JaxprEqn]) -> str | None:
-    while not isinstance(var, Literal) and (eqn := producers.get(var)) is not None:
-        if eqn.primitive.name == "name":
-            return eqn.params["name"]
-        if eqn.primitive.name not in _RENAMES:
-            return None
-        var = eqn.invars[0]
-    return None
 
 
 def replay_program(
