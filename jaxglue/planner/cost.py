@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from jaxglue.planner.equations import branch, called, equations, live_program
-from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.gpus import Gpu, find_gpu
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
 """Names of the jitted functions in place of attention kernels in a traced program."""
@@ -81,33 +81,69 @@ class _Kernel:
     """Temporary bytes inside: a workspace's, or those of a loop's body."""
 
 
-def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost]) -> Cost:
-    """Return the cost of a program with these costs of attention's kernels, by their function's name."""
-    jaxpr = live_program(jaxpr)
-    trace = _Trace(gpu, attention)
-    arguments = [_Value(aval_bytes(var.aval), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
+class Sizes:
+    """Bytes, FLOPs and loops' lengths in the order in which a program's cost asks for them.
+
+    Args:
+        given: numbers in place of those of the program's own shapes.
+    """
+
+    def __init__(self, given: Sequence[int] | None = None):
+        self.read: list[int] = []
+        self._given = None if given is None else iter(given)
+
+    def __call__(self, own: int) -> int:
+        """Return a number of the program, or the one given in its place."""
+        self.read.append(own if self._given is None else next(self._given))
+        return self.read[-1]
+
+    def of(self, var: Any) -> int:
+        """Return a variable's bytes."""
+        return self(aval_bytes(var.aval))
+
+
+def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost], sizes: Sizes | None = None) -> Cost:
+    """Return the cost of a program.
+
+    Args:
+        jaxpr: the program.
+        gpu: that runs it.
+        attention: costs of attention's kernels, by their function's name.
+        sizes: of the program; by default its own.
+    """
+    jaxpr, sizes = live_program(jaxpr), sizes or Sizes()
+    trace = _Trace(gpu, attention, sizes)
+    arguments = [_Value(sizes.of(var), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
     results = trace.run(jaxpr.jaxpr, arguments)
-    made = {value for value in results if not value.is_argument}
+    made = dict.fromkeys(value for value in results if not value.is_argument)
     in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and root.may_become_result}
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
-    temporary = trace.peak(without=made | in_place)
-    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=_largest_matmul(jaxpr.jaxpr))
+    temporary = trace.peak(without={*made, *in_place})
+    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=_largest_matmul(jaxpr.jaxpr, sizes))
+
+
+def program_sizes(jaxpr: ClosedJaxpr) -> tuple[int, ...]:
+    """Return the numbers that `Sizes` reads from a program."""
+    kernels = dict.fromkeys((ATTENTION_FORWARD, ATTENTION_BACKWARD), KernelCost(seconds=0.0))
+    sizes = Sizes()
+    program_cost(jaxpr, find_gpu("H100"), attention=kernels, sizes=sizes)  # any GPU
+    return tuple(sizes.read)
 
 
 class _Trace:
     """Collects the kernels of a program in order."""
 
-    def __init__(self, gpu: Gpu, attention: dict[str, KernelCost]):
+    def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes):
         self.seconds = 0.0
-        self._gpu, self._attention = gpu, attention
+        self._gpu, self._attention, self._sizes = gpu, attention, sizes
         self._kernels: list[_Kernel] = []
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
         env: dict[Var, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var in jaxpr.constvars:
-            env[var] = _Value(aval_bytes(var.aval), is_argument=True, in_memory=True)
+            env[var] = _Value(self._sizes.of(var), is_argument=True, in_memory=True)
 
         unused = _Value(0)
 
@@ -144,7 +180,7 @@ class _Trace:
 
     def _equation(self, eqn, inputs: list[_Value]) -> list[_Value]:
         name = eqn.primitive.name
-        outputs = [_Value(aval_bytes(var.aval)) for var in eqn.outvars]
+        outputs = [_Value(self._sizes.of(var)) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, outputs)
         if (attention := self._attention.get(eqn.params.get("name"))) is not None:
@@ -156,7 +192,7 @@ class _Trace:
         if name in _ALIASES:
             return inputs[: len(outputs)]
         if name == "dot_general":
-            flops = _dot_flops(eqn)
+            flops = self._sizes(_dot_flops(eqn))
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
             return self._opaque(inputs, outputs, max(flops / self._dot_rate(eqn), self._copy(moved)))
@@ -192,7 +228,7 @@ class _Trace:
 
         An array that it gets twice, for descriptors of two kinds, counts once.
         """
-        flops = (eqn.params["cost_estimate"] or {}).get("flops", 0)
+        flops = self._sizes((eqn.params["cost_estimate"] or {}).get("flops", 0))
         codes = any(_is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
         moved = self._copy(sum(value.bytes for value in {*inputs, *outputs})) / (_FP8_SHARE if codes else _FUSED_SHARE)
         return max(flops / (_GROUPED_SHARE * self._dot_rate(eqn)), moved)
@@ -223,20 +259,20 @@ class _Trace:
     def _scan(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         for value in inputs:
             self.materialize(value)
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
-        cost = program_cost(body, self._gpu, attention=self._attention)
+        body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
+        cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
-        per_step = sum(aval_bytes(var.aval) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
+        per_step = sum(self._sizes.of(var) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
         carried = {
             output.bytes
             for output, var in zip(outputs, body.jaxpr.outvars, strict=True)
-            if output.bytes == aval_bytes(var.aval)
+            if output.bytes == self._sizes.of(var)
         }
         for value in inputs:  # carries are updated in place
             if value.bytes in carried and not value.is_argument:
                 value.bytes = 0
         for value, var in zip(outputs, body.jaxpr.outvars, strict=True):
-            value.from_loop = value.bytes != aval_bytes(var.aval)
+            value.from_loop = value.bytes != self._sizes.of(var)
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
         return outputs
 
@@ -258,10 +294,10 @@ def _is_fp8(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
 
 
-def _dot_flops(eqn) -> float:
+def _dot_flops(eqn) -> int:
     (contracting, _), _ = eqn.params["dimension_numbers"]
     lhs = eqn.invars[0].aval.shape
-    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
 
 
 def aval_bytes(aval: Any) -> int:
@@ -272,9 +308,9 @@ def aval_bytes(aval: Any) -> int:
         return 0
 
 
-def _largest_matmul(jaxpr: Jaxpr) -> int:
+def _largest_matmul(jaxpr: Jaxpr, sizes: Sizes) -> int:
     dots = (eqn for eqn, repeat in equations(jaxpr) if eqn.primitive.name == "dot_general" and repeat == 1)
-    return max((sum(aval_bytes(var.aval) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
+    return max((sum(sizes.of(var) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
 
 
 def received_bytes(jaxpr: Jaxpr) -> float:

@@ -1,7 +1,8 @@
 """A layer's programs on one device, traced without a device."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -12,18 +13,32 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer, result_names
 from jaxglue.models.parameters import Params
-from jaxglue.planner.cost import aval_bytes
+from jaxglue.planner.cost import aval_bytes, program_sizes
 from jaxglue.planner.equations import equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
 
 
+@dataclass(frozen=True, eq=False)
+class SizedProgram:
+    """A program, and the numbers that its cost reads (`Sizes`)."""
+
+    program: ClosedJaxpr
+    scaled: tuple[int, ...] | None = None
+    """Numbers in place of the program's own."""
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the numbers."""
+        return self.scaled or program_sizes(self.program)
+
+
 class LayerPrograms(NamedTuple):
     """A layer's programs on one device."""
 
-    forward: ClosedJaxpr
-    backward: ClosedJaxpr
+    forward: SizedProgram
+    backward: SizedProgram
     kept: dict[str | None, int]
     """Bytes kept in between beside the layer's input, by their names."""
 
@@ -50,8 +65,9 @@ def layer_programs(
     forward = functions.forward.trace(*inputs)
     y, residuals, _ = forward.out_info
     backward = functions.backward.trace(residuals, *inputs, y, None)
-    programs = _local_program(forward.jaxpr), _local_program(backward.jaxpr)
-    return LayerPrograms(*programs, kept=_bytes_by_name(programs[0].jaxpr, len(jax.tree.leaves(residuals))))
+    forward_program, backward_program = map(_local_program, (forward.jaxpr, backward.jaxpr))
+    kept = _bytes_by_name(forward_program.jaxpr, len(jax.tree.leaves(residuals)))
+    return LayerPrograms(SizedProgram(forward_program), SizedProgram(backward_program), kept)
 
 
 def value_names(program: ClosedJaxpr) -> set[str]:

@@ -8,27 +8,29 @@ from typing import Any
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, parse_weights, stream_evenly
-from jaxglue.engine.transfer import RUN_AHEAD
 from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import group_policies
+from jaxglue.planner.longest import longest_row
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Memory, Plan, by_time, gib
 from jaxglue.planner.predictor import Predictor
-from jaxglue.planner.search import fastest, interpolate, most
+from jaxglue.planner.programs import Programs
+from jaxglue.planner.scaled import ScaledPrograms
+from jaxglue.planner.search import fastest, most
 from jaxglue.planner.workload import Workload
 
 MARGIN = 0.05
 """Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
 _LEAN = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
-_ROW_STEP = 128
 
 
 class Planner(Predictor):
     """Chooses the fastest setting that fits the GPU and the host."""
 
-    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = RUN_AHEAD):
-        super().__init__(workload, gpu, prefetch_depth=prefetch_depth, run_ahead=run_ahead)
+    def __init__(self, workload: Workload, gpu: Gpu, **options: Any):
+        super().__init__(workload, gpu, **options)
+        self._options = options
         self._plans: dict[tuple[float, str], list[Plan]] = {}
         self._longest: dict[tuple[float, str], int | None] = {}
         self._variants: dict[tuple, Planner] = {}
@@ -87,7 +89,7 @@ class Planner(Predictor):
             return plan
         found: list[Plan] = []
         for planner in self._by_tile():
-            if planner is self or planner._least_load(host_memory, weights) <= 1:
+            if planner is self or planner.least_load(host_memory, weights) <= 1:
                 found += planner.fitting_plans(host_memory, weights)[:1]
             # Tiles leave more memory to inputs that an untiled plan drops.
             if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
@@ -154,46 +156,30 @@ class Planner(Predictor):
         """Return the planner of the same workload with rows of another length."""
         return self._with(seq_len=seq_len)
 
+    def with_rows(
+        self, seq_len: int, tile: int | None, *, scaled: tuple[Programs, Programs] | None = None
+    ) -> "Planner":
+        """Return the planner for rows of another length and tile, with programs scaled from two others if given."""
+        if scaled is None:
+            same = (seq_len, tile) == (self.workload.seq_len, self.workload.tile)
+            return self if same else self._with(seq_len=seq_len, tile=tile)
+        workload = replace(self.workload, seq_len=seq_len, tile=tile)
+        return Planner(workload, self.gpu, **self._options, programs=ScaledPrograms(workload, scaled))
+
     def _with(self, **changes: Any) -> "Planner":
         key = tuple(changes.items())
         if key not in self._variants:
-            workload = replace(self.workload, **changes)
-            self._variants[key] = Planner(workload, self.gpu, prefetch_depth=self._depth, run_ahead=self._run_ahead)
+            self._variants[key] = Planner(replace(self.workload, **changes), self.gpu, **self._options)
         return self._variants[key]
 
     def longest_row(self, *, host_memory: float, weights: str = AUTO) -> int | None:
-        """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does.
-
-        Memory grows almost linearly with the row, so interpolation needs few traces.
-        """
+        """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does."""
         key = host_memory, weights
         if key not in self._longest:
-            self._longest[key] = self._find_longest(host_memory, weights)
+            self._longest[key] = longest_row(self, host_memory, weights)
         return self._longest[key]
 
-    def _find_longest(self, host_memory: float, weights: str) -> int | None:
-        limit = self.workload.config.max_position_embeddings
-
-        tiled_from = math.inf
-
-        def load(seq_len: int) -> float:
-            nonlocal tiled_from
-            tiles = [] if self.workload.tile else tile_sizes(self.workload.batch_size * seq_len)
-            if seq_len < tiled_from or not tiles:
-                planner = self if seq_len == self.workload.seq_len else self.with_seq_len(seq_len)
-                if (needed := planner._least_load(host_memory, weights)) <= 1 or not tiles:
-                    return needed
-                tiled_from = seq_len
-            return self._with(seq_len=seq_len, tile=tiles[-1])._least_load(host_memory, weights)
-
-        loads = {seq_len: load(seq_len) for seq_len in {min(self.workload.seq_len, limit), limit}}
-        if min(loads.values()) > 1:
-            loads[_ROW_STEP] = load(_ROW_STEP)
-        while (guess := interpolate(loads, limit, _ROW_STEP)) not in loads:
-            loads[guess] = load(guess)
-        return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
-
-    def _least_load(self, host_memory: float, weights: str) -> float:
+    def least_load(self, host_memory: float, weights: str) -> float:
         """Return the larger share of GPU and host memory that the leanest setting takes."""
         streams = (DEVICE, HOST) if weights == AUTO else (weights,)
         policies = [PRESETS[name] for name in _LEAN]

@@ -21,6 +21,7 @@ from jaxglue.planner.groups import restore_work, restored_groups, restored_input
 from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import Memory, Plan
+from jaxglue.planner.programs import Programs
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.schedule import Work, simulate
 from jaxglue.planner.setting import Setting
@@ -39,12 +40,21 @@ class Predictor:
         gpu: rates and memory.
         prefetch_depth: layers by which copies from the host are ahead; None for the executor's default.
         run_ahead: dispatched layers that the host does not wait for.
+        programs: of the workload; traced by default.
 
     Raises:
         ValueError: a mixture of experts without jax-triton installed, whose kernels are traced.
     """
 
-    def __init__(self, workload: Workload, gpu: Gpu, *, prefetch_depth: int | None = None, run_ahead: int = RUN_AHEAD):
+    def __init__(
+        self,
+        workload: Workload,
+        gpu: Gpu,
+        *,
+        prefetch_depth: int | None = None,
+        run_ahead: int = RUN_AHEAD,
+        programs: Programs | None = None,
+    ):
         if workload.config.moe is not None and not has_jax_triton():
             raise ValueError(
                 f"planning {workload.config.model_type}, which has experts, needs the kernels' definitions: install "
@@ -52,7 +62,7 @@ class Predictor:
             )
         self.workload, self.gpu = with_fitting_attention(workload, gpu), gpu
         self._depth, self._run_ahead = prefetch_depth, run_ahead
-        self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton())
+        self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton(), programs=programs)
         self._resident = resident_bytes(self.workload)
         self._settings, self._memory_of = cache(self._make_setting), cache(self._predict_memory)
 
@@ -149,6 +159,11 @@ class Predictor:
         alone = simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
         alone += model.head_seconds - without._model.head_seconds
         return added, self.workload.gradient_accumulation_steps * alone
+
+    @property
+    def programs(self) -> Programs:
+        """Return the programs of the workload's layers and head."""
+        return self._model.programs
 
     @property
     def _link(self) -> float:

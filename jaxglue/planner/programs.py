@@ -55,7 +55,7 @@ class Programs:
     """
 
     def __init__(self, workload: Workload, capability: Capability | None):
-        self._workload, self._capability = workload, capability
+        self.workload, self.capability = workload, capability
         self._graphdefs, self._used = abstract_parts(workload)[0], used_shapes(workload.any_rows)
         self._function = cache(lambda index: layer_function(self._graphdefs.layers[index]))
         self._layer, self._names = cache(self._trace_layer), cache(self._find_names)
@@ -70,49 +70,49 @@ class Programs:
     @cached_property
     def head(self) -> ClosedJaxpr:
         """Return the program of the head, the loss and their gradients."""
-        if self._workload.tile is not None:
-            return shared_programs(replace(self._workload, tile=None), self._capability).head
+        if self.workload.tile is not None:
+            return shared_programs(replace(self.workload, tile=None), self.capability).head
         trainable, frozen = self._used
         sums: Params = dict.fromkeys(trainable)
-        inputs = abstract_input(self._workload)[0], abstract_batch(self._workload)
-        with tracing_for(self._capability):
+        inputs = abstract_input(self.workload)[0], abstract_batch(self.workload)
+        with tracing_for(self.capability):
             return self._embed_head.trace_head_backward(trainable, frozen, *inputs, jnp.float32(1), sums).jaxpr
 
     @cached_property
     def reference_head(self) -> ClosedJaxpr:
         """Return the program of the reference's head."""
-        (trainable, frozen), x = self._used, abstract_input(self._workload)[0]
-        with tracing_for(self._capability):
-            return self._embed_head.trace_answer_log_probs(trainable, frozen, x, abstract_batch(self._workload)).jaxpr
+        (trainable, frozen), x = self._used, abstract_input(self.workload)[0]
+        with tracing_for(self.capability):
+            return self._embed_head.trace_answer_log_probs(trainable, frozen, x, abstract_batch(self.workload)).jaxpr
 
     @property
     def _embed_head(self) -> EmbedHead:
-        work = self._workload
+        work = self.workload
         return EmbedHead(self._graphdefs, work.config, dtype=work.dtype, attention="auto", objective=work.objective)
 
     def _parameters(self, index: int) -> list[Params]:
         return [tree["layers"][index] for tree in self._used]
 
     def _trace_layer(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
-        layer = self._function(index), policy, self._workload, self._parameters(index)
-        with tracing_for(self._capability):
+        layer = self._function(index), policy, self.workload, self._parameters(index)
+        with tracing_for(self.capability):
             programs = layer_programs(*layer)
-            if (devices := self._workload.mesh.expert) == 1:
+            if (devices := self.workload.mesh.expert) == 1:
                 return programs, programs
             # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
             return programs, layer_programs(*layer, experts=devices)
 
     def _find_names(self, index: int) -> frozenset[str]:
         """Return the names of values that the backward pass computes again if they are not kept."""
-        return frozenset().union(*(value_names(each.backward) for each in self._layer(index, PRESETS["full"])))
+        return frozenset().union(*(value_names(each.backward.program) for each in self._layer(index, PRESETS["full"])))
 
     def _trace_replay(self, index: int, keeps_attention: bool) -> ClosedJaxpr:
-        layer = self._graphdefs.layers[index], self._workload, self._parameters(index)
-        with tracing_for(self._capability):
+        layer = self._graphdefs.layers[index], self.workload, self._parameters(index)
+        with tracing_for(self.capability):
             return replay_program(*layer, from_attention=keeps_attention)
 
     def _trace_reference(self, index: int) -> ClosedJaxpr:
         trainable, frozen = self._parameters(index)
         graphdef = without_adapters(self._graphdefs.layers[index], trainable, frozen)
-        with tracing_for(self._capability):
-            return reference_program(graphdef, self._workload, frozen)
+        with tracing_for(self.capability):
+            return reference_program(graphdef, self.workload, frozen)

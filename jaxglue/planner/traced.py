@@ -5,15 +5,15 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
-from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost, received_bytes
+from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, Sizes, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.programs import shared_programs
+from jaxglue.planner.layer_programs import SizedProgram
+from jaxglue.planner.programs import Programs, shared_programs
 from jaxglue.planner.resident import tree_bytes
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
@@ -55,11 +55,12 @@ class TracedModel:
         workload: what is trained.
         gpu: for whose kernels programs are traced.
         kernels: jax-triton is installed; without it, XLA's programs of the references stand for the kernels.
+        programs: of the workload; by default those that other plans share.
     """
 
-    def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool):
+    def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool, programs: Programs | None = None):
         self._workload, self._gpu = workload, gpu
-        self._programs = shared_programs(workload, gpu.capability if kernels else None)
+        self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)
         sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
         self._alike = [sparse.index(kind) for kind in sparse]  # windows change attention's cost, not the programs
@@ -135,17 +136,17 @@ class TracedModel:
     @cached_property
     def head(self) -> Cost:
         """Return the cost of the head, the loss and their gradients."""
-        return program_cost(self._programs.head, self._gpu, attention={})
+        return program_cost(self.programs.head, self._gpu, attention={})
 
     @cached_property
     def head_seconds(self) -> float:
         """Return the time of the head, and of the reference's where one runs."""
         if not self._workload.reference:
             return self.head.seconds
-        return self.head.seconds + program_cost(self._programs.reference_head, self._gpu, attention={}).seconds
+        return self.head.seconds + program_cost(self.programs.reference_head, self._gpu, attention={}).seconds
 
     def _cost_passes(self, kind: int, policy: RematPolicy) -> _Passes:
-        attention, (programs, roomy) = self._attention(kind), self._programs.layer(self._alike[kind], policy)
+        attention, (programs, roomy) = self._attention(kind), self.programs.layer(self._alike[kind], policy)
         return _Passes(
             forward=self._program_cost(programs.forward, roomy.forward, attention),
             backward=self._program_cost(programs.backward, roomy.backward, attention),
@@ -153,18 +154,21 @@ class TracedModel:
         )
 
     def _cost_replay(self, kind: int, keeps_attention: bool) -> Cost:
-        program = self._programs.replay(self._alike[kind], keeps_attention)
+        program = self.programs.replay(self._alike[kind], keeps_attention)
         return program_cost(program, self._gpu, attention=self._attention(kind))
 
     def _cost_reference(self, kind: int) -> float:
-        program = self._programs.reference(self._alike[kind])
+        program = self.programs.reference(self._alike[kind])
         return program_cost(program, self._gpu, attention=self._attention(kind)).seconds
 
     def _attention(self, kind: int) -> dict[str, KernelCost]:
         return attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
 
-    def _program_cost(self, program: ClosedJaxpr, roomy: ClosedJaxpr, attention: dict[str, KernelCost]) -> Cost:
+    def _cost(self, program: SizedProgram, attention: dict[str, KernelCost]) -> Cost:
+        return program_cost(program.program, self._gpu, attention=attention, sizes=Sizes(program.scaled))
+
+    def _program_cost(self, program: SizedProgram, roomy: SizedProgram, attention: dict[str, KernelCost]) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
-        cost = program_cost(program, self._gpu, attention=attention)
-        memory = cost if roomy is program else program_cost(roomy, self._gpu, attention=attention)
-        return replace(memory, seconds=cost.seconds + received_bytes(roomy.jaxpr) / self._gpu.peers)
+        cost = self._cost(program, attention)
+        memory = cost if roomy is program else self._cost(roomy, attention)
+        return replace(memory, seconds=cost.seconds + received_bytes(roomy.program.jaxpr) / self._gpu.peers)

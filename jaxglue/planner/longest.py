@@ -1,0 +1,81 @@
+"""Search for the longest row that fits."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxglue.planner.candidates import tile_sizes
+from jaxglue.planner.programs import Programs
+from jaxglue.planner.search import interpolate
+
+if TYPE_CHECKING:
+    from jaxglue.planner.planner import Planner
+
+_ROW_STEP = 128
+
+
+def longest_row(planner: "Planner", host_memory: float, weights: str) -> int | None:
+    """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does.
+
+    Memory grows almost linearly with the row, so interpolation needs few lengths. The one found is traced.
+    """
+    loads = RowLoads(planner, host_memory, weights)
+    found = _search(loads, planner)
+    if found is None or loads.confirms(found):
+        return found
+    return _search(RowLoads(planner, host_memory, weights, scales=False), planner)
+
+
+def _search(load: Callable[[int], float], planner: "Planner") -> int | None:
+    limit = planner.workload.config.max_position_embeddings
+    loads = {seq_len: load(seq_len) for seq_len in {min(planner.workload.seq_len, limit), limit}}
+    if min(loads.values()) > 1:
+        loads[_ROW_STEP] = load(_ROW_STEP)
+    while (guess := interpolate(loads, limit, _ROW_STEP)) not in loads:
+        loads[guess] = load(guess)
+    return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
+
+
+class RowLoads:
+    """Shares of GPU and host memory that the leanest settings take, by the row's length.
+
+    Args:
+        planner: of any length.
+        host_memory: bytes of host memory that may be pinned.
+        weights: places of the layers' weights.
+        scales: trace the programs of two lengths, whole and by tiles, and scale the others.
+    """
+
+    def __init__(self, planner: "Planner", host_memory: float, weights: str, *, scales: bool = True):
+        self._planner, self._limits = planner, (host_memory, weights)
+        self._scales = scales and planner.workload.mesh.devices == 1
+        self._traced: dict[bool, list[Programs]] = {False: [], True: []}
+        self._scaled: dict[int, int | None] = {}
+        self._tiled_from = math.inf
+
+    def __call__(self, seq_len: int) -> float:
+        """Return the larger share, of whole rows or, where these do not fit, of the smallest tiles."""
+        work = self._planner.workload
+        tiles = [] if work.tile else tile_sizes(work.batch_size * seq_len)
+        if seq_len < self._tiled_from or not tiles:
+            if (needed := self._load(seq_len, work.tile)) <= 1 or not tiles:
+                return needed
+            self._tiled_from = seq_len
+        return self._load(seq_len, tiles[-1])
+
+    def confirms(self, seq_len: int) -> bool:
+        """Return whether a length fits when its programs are traced, too."""
+        if seq_len not in self._scaled:
+            return True
+        return self._planner.with_rows(seq_len, self._scaled[seq_len]).least_load(*self._limits) <= 1
+
+    def _load(self, seq_len: int, tile: int | None) -> float:
+        traced = self._traced[tile is not None]
+        if not self._scales or len(traced) < 2:
+            planner = self._planner.with_rows(seq_len, tile)
+            traced.append(planner.programs)
+            self._scaled.pop(seq_len, None)
+        else:
+            planner = self._planner.with_rows(seq_len, tile, scaled=(traced[0], traced[1]))
+            self._scaled[seq_len] = tile
+        return planner.least_load(*self._limits)
