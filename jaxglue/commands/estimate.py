@@ -52,7 +52,8 @@ def make_planner(config: EstimateConfig) -> Planner:
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
     files = 0.0 if refuse_mapped(config, mesh) else FILES_RATE
-    return Planner(workload, replace(gpu, files=files).limited(config.model.memory_limit))
+    gpu = replace(gpu, files=files).limited(config.model.memory_limit)
+    return Planner(workload, gpu, layers_per_program=config.model.layers_per_program)
 
 
 @without_collection()
@@ -60,7 +61,7 @@ def print_estimate(config: EstimateConfig) -> bool:
     """Print a verdict and the plans behind it; return whether the run fits."""
     planner, host_memory, weights = make_planner(config), config.host_memory_gib * GIB, config.model.weights
     placed = embedding_places(planner.workload, config.model.embeddings)
-    planners = [planner, *(Planner(workload, planner.gpu) for workload in placed[1:])]
+    planners = [planner, *map(planner.on, placed[1:])]
     rows = (each.longest_row(host_memory=host_memory, weights=weights) for each in planners)
     longest = max((row for row in rows if row), default=None)
     if config.max_seq_len and longest:

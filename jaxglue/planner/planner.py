@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
-from jaxglue.engine.residency import DEVICE, HOST, MAPPED, parse_weights, stream_evenly
+from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights, stream_evenly
 from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import group_policies
@@ -51,8 +52,13 @@ class Planner(Predictor):
 
         Raises:
             DoesNotFit: see `check` and `choose`.
-            ValueError: a text is neither policies nor places.
+            ValueError: a text is neither policies nor places, or layers cannot share programs as they should.
         """
+        plan, devices = self._find(remat, weights, host_memory), self.workload.mesh.devices
+        check_grouped(self._grouped or 1, plan.policies, devices=devices, stream_weights=is_streamed(plan.weights))
+        return plan
+
+    def _find(self, remat: str, weights: str, host_memory: float) -> Plan:
         if remat == AUTO:
             return self.choose(host_memory=host_memory, weights=weights)
         policies = parse_policies(remat, self._model.layers)
@@ -156,6 +162,10 @@ class Planner(Predictor):
         """Return the planner of the same workload with rows of another length."""
         return self._with(seq_len=seq_len)
 
+    def on(self, workload: Workload) -> "Planner":
+        """Return the planner of another workload on the same GPU."""
+        return Planner(workload, self.gpu, **self._options)
+
     def with_rows(
         self, seq_len: int, tile: int | None, *, scaled: tuple[Programs, Programs] | None = None
     ) -> "Planner":
@@ -169,7 +179,7 @@ class Planner(Predictor):
     def _with(self, **changes: Any) -> "Planner":
         key = tuple(changes.items())
         if key not in self._variants:
-            self._variants[key] = Planner(replace(self.workload, **changes), self.gpu, **self._options)
+            self._variants[key] = self.on(replace(self.workload, **changes))
         return self._variants[key]
 
     def longest_row(self, *, host_memory: float, weights: str = AUTO) -> int | None:

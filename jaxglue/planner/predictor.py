@@ -40,6 +40,8 @@ class Predictor:
         gpu: rates and memory.
         prefetch_depth: layers by which copies from the host are ahead; None for the executor's default.
         run_ahead: dispatched layers that the host does not wait for.
+        layers_per_program: consecutive layers dispatched as one program, where they may share one; None for the fewest
+            that hide the host's time.
         programs: of the workload; traced by default.
 
     Raises:
@@ -53,6 +55,7 @@ class Predictor:
         *,
         prefetch_depth: int | None = None,
         run_ahead: int = RUN_AHEAD,
+        layers_per_program: int | None = None,
         programs: Programs | None = None,
     ):
         if workload.config.moe is not None and not has_jax_triton():
@@ -61,7 +64,7 @@ class Predictor:
                 "jax-triton and triton (part of jaxglue[cuda13])"
             )
         self.workload, self.gpu = with_fitting_attention(workload, gpu), gpu
-        self._depth, self._run_ahead = prefetch_depth, run_ahead
+        self._depth, self._run_ahead, self._grouped = prefetch_depth, run_ahead, layers_per_program
         self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton(), programs=programs)
         self._resident = resident_bytes(self.workload)
         self._settings, self._memory_of = cache(self._make_setting), cache(self._predict_memory)
@@ -75,7 +78,7 @@ class Predictor:
     ) -> Plan:
         """Predict the cost of a setting: policies, places of the layers' weights, and layers in a program.
 
-        The fewest layers in a program that hide the host's time by default.
+        By default as many layers in a program as the planner was given.
         """
         setting = self._setting(policies, weights)
         memory = self._memory_of(setting)
@@ -127,10 +130,11 @@ class Predictor:
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
 
     def _layers_per_program(self, setting: Setting) -> int:
-        """Return the layers of a program; one where gradients of several layers should not exist at once."""
+        """Return the layers of a program; by default one where gradients of several should not exist at once."""
         work, streams = self.workload, any(setting.streamed)
-        alone = why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams)
-        return 1 if alone or work.update_in_backward else choose_group(setting.costs)
+        if why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams):
+            return 1
+        return self._grouped or (1 if work.update_in_backward else choose_group(setting.costs))
 
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""

@@ -45,6 +45,7 @@ def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> 
     if epochs <= 1 or not remat.streams_weights or jax.default_backend() == "cpu":
         return epochs <= 1
     gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
-    planner = Planner(replace(workload, tile=remat.tile, attention=remat.attention, reference=True), gpu)
+    workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
+    planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
     beside, alone = planner.reference_seconds(remat.policies, remat.weights)
     return epochs * beside <= alone

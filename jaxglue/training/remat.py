@@ -88,7 +88,6 @@ def choose_remat(
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
     planner, plan = _fastest(config, workload)
-    plan = _with_programs(plan, config.model.layers_per_program, mesh.devices)
     note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     return RematChoice(
         policies=plan.policies,
@@ -129,13 +128,13 @@ def _resolve(config: TrainConfig, workload: Workload, gpu: Gpu, files: Callable[
         raise ValueError(refused)
     if MAPPED in model.weights:
         gpu = replace(gpu, files=files())
-    planner = Planner(workload, gpu)
+    planner = Planner(workload, gpu, layers_per_program=model.layers_per_program)
     try:
         return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
     except DoesNotFit:
         if refused or gpu.files or model.weights != AUTO:
             raise
-    planner = Planner(workload, replace(gpu, files=files()))
+    planner = Planner(workload, replace(gpu, files=files()), layers_per_program=model.layers_per_program)
     return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
 
 
@@ -159,14 +158,6 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, mesh: MeshShape) -
         layers_per_program=size,
         note=note,
     )
-
-
-def _with_programs(plan: Plan, size: int | None, devices: int) -> Plan:
-    """Return the plan with the layers in a program that were asked for, if any."""
-    if size is None:
-        return plan
-    check_grouped(size, plan.policies, devices=devices, stream_weights=is_streamed(plan.weights))
-    return replace(plan, layers_per_program=size)
 
 
 def _predicted(plan: Plan, *, host_embeddings: bool) -> str:

@@ -242,6 +242,23 @@ def test_reference_waits_for_streamed_weights_in_a_pass_of_its_own(workload):
     assert beside > 0 and streamed > 2 * alone > 0
 
 
+def test_scaled_programs_take_what_traced_ones_take(planner):
+    short, row, long = (planner.with_seq_len(length) for length in (512, 1024, 2048))
+    scaled = planner.with_rows(1024, None, scaled=(short.programs, long.programs))
+    for policy in map(parse_policy, ("full", "offload:layer_input,gate")):
+        memory = scaled.memory(policy)
+        assert memory.device_bytes == pytest.approx(row.memory(policy).device_bytes, rel=1e-3)
+        assert memory.host_bytes == row.memory(policy).host_bytes
+
+
+def test_plans_are_for_the_layers_in_a_program_asked_for(planner, workload):
+    grouped = Planner(workload, planner.gpu, layers_per_program=3)
+    plan = grouped.resolve("none", weights="auto", host_memory=HOST)
+    assert plan == planner.plan(parse_policy("none"), layers_per_program=3)
+    with pytest.raises(ValueError, match="--layers-per-program 3 is for one GPU that keeps everything"):
+        grouped.resolve("offload", weights="auto", host_memory=HOST)
+
+
 def test_longest_row_fits_and_the_next_one_does_not(planner):
     here, there = (each.plan(parse_policy("full")).device_bytes for each in (planner, planner.with_seq_len(2048)))
     small = _with_memory(planner, (here + there) / 2 / (1 - MARGIN) / GIB)
