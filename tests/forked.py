@@ -3,7 +3,9 @@
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+import runpy
+import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ class Forked:
         self.process.join(seconds)
         stdout, stderr = (path.read_text() for path in self._outputs)
         return self.process.exitcode, stdout, stderr
+
+
+def run_script(path: Path, arguments: Sequence[str]) -> None:
+    """Run a script as Python's command line does."""
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _call(outputs: list[Path], function: Callable[..., object], arguments: tuple[Any, ...]) -> None:

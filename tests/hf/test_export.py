@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from forked import Forked, run_script
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import save_adapter
@@ -153,11 +154,11 @@ def test_output_folder_in_use_is_refused(tmp_path, base, adapter):
 
 @pytest.mark.slow
 def test_script_reports_a_mistake_in_one_line(tmp_path, base):
-    command = [sys.executable, str(ROOT / "scripts/export.py"), "--adapter", str(tmp_path / "gone")]
-    command += ["--base", str(base), "--output", str(tmp_path / "merged")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1].endswith("adapter_config.json is missing")
+    arguments = ["--adapter", str(tmp_path / "gone"), "--base", str(base), "--output", str(tmp_path / "merged")]
+    script = Forked(tmp_path / "script", run_script, ROOT / "scripts/export.py", arguments)
+    status, _, errors = script.wait(60)
+    assert status == 1
+    assert errors.strip().splitlines()[-1].endswith("adapter_config.json is missing")
 
 
 def changed_base(base, tmp_path, **tensors):
