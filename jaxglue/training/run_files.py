@@ -11,6 +11,8 @@ from jaxglue.training.own_lines import OwnLines, read_own_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"
 """One JSON object a line: a claimed `path`, with `files` once a folder is complete."""
+_LONGEST = 4096
+"""Characters of a path."""
 
 
 class RunFiles:
@@ -46,7 +48,7 @@ class RunFiles:
     def present(self) -> list[str]:
         """Return the existing files of the run, relative to its folder."""
         claimed = (name for tree in self._trees for name in (tree, *self.walk(Path(tree))))
-        return sorted({name for name in (*self._files, *claimed) if _is_file(self._folder / name)})
+        return sorted({name for name in (*self._files, *claimed) if _is_file(self._folder / name, self._folder)})
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or any(name == tree or name.startswith(f"{tree}/") for tree in self._trees)
@@ -85,9 +87,14 @@ def _is_entry(line: dict[str, Any]) -> bool:
 
 
 def _is_inside(name: Any) -> bool:
-    """Tell whether an entry names a path below the run's folder."""
-    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    """Tell whether an entry names a path below the run's folder, as `RunFiles` writes it."""
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST or "\0" in name:
+        return False
+    path = Path(name)
+    return path.as_posix() == name != "." and not path.is_absolute() and ".." not in path.parts
 
 
-def _is_file(path: Path) -> bool:
-    return path.is_file() or path.is_symlink()
+def _is_file(path: Path, folder: Path) -> bool:
+    """Tell whether a path is a file or a link, in the folder and not behind a link out of it."""
+    is_file = os.path.lexists(path) and (path.is_symlink() or path.is_file())
+    return is_file and path.parent.resolve().is_relative_to(folder.resolve())

@@ -1,5 +1,6 @@
 """Replacement of a run: nothing of the user's moves, and the run before survives until the new one has a checkpoint."""
 
+import json
 import os
 
 import pytest
@@ -160,3 +161,21 @@ def test_user_files_among_checkpoints_are_not_replaced(run):
     (run / "checkpoints" / "5" / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"mine.txt was not written by the run there: move it elsewhere"):
         output_folder(run, overwrite=True).__enter__()
+
+
+@pytest.mark.parametrize("name", ["", ".", "./", "adapter//a", "../mine", "\0", "a" * 5000])
+def test_entries_of_other_forms_are_damage(run, name):
+    with (run / MANIFEST).open("a") as file:
+        file.write(json.dumps({"path": name}) + "\n")
+    assert len(RunFiles(run)._lines.damaged) == 1
+    previous_run.set_aside(run)
+    assert contents(run).items() >= {"chats.jsonl": "mine", "adapter/notes.txt": "mine"}.items()
+
+
+def test_files_behind_a_link_stay(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").touch()
+    (run / "linked").symlink_to(tmp_path / "elsewhere")
+    RunFiles(run).claim(run / "linked" / "mine")
+    previous_run.set_aside(run)
+    assert (tmp_path / "elsewhere" / "mine").exists()
