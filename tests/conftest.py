@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine import program_cache
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.ops.segments import pack_segments
 
@@ -44,6 +45,13 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # a long one at the end would run alone
+
+
+@pytest.fixture(autouse=True)
+def compile_without_turns():
+    """Let this process compile again while others do, whatever a run asked for."""
+    yield
+    program_cache._turns().take = False
 
 
 TINY = {

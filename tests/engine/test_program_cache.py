@@ -23,7 +23,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     keep_programs(tmp_path / "xla")
     yield tmp_path / "xla"
-    program_cache._turns().take = False
     jax.config.update("jax_compilation_cache_dir", before[0])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
     compilation_cache.reset_cache()
