@@ -59,7 +59,7 @@ def test_resumed_run_is_bit_identical(
 ):
     monkeypatch.setattr(adam, "SMALLEST", 64)
     options = {
-        "epochs": 3,
+        "epochs": 2,
         "dropout": dropout,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "moments": moments,
