@@ -18,6 +18,7 @@ _SETTINGS = (
     ("data", ("seq_len", "loss_on", "seed")),
     ("optimizer", ("learning_rate", "schedule", "weight_decay")),
     ("run", ("batch_size", "gradient_accumulation_steps", "epochs", "steps")),
+    ("objective", ()),
 )
 """Keys of a run's configuration that the card shows, by table."""
 _RESULTS = ("steps", "first_loss", "last_loss", "best_eval_loss", "best_eval_step")
@@ -36,7 +37,8 @@ def model_card(
         check: comparison of the files with the trained model, from `export_check.json`.
     """
     config = _read_toml(run / "config.toml")
-    data = [str(source) for source in config.get("data", {}).get("data", [])]
+    sources = config.get("data", {}).get("data", [])
+    data = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
     scores = config.get("objective", {}).get("objective") == "reward"
     front = _front_matter(base, data, adapter=adapter, scores=scores)
     blocks = [front, f"# {name.partition('/')[2]}\n", _summary(base, adapter)]
@@ -106,4 +108,7 @@ def _public(source: str) -> str:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    return read_tables(path) if path.is_file() else {}
+    tables = read_tables(path) if path.is_file() else {}
+    if wrong := next((name for name, _ in _SETTINGS if not isinstance(tables.get(name, {}), dict)), None):
+        raise ValueError(f"{path}: {wrong}: expected the table [{wrong}]")
+    return tables
