@@ -1,5 +1,6 @@
 """Proof of an export: files, read back layer by layer, must predict as the model that they were written from."""
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -117,12 +118,13 @@ def load_rows(path: Path) -> Rows | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]))
-    except (OSError, ValueError, KeyError, IndexError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None
 
 
 def _packed(tokens: np.ndarray, ids: np.ndarray, source: str) -> Rows:
-    if ids.shape != tokens.shape or not 0 <= ids.min(initial=0) <= ids.max(initial=0) <= tokens.size:
+    is_matrix = ids.dtype.kind == tokens.dtype.kind == "i" and ids.ndim == 2 and ids.shape == tokens.shape
+    if not is_matrix or not 0 <= ids.min(initial=0) <= ids.max(initial=0) <= tokens.size:
         raise ValueError("segments out of bounds")
     lengths = [[int((row == i).sum()) for i in range(1, row.max() + 1)] for row in ids]
     return Rows(tokens=tokens, segments=pack_segments(lengths, seq_len=ids.shape[1]), source=source)

@@ -1,8 +1,10 @@
 """The rows of a failed step in a file that replays it."""
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from jaxglue.data.iterator import Step
 from jaxglue.hf.files import atomic_file
 from jaxglue.ops.segments import PackedSegments
 
-_ANSWERS = ("owners", "used", "desirable", "token_weight", "reference")
+_ANSWERS = ("owners", "used", "desirable", "token_weight", "reference", "margin")
 _GAPS = ("gap_starts", "gap_ends")
 _ROWS = ("tokens", "targets", "loss_weights")
 _SEGMENTS = ("segment_ids", "positions", "starts", "ends", "long")
@@ -31,11 +33,14 @@ def save_step(path: Path, step: Step) -> None:
 
 
 def load_step(path: Path) -> Step:
-    """Read a step written by `save_step`, for `TrainStep.dispatch`."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays: dict[str, Any] = dict(file)
-    tokens, targets = map(int, arrays.pop("counts"))
-    batches = tuple(_micro_batch(arrays, index) for index in range(len(arrays["tokens"])))
+    """Read a step written by `save_step`, for `TrainStep.dispatch`; raise ValueError for a damaged file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays: dict[str, Any] = dict(file)
+        tokens, targets = map(int, arrays.pop("counts"))
+        batches = tuple(_micro_batch(arrays, index) for index in range(len(arrays["tokens"])))
+    except (ValueError, KeyError, IndexError, TypeError, EOFError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     return Step(micro_batches=batches, tokens=tokens, targets=targets)
 
 
