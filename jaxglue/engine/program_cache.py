@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
+from jaxglue.engine.tuning_cache import check_tuning
+
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 """Event before a program is read from the folder."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -36,14 +38,15 @@ def keep_programs(folder: Path, *, take_turns: bool = True) -> None:
             Processes of one run wait for each other while they compile, and must not.
     """
     try:
-        folder = Path(jax.config.jax_compilation_cache_dir or folder.expanduser())
+        place = jax.config.jax_compilation_cache_dir or str(folder.expanduser())
     except RuntimeError:  # an unknown user, as in some containers
         _log.warning("compiled programs are not kept: there is no home folder (HOME): name a --compilation-cache")
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", place)
     # JAX's other compressors write no checksum, so that a flipped bit would be another program.
     compressors: Any = importlib.import_module("jax._src.compilation_cache")
     compressors.zstd = compressors.zstandard = None
+    check_tuning(Path(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # dozens of short ones take seconds
     _turns().take = take_turns
 

@@ -1,12 +1,10 @@
 """Proof of an export: files, read back layer by layer, must predict as the model that they were written from."""
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +116,7 @@ def load_rows(path: Path) -> Rows | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return _packed(stored["tokens"], stored["segment_ids"], str(stored["source"]))
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+    except Exception as error:  # zipfile raises errors of many types
         raise ValueError(f"{path} is damaged ({error}): delete it, and random tokens are compared") from None
 
 

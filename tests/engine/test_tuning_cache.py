@@ -1,0 +1,31 @@
+import json
+import os
+
+from jaxglue.engine.tuning_cache import FOLDER, check_tuning
+
+
+def write(cache, **choices):
+    (cache / FOLDER).mkdir(exist_ok=True)
+    for name, text in choices.items():
+        (cache / FOLDER / name).write_text(text)
+
+
+def test_damaged_choices_are_removed_and_new_ones_noted(tmp_path, caplog):
+    check_tuning(tmp_path)
+    assert not os.listdir(tmp_path)
+    write(tmp_path, a="algorithm: 1", b="algorithm: 2")
+    check_tuning(tmp_path)
+    write(tmp_path, a="algorithm: 3", c="algorithm: 4")
+    check_tuning(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER)) == ["b", "c"]
+    assert "removed damaged choices of algorithms (1)" in caplog.text
+    write(tmp_path, a="algorithm: 1")
+    check_tuning(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER)) == ["a", "b", "c"]
+
+
+def test_damaged_digests_are_written_again(tmp_path):
+    write(tmp_path, a="algorithm: 1")
+    (tmp_path / ".jaxglue.tuned.json").write_text("[")
+    check_tuning(tmp_path)
+    assert json.loads((tmp_path / ".jaxglue.tuned.json").read_text()).keys() == {"a"}
