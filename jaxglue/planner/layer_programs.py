@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
@@ -18,6 +18,9 @@ from jaxglue.planner.equations import equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
+
+_CHECKPOINT = "remat2"
+"""Primitive of `jax.checkpoint`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,7 @@ def layer_programs(
     trees: Sequence[Params],
     *,
     experts: int = 1,
+    recomputing: ClosedJaxpr | None = None,
 ) -> LayerPrograms:
     """Trace a layer's forward and backward passes, with its experts spread over some devices.
 
@@ -59,15 +63,42 @@ def layer_programs(
         workload: gives shapes and dtypes.
         trees: trainable and frozen parameters, abstract.
         experts: devices that share the experts.
+        recomputing: backward pass that keeps no value, from which the policy's follows; the policy's is traced without.
     """
     functions = LayerFunctions(layer, policy, Layout(MeshShape(expert=experts).abstract, workload.dtype))
     inputs = *trees, *abstract_input(replace(workload, batch_size=workload.batch_size * experts))
     forward = functions.forward.trace(*inputs)
     y, residuals, _ = forward.out_info
-    backward = functions.backward.trace(residuals, *inputs, y, None)
-    forward_program, backward_program = map(_local_program, (forward.jaxpr, backward.jaxpr))
-    kept = _bytes_by_name(forward_program.jaxpr, len(jax.tree.leaves(residuals)))
-    return LayerPrograms(SizedProgram(forward_program), SizedProgram(backward_program), kept)
+    backward = _given(recomputing, policy.saved or frozenset()) if recomputing else None
+    backward = backward or _local_program(functions.backward.trace(residuals, *inputs, y, None).jaxpr)
+    program = _local_program(forward.jaxpr)
+    kept = _bytes_by_name(program.jaxpr, len(jax.tree.leaves(residuals)))
+    return LayerPrograms(SizedProgram(program), SizedProgram(backward), kept)
+
+
+def _given(backward: ClosedJaxpr, names: frozenset[str]) -> ClosedJaxpr | None:
+    """Return a backward pass with the values of these names as arguments in place of their computation.
+
+    None for a program of another form than that of `jax.checkpoint`.
+    """
+    program = backward.jaxpr
+    calls = [eqn for eqn in program.eqns if eqn.primitive.name == _CHECKPOINT]
+    if len(calls) != 1:
+        return None
+    inner: Jaxpr = calls[0].params["jaxpr"]
+    named = [eqn for eqn in inner.eqns if eqn.primitive.name == "name" and eqn.params["name"] in names]
+    values = [eqn.outvars[0] for eqn in named]
+    arguments = [type(value)(value.aval) for value in values]
+    inner = _with_arguments(inner, values, [eqn for eqn in inner.eqns if eqn not in named])
+    call = calls[0].replace(invars=[*calls[0].invars, *arguments], params=calls[0].params | {"jaxpr": inner})
+    eqns = [call if eqn is calls[0] else eqn for eqn in program.eqns]
+    return ClosedJaxpr(_with_arguments(program, arguments, eqns), backward.consts)
+
+
+def _with_arguments(program: Jaxpr, arguments: Sequence[Var], eqns: list[JaxprEqn]) -> Jaxpr:
+    return program.replace(
+        invars=[*program.invars, *arguments], eqns=eqns, debug_info=program.debug_info.with_unknown_names()
+    )
 
 
 def value_names(program: ClosedJaxpr) -> set[str]:

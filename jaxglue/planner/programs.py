@@ -14,6 +14,7 @@ from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import Params
 from jaxglue.ops.backend import Capability, tracing_for
+from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
 from jaxglue.planner.layer_programs import (
     LayerPrograms,
     layer_programs,
@@ -95,12 +96,25 @@ class Programs:
 
     def _trace_layer(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
         layer = self._function(index), policy, self.workload, self._parameters(index)
+        recomputing = self._recomputing(index, policy)
         with tracing_for(self.capability):
-            programs = layer_programs(*layer)
+            programs = layer_programs(*layer, recomputing=recomputing)
             if (devices := self.workload.mesh.expert) == 1:
                 return programs, programs
             # All devices' tokens may reach one; on average it computes as many rows as its own tokens have.
             return programs, layer_programs(*layer, experts=devices)
+
+    def _recomputing(self, index: int, policy: RematPolicy) -> ClosedJaxpr | None:
+        """Return the backward pass that keeps nothing, if that of the policy follows from it.
+
+        Not where JAX shortens a loop over tiles to results that are not kept, or exchanges experts' tokens.
+        """
+        full, saved = PRESETS["full"], policy.saved
+        shortened = self.workload.tile and saved and saved - {ATTENTION_OUT, ATTENTION_LSE}
+        if policy == full or saved is None or shortened or self.workload.mesh.expert > 1:
+            return None
+        backward = self._layer(index, full)[0].backward
+        return None if backward.scaled else backward.program
 
     def _find_names(self, index: int) -> frozenset[str]:
         """Return the names of values that the backward pass computes again if they are not kept."""
