@@ -81,8 +81,7 @@ def kernels(heads: Heads) -> dict:
         tiles = kernel_tiles((9, 0), heads.H, window=heads.window, long=long)
         return TritonAttention(tiles=tiles, compute_capability=90)
 
-    tiles = kernel_tiles((9, 0), heads.H, window=heads.window, long=True)
-    hopper = {"hopper": HopperAttention(tiles=tiles, compute_capability=90)} if heads.H == 128 else {}
+    hopper = {"hopper": HopperAttention(compute_capability=90)} if heads.H in (64, 128) else {}
     return {"short": ours(False), "long": ours(True), **hopper, "cudnn": CudnnAttention()}
 
 

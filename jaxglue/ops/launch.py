@@ -71,8 +71,12 @@ class Launcher:
         num_stages: int = 1,
         flops: int = 0,
         registers: int | None = None,
+        aliases: dict[int, int] | None = None,
     ):
-        """Launch a kernel; `registers` limits those of a thread."""
+        """Launch a kernel; `registers` limits those of a thread, `aliases` says which argument becomes which output.
+
+        Outputs that are arguments come last: jax-triton 0.4.1 passes outputs in order, and these a second time.
+        """
         return triton_call(
             *arrays,
             kernel=kernel,
@@ -82,6 +86,7 @@ class Launcher:
             num_stages=num_stages,
             compute_capability=self.compute_capability,
             cost_estimate={"flops": flops},
+            input_output_aliases=aliases,
             backend_options={} if registers is None else {"maxnreg": registers},
             **constants,
         )

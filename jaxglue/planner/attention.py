@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, KernelCost
 from jaxglue.planner.documents import MicroBatches
@@ -65,7 +66,7 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
-    """Return the workload with our kernels in place of `auto` where cuDNN's workspace would take too much memory."""
+    """Return the workload with the Triton kernels in place of `auto` where a workspace would take too much memory."""
     if workload.attention != "auto":
         return workload
     needed = (
@@ -117,5 +118,9 @@ def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
 
 
 def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
-    slots, config = kind.slots if backend == "cudnn" else 0, workload.config
-    return _WORKSPACE * slots * workload.tokens * config.num_attention_heads * config.head_dim
+    config = workload.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if backend == "hopper":
+        one = 4 * workload.tokens * (heads // kv_heads) * config.head_dim
+        return one * heads_summed_at_once(kv_heads, one)
+    return _WORKSPACE * kind.slots * workload.tokens * heads * config.head_dim if backend == "cudnn" else 0

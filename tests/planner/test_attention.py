@@ -62,18 +62,30 @@ def test_time_grows_with_documents_lengths(workload):
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
-def test_few_long_documents_are_costed_as_cudnn(workload):
+def test_long_documents_are_costed_as_their_kernels(workload):
     def kernel(gpu="H200", window=None, **changes):
         work = replace(workload, **changes)
         return [attention_backend(work, find_gpu(gpu), batches.kind, window) for batches in work.micro_batches]
 
-    assert kernel() == kernel(document_lengths=(8192,)) == ["cudnn"]
+    assert kernel() == kernel(document_lengths=(8192,)) == ["hopper"]
+    assert kernel(gpu="B200") == ["cudnn"]
     assert kernel(document_lengths=(2048,)) == kernel(gpu="A100") == kernel(window=128) == ["triton"]
-    two = attention_costs(replace(workload, document_lengths=(8192,)), H200, None)[ATTENTION_BACKWARD]
-    assert two.workspace == 8 * 2 * 16_384 * 32 * 128
+
+
+@pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
+@pytest.mark.parametrize(("gpu", "bytes_of_value"), [("H200", 4), ("B200", 8 * 2)])
+def test_workspaces_are_costed(workload, gpu, bytes_of_value):
+    two = attention_costs(replace(workload, document_lengths=(8192,)), find_gpu(gpu), None)[ATTENTION_BACKWARD]
+    assert two.workspace == bytes_of_value * 16_384 * 32 * 128
+
+
+@pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
+def test_long_rows_sum_gradients_of_some_heads_at_a_time(workload):
+    row = replace(workload, seq_len=524_288)
+    assert attention_costs(row, H200, None)[ATTENTION_BACKWARD].workspace == 2**30
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
 def test_cudnns_workspace_is_bounded_by_the_gpus_memory(workload):
-    two = replace(workload, document_lengths=(8192,))
-    assert [with_fitting_attention(two, H200.limited(gib)).attention for gib in (10, 7)] == ["auto", "triton"]
+    two, b200 = replace(workload, document_lengths=(8192,)), find_gpu("B200")
+    assert [with_fitting_attention(two, b200.limited(gib)).attention for gib in (10, 7)] == ["auto", "triton"]

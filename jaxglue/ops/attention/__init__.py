@@ -1,5 +1,6 @@
 """Causal attention inside the segments of packed rows."""
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 __all__ = ["ATTENTION", "AttentionShape", "packed_attention"]
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
+_HOPPER_HEAD_DIMS = (64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +71,18 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     if capability is None or capability != HOPPER:
         got = ".".join(map(str, capability or ()))
         raise NotImplementedError(f"its instructions need compute capability 9.0, got {got}")
-    if shape.head_dim != 128:
-        raise NotImplementedError(f"head dim must be 128, got {shape.head_dim}")
+    if shape.head_dim not in _HOPPER_HEAD_DIMS:
+        raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
+    if shape.seq_len * math.gcd(shape.query_heads // shape.kv_heads, 4) % 4:
+        raise NotImplementedError(f"rows must have a multiple of 4 tokens for these heads, got {shape.seq_len}")
 
 
 def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:
     from jaxglue.ops.attention.hopper import HopperAttention
-    from jaxglue.ops.attention.tiles import kernel_tiles
 
-    return HopperAttention.of(capability, tiles=kernel_tiles(capability, shape.head_dim, long=True))
+    return HopperAttention.of(capability)
 
 
 def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
@@ -100,7 +103,7 @@ def _order(shape: AttentionShape) -> tuple[str, ...]:
     unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
     if shape.long and unbounded and shape.head_dim > 64:
         few = shape.segment_slots <= FEW_DOCUMENTS
-        return ("cudnn", "hopper", "triton") if few else ("hopper", "triton", "cudnn")
+        return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
     return "triton", "cudnn", "hopper"
 
 
@@ -109,7 +112,7 @@ ATTENTION = Operation(
     backends={
         "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="few long documents leave nothing to skip"),
         "hopper": Backend(
-            check=_check_hopper, load=_load_hopper, advantage="many long documents keep the tensor cores busy"
+            check=_check_hopper, load=_load_hopper, advantage="long documents keep the tensor cores busy"
         ),
         "triton": Backend(
             check=_check_triton, load=_load_triton, advantage="skips tiles outside of segments and windows"

@@ -95,3 +95,13 @@ def _table(compute_capability: tuple[int, int], short_window: bool, long: bool) 
     if short_window:
         return _HOPPER_WINDOW
     return _HOPPER_LONG if long else _HOPPER
+
+
+_SUMS = 2**30
+"""Bytes of the gradients of queries that the Hopper kernels sum at once."""
+
+
+def heads_summed_at_once(kv_heads: int, bytes_of_one: int) -> int:
+    """Return the key/value heads whose gradients of queries, float32, are summed at once: as many as take 1 GiB."""
+    fitting = (heads for heads in range(kv_heads, 0, -1) if kv_heads % heads == 0 and heads * bytes_of_one <= _SUMS)
+    return next(fitting, 1)

@@ -124,7 +124,7 @@ def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend
 )
 def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
-    if backend == "hopper" and case.H != 128:
+    if backend == "hopper" and case.H not in (64, 128):
         pytest.skip("the kernels have no such head dim")
     inputs, segments, dout = case.inputs(dtype)
 

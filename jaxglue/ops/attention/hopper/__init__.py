@@ -2,39 +2,118 @@
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from jaxglue.ops.attention.hopper.backward import backward_kernel
 from jaxglue.ops.attention.hopper.forward import forward_kernel
-from jaxglue.ops.attention.triton import KernelSizes, TritonAttention
-from jaxglue.ops.launch import shape_dtype_of
+from jaxglue.ops.attention.tiles import heads_summed_at_once
+from jaxglue.ops.attention.triton import KernelSizes, sink_gradient
+from jaxglue.ops.attention.vjp import Gradients
+from jaxglue.ops.launch import Launcher, shape_dtype_of
+from jaxglue.ops.segments import PackedSegments
 
 _ROWS = 128
-"""Rows of a program's queries, and of a tile of keys."""
+"""Rows of a program: queries forward, keys backward."""
 _STAGES = 2
+_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperAttention(TritonAttention):
-    """`AttentionBackend` for long documents: a forward pass in Gluon, the backward pass of `TritonAttention`."""
+class HopperAttention(Launcher):
+    """`AttentionBackend` for long documents; lse is [B, N/P, T, P], as that of `TritonAttention`."""
 
     def forward(self, q, k, v, sinks, segments, *, window):
         """Return (out, lse)."""
         sizes = KernelSizes.of(q, k)
-        constants = {"T": sizes.T, "K": sizes.K, "G": sizes.G, "P": sizes.P, "H": sizes.H, "SCALE": sizes.H**-0.5}
-        return self._launch(
-            forward_kernel,
-            (q, _rows(k), _rows(v), q if sinks is None else sinks, segments.starts),
-            (shape_dtype_of(q), sizes.statistics()),
-            (triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B),
-            constants | {"WINDOW": window or 0, "HAS_SINKS": sinks is not None, "STAGES": _STAGES},
+        arrays = q, _rows(k), _rows(v), q if sinks is None else sinks, segments.starts
+        outputs = shape_dtype_of(q), sizes.statistics()
+        grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
+        constants = _constants(sizes, window) | {"HAS_SINKS": sinks is not None}
+        return self._launch(forward_kernel, arrays, outputs, grid, constants)
+
+    def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window) -> Gradients:
+        """Return (dq, dk, dv, dsinks); dq is summed in float32, of as many heads at once as take 1 GiB."""
+        sizes = KernelSizes.of(q, k)
+        delta = _per_tile((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), sizes)
+        planes = sizes.B * sizes.packs, sizes.T * sizes.P
+        statistics = [_line(x.reshape(planes)) for x in (lse * _LOG2_E, delta)]
+        arrays = _cube(q, sizes.P), _rows(k), _rows(v), segments.ends, *statistics, _cube(dout, sizes.P)
+        heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
+
+        def some(first) -> tuple[jax.Array, ...]:
+            return self._gradients(arrays, first, sizes, heads, window)
+
+        def add(i, gradients):
+            update = jax.lax.dynamic_update_slice_in_dim
+            first = i * heads
+            firsts = first * sizes.G, first, first
+            return tuple(update(x, y, at, axis=2) for x, y, at in zip(gradients, some(first), firsts, strict=True))
+
+        if heads == sizes.K:
+            dq, dk, dv = some(0)
+        else:
+            dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, add, tuple(jnp.zeros_like(x) for x in (q, k, v)))
+        return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
+
+    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, window: int | None):
+        """Return (dq, dk, dv) of some key/value heads and their query heads."""
+        lines, planes = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P
+        dq = jnp.zeros((planes, lines, sizes.H), jnp.float32)
+        turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
+        dtype = arrays[1].base.dtype
+        dkv = jax.ShapeDtypeStruct((sizes.B, sizes.T, heads, sizes.H), dtype)
+        dk, dv, dq, _ = self._launch(
+            backward_kernel,
+            (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(dq), turns),
+            (dkv, dkv, shape_dtype_of(dq), shape_dtype_of(turns)),
+            (triton.cdiv(sizes.T, _ROWS) * heads, sizes.B),
+            _constants(sizes, window) | {"HEADS": heads},
+            aliases={len(arrays) + 1: 2, len(arrays) + 2: 3},
         )
+        return _per_token(dq * sizes.H**-0.5, sizes).astype(dtype), dk, dv
+
+
+def _constants(sizes: KernelSizes, window: int | None) -> dict:
+    constants = {"T": sizes.T, "K": sizes.K, "G": sizes.G, "P": sizes.P, "H": sizes.H}
+    return constants | {"WINDOW": window or 0, "SCALE": sizes.H**-0.5, "STAGES": _STAGES}
+
+
+def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:
+    return x.reshape(sizes.B, sizes.T, sizes.packs, sizes.P).transpose(0, 2, 1, 3)
+
+
+def _per_token(x: Float[Array, "BN/P TP H"], sizes: KernelSizes) -> Float[Array, "B T N H"]:
+    tiles = x.reshape(sizes.B, -1, sizes.T, sizes.P, sizes.H).transpose(0, 2, 1, 3, 4)
+    return tiles.reshape(sizes.B, sizes.T, -1, sizes.H)
+
+
+def _descriptor(x: jax.Array, block: tuple[int, ...], swizzle: int = 128) -> TensorDescriptor:
+    layout = NVMMASharedLayout(swizzle, x.dtype.itemsize * 8, rank=len(block))
+    return TensorDescriptor.from_array(x, block, layout)
 
 
 def _rows(x: Float[Array, "B T K H"]) -> TensorDescriptor:
     """Describe tiles of one head's keys or values."""
     B, T, K, H = x.shape
-    layout = NVMMASharedLayout(128, x.dtype.itemsize * 8, rank=2)
-    return TensorDescriptor.from_array(x.reshape(B * T, K * H), (_ROWS, H), layout)
+    return _descriptor(x.reshape(B * T, K * H), (_ROWS, H))
+
+
+def _cube(x: Float[Array, "B T N H"], heads: int) -> TensorDescriptor:
+    """Describe tiles of some heads for some tokens."""
+    B, T, N, H = x.shape
+    return _descriptor(x.reshape(B * T, N, H), (_ROWS // 2 // heads, heads, H))
+
+
+def _line(x: Float[Array, "BN/P TP"]) -> TensorDescriptor:
+    """Describe a tile's statistics."""
+    return _descriptor(x, (1, _ROWS // 2), swizzle=0)
+
+
+def _halves(x: Float[Array, "BN/P TP H"]) -> TensorDescriptor:
+    """Describe the half of a tile that one warpgroup computes."""
+    return _descriptor(x, (1, _ROWS // 2, x.shape[2] // 2))

@@ -165,8 +165,8 @@ def forward_kernel(
     row, head = gl.program_id(1).to(gl.int64), index % PACKS * P
     first = (gl.num_programs(0) // PACKS - 1 - index // PACKS) * TOKENS  # most work comes first
     bounds = _key_range(starts + row * T, first, gl.minimum(first + TOKENS, T) - 1, k.block_type.shape[0], sizes)
-    keys = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout))
-    values = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout))
+    keys = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout), STAGES)
+    values = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout), STAGES)
     queries = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, H], k.layout)
     fence_async_shared()
     gl.barrier()

@@ -32,7 +32,7 @@ class Sizes:
 
 @aggregate
 class Ring:
-    """Tiles in shared memory, each filled by one warp and then read by two warpgroups, over and over."""
+    """Places for tiles in shared memory, each filled by one warp and then read by two warpgroups, over and over."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -54,41 +54,46 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def ring(tiles):
-    """Return a ring of these tiles."""
-    STAGES: gl.constexpr = tiles.shape[0]
-    return Ring(tiles, barriers(STAGES, 1), barriers(STAGES, 2))
+def ring(tiles, PLACES: gl.constexpr):
+    """Return a ring with so many places for tiles."""
+    return Ring(tiles, barriers(PLACES, 1), barriers(PLACES, 2))
 
 
 @gluon.jit
 def turn(ring, n):
     """Return the place of the n-th tile, and the parity of its turn there."""
-    STAGES: gl.constexpr = ring.tiles.shape[0]
-    return n % STAGES, (n // STAGES) & 1
+    PLACES: gl.constexpr = ring.full.shape[0]
+    return n % PLACES, (n // PLACES) & 1
 
 
 @gluon.jit
 def vacate(ring, n, BYTES: gl.constexpr):
-    """Wait until there is room for the n-th tile of so many bytes; return (tile, barrier of its copies)."""
+    """Wait until there is room for the n-th tile of so many bytes; return (place, barrier of its copies)."""
     place, parity = turn(ring, n)
     mbarrier.wait(ring.empty.index(place), parity ^ 1)
     mbarrier.expect(ring.full.index(place), BYTES)
-    return ring.tiles.index(place), ring.full.index(place)
+    return place, ring.full.index(place)
 
 
 @gluon.jit
 def load(ring, n, descriptor, coordinates):
     """Load the n-th tile."""
-    tile, full = vacate(ring, n, descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, coordinates, full, tile)
+    place, full = vacate(ring, n, descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, coordinates, full, ring.tiles.index(place))
+
+
+@gluon.jit
+def await_place(ring, n):
+    """Return the place of the n-th tile once it has come."""
+    place, parity = turn(ring, n)
+    mbarrier.wait(ring.full.index(place), parity)
+    return place
 
 
 @gluon.jit
 def await_tile(ring, n):
     """Return the n-th tile once it has come."""
-    place, parity = turn(ring, n)
-    mbarrier.wait(ring.full.index(place), parity)
-    return ring.tiles.index(place)
+    return ring.tiles.index(await_place(ring, n))
 
 
 @gluon.jit

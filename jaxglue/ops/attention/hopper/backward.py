@@ -1,0 +1,295 @@
+"""The backward pass in Gluon: one kernel for the gradients of queries, keys and values, five matmuls for each tile.
+
+A program owns a tile of keys, 64 for each of two warpgroups, and walks over the tiles of queries that see them, which
+one warp loads through TMA. Scores are transposed, [keys, queries], so that weights and their gradients are operands in
+registers. The gradient of a tile of queries is a sum over programs: another warp adds each program's share in global
+memory, in the order of keys, by a number for each tile that says whose turn it is. Results are therefore the same in
+every run. Programs start in the order of keys, so none waits for one that has not started.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from jaxglue.ops.attention.hopper.tiles import (
+    GROUP_ROWS,
+    LOG2_E,
+    MASKED,
+    Ring,
+    Sizes,
+    await_place,
+    barriers,
+    release,
+    ring,
+    store_rows,
+    vacate,
+)
+
+
+@builtin
+def _add_tile(descriptor, coordinates, tile, _semantic=None):
+    """Add a tile in shared memory to global memory, asynchronously; Gluon has no function for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
+
+
+@aggregate
+class Tiles:
+    """What the warps of a program share."""
+
+    queries: Ring
+    statistics: gl.shared_memory_descriptor
+    keys: gl.shared_memory_descriptor
+    loaded: gl.shared_memory_descriptor
+    dscores: gl.shared_memory_descriptor
+    stored: gl.shared_memory_descriptor
+    dq: Ring
+
+    @gluon.constexpr_function
+    def __init__(self, queries, statistics, keys, loaded, dscores, stored, dq):
+        """Bundle queries beside dout, lse beside delta, keys beside values, and products, with their barriers."""
+        self.queries, self.statistics, self.keys, self.loaded = queries, statistics, keys, loaded
+        self.dscores, self.stored, self.dq = dscores, stored, dq
+
+
+@aggregate
+class Range:
+    """The tiles of queries of a tile of keys: `count` from token `first` on, those in [full, cut) without a mask."""
+
+    first: gl.tensor
+    full: gl.tensor
+    cut: gl.tensor
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, full, cut, count):
+        """Bundle the bounds."""
+        self.first, self.full, self.cut, self.count = first, full, cut, count
+
+
+@gluon.jit
+def _end(ends, key, WINDOW: gl.constexpr):
+    """Return the token after the last that sees a key."""
+    end = gl.load(ends + key)
+    if WINDOW > 0:
+        end = gl.minimum(end, key + WINDOW)
+    return end
+
+
+@gluon.jit
+def _query_range(ends, first, last, sizes):
+    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
+    count = gl.maximum(_end(ends, last, sizes.WINDOW) - first + TOKENS - 1, 0) // TOKENS
+    full = gl.minimum((last - first + TOKENS - 1) // TOKENS, count)
+    cut = gl.maximum(_end(ends, first, sizes.WINDOW) - first, 0) // TOKENS
+    return Range(first, full, gl.minimum(gl.maximum(cut, full), count), count)
+
+
+@gluon.jit
+def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
+    """Hand over a warpgroup's half of the n-th tile's gradient of queries."""
+    mbarrier.wait(tiles.dq.empty.index(0), (n & 1) ^ 1)
+    tiles.dq.tiles.index(GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
+    fence_async_shared()
+    mbarrier.arrive(tiles.dq.full.index(0), count=1)
+
+
+@gluon.jit
+def _tiles(begin, end, MASK: gl.constexpr, operands, state, sizes, GROUP: gl.constexpr):
+    """Compute the tiles from `begin` to `end` of a pack of heads; a tile's dq is handed over one tile late."""
+    first, keys, stops, tiles = operands
+    dk, dv, dq, n = state
+    P: gl.constexpr = sizes.P
+    H: gl.constexpr = sizes.H
+    SCORES: gl.constexpr = keys.type.layout.parent
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
+    no_dq = gl.zeros(dq.shape, gl.float32, layout=dq.type.layout)
+    for i in range(begin, end):
+        token = first + i * (GROUP_ROWS // P)
+        zero = token >> 31  # 0, which the compiler cannot know: it would keep every address of keys in registers
+        key_tile = tiles.keys.index(zero).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+        value_tile = tiles.keys.index(zero + 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+        place = 2 * await_place(tiles.queries, n)
+        query = tiles.queries.tiles.index(place).reshape([GROUP_ROWS, H])
+        dout = tiles.queries.tiles.index(place + 1).reshape([GROUP_ROWS, H])
+        scores = warpgroup_mma(key_tile, query.permute((1, 0)), none, use_acc=False, is_async=True)
+        if i > 0:
+            _hand_over(dq, tiles, n - 1, GROUP)
+        dweights = warpgroup_mma(value_tile, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if MASK:
+            tokens = token + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(0, SCORES)) // P
+            visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
+            scores = gl.where(visible, scores, MASKED)
+        weights = gl.exp2(scores * (sizes.SCALE * LOG2_E) - tiles.statistics.index(place).load(SCORES))
+        operand = gl.convert_layout(weights.to(query.dtype), OPERAND)
+        await_place(tiles.queries, n)  # came long ago: keeps the assembler from waiting for dweights earlier
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+        dv = warpgroup_mma(operand, dout, dv, is_async=True)
+        dscores = (weights * (dweights - tiles.statistics.index(place + 1).load(SCORES))).to(query.dtype)
+        dk = warpgroup_mma(gl.convert_layout(dscores, OPERAND), query, dk, is_async=True)
+        # The other warpgroup has left the tile of two tiles ago, for it has stored its part of the tile before.
+        all_dscores = tiles.dscores.index(n & 1)
+        all_dscores.slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
+        fence_async_shared()
+        mbarrier.arrive(tiles.stored.index(0), count=1)
+        mbarrier.wait(tiles.stored.index(0), n & 1)
+        key_half = tiles.keys.index(zero).slice(GROUP * (H // 2), H // 2, dim=1)
+        dq = warpgroup_mma(all_dscores.permute((1, 0)), key_half, no_dq, use_acc=False, is_async=True)
+        dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
+        release(tiles.queries, n)
+        n += 1
+    return dk, dv, dq, n
+
+
+@gluon.jit
+def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Compute the gradients of a warpgroup's keys and values, and its halves of those of queries."""
+    T: gl.constexpr = sizes.T
+    H: gl.constexpr = sizes.H
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP_ROWS, 16])
+    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H // 2, 16])
+    first = bounds.first + GROUP * GROUP_ROWS
+    keys = first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
+    stops = gl.load(ends + keys, mask=keys < T, other=0)
+    if sizes.WINDOW > 0:
+        stops = gl.minimum(stops, keys + sizes.WINDOW)
+    dk = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
+    dv = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
+    dq = gl.zeros([GROUP_ROWS, H // 2], gl.float32, layout=HALF)
+    mbarrier.wait(tiles.loaded.index(0), 0)
+    n = gl.to_tensor(0)
+    operands = bounds.first, keys, stops, tiles
+    for _ in range(sizes.G // sizes.P):
+        state = _tiles(0, bounds.full, True, operands, (dk, dv, dq, n), sizes, GROUP)
+        state = _tiles(bounds.full, bounds.cut, False, operands, state, sizes, GROUP)
+        dk, dv, dq, n = _tiles(bounds.cut, bounds.count, True, operands, state, sizes, GROUP)
+        if bounds.count > 0:
+            _hand_over(dq, tiles, n - 1, GROUP)
+    store_rows(dk_out, dk * sizes.SCALE, row, first, head, T, HEADS, H, 1)
+    store_rows(dv_out, dv, row, first, head, T, HEADS, H, 1)
+
+
+@gluon.jit
+def _load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes):
+    """Load the tile of keys and values, and all tiles of queries and dout with their statistics."""
+    P: gl.constexpr = sizes.P
+    BYTES: gl.constexpr = 2 * (q.block_type.nbytes + lse.block_type.nbytes)
+    loaded = tiles.loaded.index(0)
+    mbarrier.expect(loaded, 2 * k.block_type.nbytes)
+    tma.async_copy_global_to_shared(k, [start, kv_head * sizes.H], loaded, tiles.keys.index(0))
+    tma.async_copy_global_to_shared(v, [start, kv_head * sizes.H], loaded, tiles.keys.index(1))
+    n = gl.to_tensor(0)
+    for part in range(sizes.G // P):
+        for i in range(bounds.count):
+            rows = [start + i * (GROUP_ROWS // P), kv_head * sizes.G + part * P, 0]
+            line = [plane + part, bounds.first * P + i * GROUP_ROWS]
+            place, full = vacate(tiles.queries, n, BYTES)
+            tma.async_copy_global_to_shared(q, rows, full, tiles.queries.tiles.index(2 * place))
+            tma.async_copy_global_to_shared(lse, line, full, tiles.statistics.index(2 * place))
+            tma.async_copy_global_to_shared(dout, rows, full, tiles.queries.tiles.index(2 * place + 1))
+            tma.async_copy_global_to_shared(delta, line, full, tiles.statistics.index(2 * place + 1))
+            n += 1
+
+
+@gluon.jit
+def _await_turn(number, value):
+    """Wait until a number in global memory has reached a value."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred early; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [$1];"
+        " setp.lt.s32 early, seen, $2; @early bra again; mov.b32 $0, seen; }",
+        "=r,l,r", [number + lanes * 0, value + lanes * 0], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _end_turn(number, value):
+    """Set a number in global memory once the warp's additions are done."""
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred first; cp.async.bulk.wait_group 0; fence.acq_rel.gpu; setp.eq.s32 first, $3, 0;"
+        " @first st.release.gpu.global.b32 [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r", [number + lanes * 0, value + lanes * 0, lanes], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add_gradients(dq, turns, tiles, plane, tile, before, bounds, sizes):
+    """Add the gradients of queries after those of the tiles of keys before, which end at token `before`."""
+    P: gl.constexpr = sizes.P
+    TOKENS: gl.constexpr = GROUP_ROWS // P
+    n = gl.to_tensor(0)
+    for part in range(sizes.G // P):
+        for i in range(bounds.count):
+            token = bounds.first + i * TOKENS
+            number = turns + (plane + part) * ((sizes.T + TOKENS - 1) // TOKENS) + token // TOKENS
+            mbarrier.wait(tiles.dq.full.index(0), n & 1)
+            if token < before:
+                _await_turn(number, tile)
+            _add_tile(dq, [plane + part, token * P, 0], tiles.dq.tiles.index(0))
+            _add_tile(dq, [plane + part, token * P, sizes.H // 2], tiles.dq.tiles.index(1))
+            tma.store_wait(0)
+            mbarrier.arrive(tiles.dq.empty.index(0), count=1)
+            _end_turn(number, tile + 1)
+            n += 1
+
+
+@gluon.jit
+def _allocate(q, k, lse, dq, STAGES: gl.constexpr, P: gl.constexpr, H: gl.constexpr):
+    """Return the tiles in shared memory."""
+    ROWS: gl.constexpr = 2 * GROUP_ROWS
+    queries = ring(gl.allocate_shared_memory(q.dtype, [2 * STAGES, GROUP_ROWS // P, P, H], q.layout), STAGES)
+    statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, GROUP_ROWS], lse.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [2, ROWS, H], k.layout)
+    dscores = gl.allocate_shared_memory(k.dtype, [2, ROWS, GROUP_ROWS], k.layout)
+    halves = gl.allocate_shared_memory(gl.float32, [2, 1, GROUP_ROWS, H // 2], dq.layout)
+    handed = Ring(halves, barriers(1, 2), barriers(1, 1))
+    return Tiles(queries, statistics, keys, barriers(1, 1), dscores, barriers(1, 2), handed)
+
+
+@gluon.jit
+def backward_kernel(
+    q, k, v, ends, lse, delta, dout, first_head, dq, turns, dk, dv, T: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
+    P: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, HEADS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of one tile, summed over the group of query heads, and its share of dq.
+
+    The grid is (tiles · HEADS, B): dq, dk and dv are those of HEADS key/value heads from `first_head` on. lse is in
+    units of exponentials of 2; dq [B · HEADS · G // P, T · P, H] float32 and turns begin as zeros.
+    """
+    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
+    tile, head, row = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1).to(gl.int64)
+    kv_head = gl.load(first_head) + head
+    first, row_ends = tile * (2 * GROUP_ROWS), ends + row * T
+    plane = (row.to(gl.int32) * K + kv_head) * (G // P)
+    dq_plane = (row.to(gl.int32) * HEADS + head) * (G // P)
+    bounds = _query_range(row_ends, first, gl.minimum(first + 2 * GROUP_ROWS, T) - 1, sizes)
+    before = gl.where(tile > 0, _end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
+    tiles = _allocate(q, k, lse, dq, STAGES, P, H)
+    fence_async_shared()
+    gl.barrier()
+    source = (q, k, v, lse, delta, dout, tiles, (row * T + first).to(gl.int32), plane, kv_head, bounds, sizes)
+    gl.warp_specialize(
+        [
+            (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 0)),
+            (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 1)),
+            (_load_tiles, source),
+            (_add_gradients, (dq, turns, tiles, dq_plane, tile, before, bounds, sizes)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
