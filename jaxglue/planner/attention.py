@@ -1,5 +1,6 @@
 """Time and workspace of attention's kernels as a function of documents' lengths."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.attention.tiles import heads_summed_at_once
-from jaxglue.ops.segments import BatchKind
+from jaxglue.ops.segments import FEW_DOCUMENTS, BatchKind
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, KernelCost
 from jaxglue.planner.documents import MicroBatches
 from jaxglue.planner.gpus import Gpu
@@ -36,12 +37,12 @@ _RATES = {
     ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
     ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
     ("long", 128): Rates(Rate(0.70, 400), Rate(0.57, 250)),
-    ("hopper", 128): Rates(Rate(0.85, 400), Rate(0.57, 250)),
+    ("hopper", 128): Rates(Rate(0.80, 250), Rate(0.70, 775)),
     ("cudnn", 128): Rates(Rate(0.82, 490), Rate(0.76, 400)),
 }
-"""By kernel and largest head dim: our kernels with tiles for short and long documents, those of Hopper's own, and
-cuDNN's. In whole steps on H100 and H200, where power limits long passes to nine tenths of their rate alone
-(benchmarks/results/attention_lengths.json)."""
+"""By kernel and largest head dim: the Triton kernels with tiles for short and long documents, Hopper's own, and cuDNN's.
+In whole steps on H100 and H200, where power limits long passes to nine tenths of their rate alone
+(benchmarks/results/attention_lengths.json, docs/attention.md)."""
 _WORKSPACE = 8
 """Bytes that cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
 _WORKSPACE_SHARE = 0.12
@@ -66,15 +67,26 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
-    """Return the workload with the Triton kernels in place of `auto` where a workspace would take too much memory."""
-    if workload.attention != "auto":
+    """Return the workload with our kernels in place of `auto` where cuDNN's workspace would take too much memory."""
+    if workload.attention != "auto" or _fits(workload, gpu):
         return workload
+    layers = itertools.product(workload.micro_batches, set(workload.config.layer_windows))
+    many = {
+        attention_backend(workload, gpu, batches.kind._replace(slots=FEW_DOCUMENTS + 1), window)
+        for batches, window in layers
+    }
+    hopper = replace(workload, attention="hopper")
+    return hopper if many == {"hopper"} and _fits(hopper, gpu) else replace(workload, attention="triton")
+
+
+def _fits(workload: Workload, gpu: Gpu) -> bool:
+    """Return whether the largest workspace of attention takes a small part of the GPU's memory."""
+    layers = itertools.product(workload.micro_batches, set(workload.config.layer_windows))
     needed = (
         _workspace(workload, attention_backend(workload, gpu, batches.kind, window), batches.kind)
-        for batches in workload.micro_batches
-        for window in set(workload.config.layer_windows)
+        for batches, window in layers
     )
-    return workload if max(needed) <= _WORKSPACE_SHARE * gpu.memory else replace(workload, attention="triton")
+    return max(needed) <= _WORKSPACE_SHARE * gpu.memory
 
 
 def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int | None) -> str:

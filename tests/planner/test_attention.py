@@ -67,25 +67,24 @@ def test_long_documents_are_costed_as_their_kernels(workload):
         work = replace(workload, **changes)
         return [attention_backend(work, find_gpu(gpu), batches.kind, window) for batches in work.micro_batches]
 
-    assert kernel() == kernel(document_lengths=(8192,)) == ["hopper"]
-    assert kernel(gpu="B200") == ["cudnn"]
+    assert kernel() == kernel(document_lengths=(8192,)) == kernel(gpu="B200") == ["cudnn"]
+    assert kernel(seq_len=65_536, document_lengths=(8192,)) == ["hopper"]
     assert kernel(document_lengths=(2048,)) == kernel(gpu="A100") == kernel(window=128) == ["triton"]
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
-@pytest.mark.parametrize(("gpu", "bytes_of_value"), [("H200", 4), ("B200", 8 * 2)])
-def test_workspaces_are_costed(workload, gpu, bytes_of_value):
-    two = attention_costs(replace(workload, document_lengths=(8192,)), find_gpu(gpu), None)[ATTENTION_BACKWARD]
-    assert two.workspace == bytes_of_value * 16_384 * 32 * 128
+def test_workspaces_are_costed(workload):
+    def workspace(**changes):
+        work = replace(workload, document_lengths=(8192,), **changes)
+        return attention_costs(work, H200, None)[ATTENTION_BACKWARD].workspace
 
-
-@pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
-def test_long_rows_sum_gradients_of_some_heads_at_a_time(workload):
-    row = replace(workload, seq_len=524_288)
-    assert attention_costs(row, H200, None)[ATTENTION_BACKWARD].workspace == 2**30
+    assert workspace() == 8 * 2 * 16_384 * 32 * 128
+    assert workspace(attention="hopper") == 4 * 16_384 * 32 * 128
+    assert workspace(attention="hopper", seq_len=524_288) == 2**30  # of one key/value head after another
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
 def test_cudnns_workspace_is_bounded_by_the_gpus_memory(workload):
-    two, b200 = replace(workload, document_lengths=(8192,)), find_gpu("B200")
-    assert [with_fitting_attention(two, b200.limited(gib)).attention for gib in (10, 7)] == ["auto", "triton"]
+    two = replace(workload, document_lengths=(8192,))
+    chosen = [with_fitting_attention(two, H200.limited(gib)).attention for gib in (10, 7, 2)]
+    assert chosen == ["auto", "hopper", "triton"]
