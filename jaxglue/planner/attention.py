@@ -40,7 +40,7 @@ _RATES = {
     ("hopper", 128): Rates(Rate(0.80, 250), Rate(0.70, 775)),
     ("cudnn", 128): Rates(Rate(0.82, 490), Rate(0.76, 400)),
 }
-"""By kernel and largest head dim: the Triton kernels with tiles for short and long documents, Hopper's own, and cuDNN's.
+"""By kernel and largest head dim: Triton kernels with tiles for short and long documents, Hopper's own, and cuDNN's.
 In whole steps on H100 and H200, where power limits long passes to nine tenths of their rate alone
 (benchmarks/results/attention_lengths.json, docs/attention.md)."""
 _WORKSPACE = 8
