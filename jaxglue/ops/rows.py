@@ -14,7 +14,7 @@ def take_rows(table: Float[Array, "V D"], indices: Int[Array, "..."]) -> Float[A
 def sum_rows(rows: Float[Array, "N D"], indices: Int[Array, " N"], size: int) -> Float[Array, "size D"]:
     """Sum the rows of each index, pairwise in the order of the rows."""
     order = jnp.argsort(indices, stable=True)
-    indices = indices[order]
+    indices = jnp.asarray(indices)[order]
     differs = indices[1:] != indices[:-1]
     begins, ends = jnp.pad(differs, (1, 0), constant_values=True), jnp.pad(differs, (0, 1), constant_values=True)
     _, sums = jax.lax.associative_scan(_add_segments, (begins[:, None], rows[order]))
