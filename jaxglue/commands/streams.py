@@ -23,12 +23,12 @@ def standard_streams() -> Iterator[None]:
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
     try:
+        yield
+    finally:
         try:
-            yield
-        finally:
             _flush()
-    except BrokenPipeError:
-        sys.exit(STATUS)
+        except BrokenPipeError:  # that of a worker or a peer is an error
+            sys.exit(STATUS)
 
 
 def _open_closed() -> None:

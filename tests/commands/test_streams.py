@@ -24,3 +24,8 @@ def test_characters_that_the_encoding_lacks_are_escaped(monkeypatch):
     with standard_streams():
         print("loss 2 → 1")
     assert output.buffer.getvalue() == b"loss 2 \\u2192 1\n"
+
+
+def test_pipe_broken_elsewhere_is_an_error():
+    with pytest.raises(BrokenPipeError), standard_streams():
+        raise BrokenPipeError("of a worker")
