@@ -131,16 +131,23 @@ def _devices(setup: Setup) -> dict[str, object]:
 
 
 def _attention(setup: Setup) -> str:
-    """Return the backends of most batches and of those with few long documents."""
-    usual, few = (_attention_backend(setup, long) for long in (False, True))
+    """Return the backends of most batches, and of those with mostly long documents."""
+    usual = _attention_backend(setup, None)
     text = f"{usual.name}: {usual.reason}"
-    if setup.config.data.seq_len < LONG_DOCUMENT or few.name == usual.name:
+    if setup.config.data.seq_len < LONG_DOCUMENT:
         return text
-    rows = f"rows of up to {FEW_DOCUMENTS} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
-    return f"{text}; {few.name} for {rows}: {few.reason}"
+    few, many = (_attention_backend(setup, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
+    rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if setup.batches.max_segments > FEW_DOCUMENTS else {})
+    for count, choice in rows.items():
+        if choice.name != usual.name:
+            documents = f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
+            text += f"; {choice.name} for {documents}: {choice.reason}"
+    return text
 
 
-def _attention_backend(setup: Setup, long: bool) -> BackendChoice:
+def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
+    """Return the backend of usual batches, or of those with long documents and up to so many slots."""
+    long = long_slots is not None
     windows, slots = setup.model.layer_windows, setup.batches.max_segments
     shape = AttentionShape(
         dtype=setup.config.model.compute_dtype,
@@ -148,7 +155,7 @@ def _attention_backend(setup: Setup, long: bool) -> BackendChoice:
         query_heads=setup.model.num_attention_heads,
         kv_heads=setup.model.num_key_value_heads,
         seq_len=setup.config.data.seq_len,
-        segment_slots=min(slots, FEW_DOCUMENTS) if long else slots,
+        segment_slots=min(slots, long_slots or slots),
         long=long,
         forked=setup.config.objective.objective != "sft" and not refuse_shared_prompt(setup.config, setup.model),
         window=None if long and None in windows else next((window for window in windows if window), None),
