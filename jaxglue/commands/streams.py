@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,12 +24,14 @@ def standard_streams() -> Iterator[None]:
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")
     try:
-        yield
-    finally:
         try:
+            yield
+        finally:
             _flush()
-        except BrokenPipeError:  # that of a worker or a peer is an error
-            sys.exit(STATUS)
+    except BrokenPipeError:
+        if not _is_unread():  # but the pipe of a worker or a peer
+            raise
+        sys.exit(STATUS)
 
 
 def _open_closed() -> None:
@@ -46,7 +49,21 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError:
+        unread = _is_unread()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+        if unread:
+            sys.exit(STATUS)
         raise
+
+
+def _is_unread() -> bool:
+    """Tell whether standard output is a pipe that nobody reads any more."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
