@@ -72,9 +72,11 @@ class Launcher:
         flops: int = 0,
         registers: int | None = None,
         aliases: dict[int, int] | None = None,
+        moved: int | None = None,
     ):
         """Launch a kernel; `registers` limits those of a thread, `aliases` says which argument becomes which output.
 
+        `moved` are the bytes of a kernel that seldom reads whole arrays.
         Outputs that are arguments come last: jax-triton 0.4.1 passes outputs in order, and these a second time.
         """
         return triton_call(
@@ -85,7 +87,7 @@ class Launcher:
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=self.compute_capability,
-            cost_estimate={"flops": flops},
+            cost_estimate={"flops": flops} | ({} if moved is None else {"bytes_accessed": moved}),
             input_output_aliases=aliases,
             backend_options={} if registers is None else {"maxnreg": registers},
             **constants,

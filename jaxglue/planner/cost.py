@@ -224,14 +224,17 @@ class _Trace:
         return [replace(output, roots=roots) for output in outputs]
 
     def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
-        """Return a Triton kernel's time from its bytes and its own cost estimate, if any.
+        """Return a Triton kernel's time from its arrays' bytes and its own cost estimate, if any.
 
         An array that it gets twice, for descriptors of two kinds, counts once.
         """
-        flops = self._sizes((eqn.params["cost_estimate"] or {}).get("flops", 0))
+        estimate = eqn.params["cost_estimate"] or {}
+        flops = self._sizes(estimate.get("flops", 0))
         codes = any(_is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
-        moved = self._copy(sum(value.bytes for value in {*inputs, *outputs})) / (_FP8_SHARE if codes else _FUSED_SHARE)
-        return max(flops / (_GROUPED_SHARE * self._dot_rate(eqn)), moved)
+        whole = sum(value.bytes for value in {*inputs, *outputs})
+        moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
+        copied = self._copy(moved) / (_FP8_SHARE if codes else _FUSED_SHARE)
+        return max(flops / (_GROUPED_SHARE * self._dot_rate(eqn)), copied)
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
         """Add a matmul's result to an array already in memory."""

@@ -85,7 +85,7 @@ class TritonCrossEntropy(Launcher):
         constants = {"V": V, "D": D, "TILES": tiles, "BLOCK_TILES": triton.next_power_of_2(tiles)}
         constants |= {"BLOCK": 64, "BLOCK_D": min(128, triton.next_power_of_2(D))}
         arrays = x, w, references, sums, tops, weights, *refs
-        self._launch(kernels.exponentials_loss_kernel, arrays, (), (M,), constants)
+        self._launch(kernels.exponentials_loss_kernel, arrays, (), (M,), constants, moved=2 * sums.size * 4)
         numerators, losses, factors = map(jax.freeze, refs)
         return losses, factors, numerators
 
