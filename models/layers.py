@@ -386,8 +386,8 @@ class DecoderLayer(nnx.Module):
 
     def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         if isinstance(self.mlp, GatedMLP):
-            x, coded = self.post_attention_layernorm.branch(x, coded=self.mlp.reads_codes(context))
-            return self.mlp.add_to(x, coded, context)
+            x, normed = self.post_attention_layernorm.branch(x, coded=self.mlp.reads_codes(context))
+            return self.mlp.add_to(x, normed, context)
         x, normed = self.post_attention_layernorm.branch(x)
         return x + reduce_from(self.mlp(_copy_to(normed), context))
 
