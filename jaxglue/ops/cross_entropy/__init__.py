@@ -37,7 +37,7 @@ def _load(capability: Capability, dtype) -> Any:
 
 CROSS_ENTROPY = Operation(
     name="cross-entropy",
-    backends={"triton": Backend(check=check_triton, load=_load, advantage="two passes over the logits, not three")},
+    backends={"triton": Backend(check=check_triton, load=_load, advantage="logits are read once, or never written")},
 )
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the loss and its gradient, which they write once; they read the logits twice, or mostly once."""
+"""Triton kernels of the loss and its gradient, from logits read once or twice, or from their factors."""
 
 import triton
 import triton.language as tl
@@ -6,6 +6,7 @@ import triton.language as tl
 LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-120)
 RANGE = tl.constexpr(40.0)
+WIDE_RANGE = tl.constexpr(60.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -186,7 +187,7 @@ def exponentials_loss_kernel(
     total = tl.sum(tl.load(sums + at, mask=mask, other=0.0), 0)
     top = tl.max(tl.load(tops + at, mask=mask, other=-1e30), 0)
     shift = 0.0
-    if top > RANGE:
+    if top > WIDE_RANGE:
         shift, reference = top, tl.load(references + row) + top
         total, x, numerators = 0.0, x + row * D, numerators + row * V
         for start in range(0, V, BLOCK):
@@ -195,6 +196,7 @@ def exponentials_loss_kernel(
             to = numerators + start + lanes
             tl.store(to, exponentials.to(numerators.dtype.element_ty), mask=start + lanes < V)
     weight = tl.load(weights + row)
+    total = tl.where(weight != 0.0, total, 1.0)
     tl.store(losses + row, weight * (shift + tl.log(total)))
     tl.store(factors + row, weight / total)
 
