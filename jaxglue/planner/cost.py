@@ -18,11 +18,21 @@ from jaxglue.planner.gpus import Gpu, find_gpu
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
 """Names of the jitted functions in place of attention kernels in a traced program."""
-_ALIASES = {"reshape", "squeeze", "expand_dims", "name", "reduce_precision", "optimization_barrier", "copy"}
+_ALIASES = {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "name",
+    "reduce_precision",
+    "optimization_barrier",
+    "copy",
+    "new_ref",
+    "freeze",
+}
 _KERNEL_SECONDS = 1.5e-6
 """Fixed time of a kernel."""
-_GROUPED_SHARE = 0.9
-"""Share of the matmul rate at which experts' matmuls run."""
+_EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
+"""Kernels of experts' matmuls, and their share of the matmul rate."""
 _FUSED_SHARE = 0.92
 """Share of the memory's rate at which kernels without matmuls move their bytes."""
 _FP8_SHARE = 0.55
@@ -234,7 +244,8 @@ class _Trace:
         whole = sum(value.bytes for value in {*inputs, *outputs})
         moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
         copied = self._copy(moved) / (_FP8_SHARE if codes else _FUSED_SHARE)
-        return max(flops / (_GROUPED_SHARE * self._dot_rate(eqn)), copied)
+        share = _EXPERTS_SHARE if getattr(eqn.params["fn"], "__name__", "") in _EXPERTS_KERNELS else 1.0
+        return max(flops / (share * self._dot_rate(eqn)), copied)
 
     def _accumulate(self, left: _Value, right: _Value) -> _Value:
         """Add a matmul's result to an array already in memory."""

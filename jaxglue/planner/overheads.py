@@ -9,6 +9,8 @@ from jaxglue.planner.traced import LayerCost
 
 _DISPATCH, _OFFLOAD_DISPATCH = 0.45e-3, 0.15e-3
 """Host seconds to dispatch a layer's pass, and the copies of its values."""
+_QUANTIZED_DISPATCH = 0.5e-3
+"""Host seconds to pass a layer's quantized matrices, each of several arrays, to a program."""
 _GROUPED_DISPATCH = 0.28e-3
 """Host seconds to dispatch a layer's pass in a program with others."""
 _SHORT_PASS = 1.2e-3
@@ -36,10 +38,16 @@ def choose_group(costs: Sequence[LayerCost]) -> int:
 
 
 def with_dispatch(
-    gpu_seconds: float, costs: Sequence[LayerCost], layers_per_program: int = 1, passes: int = 2
+    gpu_seconds: float,
+    costs: Sequence[LayerCost],
+    layers_per_program: int = 1,
+    passes: int = 2,
+    *,
+    quantized: bool = False,
 ) -> float:
     """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`; layers are run `passes` times."""
     dispatch, serial = (_DISPATCH, _SERIAL) if layers_per_program == 1 else (_GROUPED_DISPATCH, _GROUPED_SERIAL)
+    dispatch += _QUANTIZED_DISPATCH if quantized and layers_per_program == 1 else 0
     host_seconds = sum(passes * dispatch + (2 * _OFFLOAD_DISPATCH if cost.offloaded else 0) for cost in costs)
     return max(gpu_seconds, host_seconds) + serial * min(gpu_seconds, host_seconds)
 

@@ -14,6 +14,9 @@ from jaxglue.planner.workload import Workload
 
 _TEMPORARIES, _EXPERTS_TEMPORARIES = 1.07, 1.17
 """XLA's temporary memory of a layer, and of one with experts, as multiples of the least that its order needs."""
+_SCATTERED, _MOST_SCATTERED, _SPARE = 0.25, GIB // 2, 0.05
+"""Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
+the share of the whole peak that plans leave free anyway."""
 _WORKSPACE = int(0.3 * GIB)
 """Bytes of loaded programs and matmul workspaces, for any model."""
 
@@ -41,7 +44,9 @@ class PeakMemory:
         resident, streamed = self.resident, sum(self.streamed)
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
-        return int(_WORKSPACE + always + max(self._forward(), self._backward()))
+        peak = _WORKSPACE + always + max(self._forward(), self._backward())
+        largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
+        return int(peak + max(min(_SCATTERED * largest, _MOST_SCATTERED) - _SPARE * peak, 0))
 
     @property
     def _accumulates(self) -> bool:

@@ -148,7 +148,8 @@ class Predictor:
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes = 3 if self.workload.reference else 2
-        micro_batch = with_dispatch(layers + head, setting.costs, size, passes)
+        quantized = self.workload.config.quantize != "none"
+        micro_batch = with_dispatch(layers + head, setting.costs, size, passes, quantized=quantized)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     def reference_seconds(self, policies: Sequence[RematPolicy], weights: Sequence[str]) -> tuple[float, float]:
