@@ -103,23 +103,26 @@ def release(ring, n):
 
 
 @gluon.jit
-def store_rows(target, value, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
-    """Store 64 rows, of P heads for each token from a token and head of [B, T, HEADS, H] on."""
+def _rows(row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
+    """Return (base, offsets, mask) of 64 rows: P heads of each token, from a token and head of [B, T, HEADS, H] on."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // H, H // 8], [4, 1], [1, 0])
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, H, layout=gl.SliceLayout(0, WIDE))
     offsets = ((lane // P) * (HEADS * H) + (lane % P) * H)[:, None] + column[None, :]
     base = ((row * T + token) * HEADS + head) * H
-    value = gl.convert_layout(value.to(target.dtype.element_ty), WIDE)
-    gl.store(target + base + offsets, value, mask=(token + lane // P < T)[:, None])
+    return base, offsets, (token + lane // P < T)[:, None]
+
+
+@gluon.jit
+def store_rows(target, value, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
+    """Store the rows of `_rows`."""
+    base, offsets, mask = _rows(row, token, head, T, HEADS, H, P)
+    value = gl.convert_layout(value.to(target.dtype.element_ty), offsets.type.layout)
+    gl.store(target + base + offsets, value, mask=mask)
 
 
 @gluon.jit
 def load_rows(source, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
-    """Load 64 rows, of P heads for each token, to shared memory; zeros past the row."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // H, H // 8], [4, 1], [1, 0])
-    lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
-    column = gl.arange(0, H, layout=gl.SliceLayout(0, WIDE))
-    offsets = ((lane // P) * (HEADS * H) + (lane % P) * H)[:, None] + column[None, :]
-    base = ((row * T + token) * HEADS + head) * H
-    tile.store(gl.load(source + base + offsets, mask=(token + lane // P < T)[:, None], other=0.0))
+    """Load the rows of `_rows` to shared memory; zeros past the row."""
+    base, offsets, mask = _rows(row, token, head, T, HEADS, H, P)
+    tile.store(gl.load(source + base + offsets, mask=mask, other=0.0))
