@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from jaxglue.planner.planner import Planner
 
 _ROW_STEP = 128
+_SCALING_ERROR = 1e-3
+"""Share of the memory by which scaled programs may differ from traced ones."""
 
 
 def longest_row(planner: "Planner", host_memory: float, weights: str) -> int | None:
     """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does.
 
-    Memory grows almost linearly with the row, so interpolation needs few lengths. The one found is traced.
+    Memory grows almost linearly with the row, so interpolation needs few lengths. The one found is traced
+    where it fits narrowly.
     """
     loads = RowLoads(planner, host_memory, weights)
     found = _search(loads, planner)
@@ -50,7 +53,7 @@ class RowLoads:
         self._planner, self._limits = planner, (host_memory, weights)
         self._scales = scales and planner.workload.mesh.devices == 1
         self._traced: dict[bool, list[Programs]] = {False: [], True: []}
-        self._scaled: dict[int, int | None] = {}
+        self._scaled: dict[int, tuple[int | None, float]] = {}
         self._tiled_from = math.inf
 
     def __call__(self, seq_len: int) -> float:
@@ -64,10 +67,9 @@ class RowLoads:
         return self._load(seq_len, tiles[-1])
 
     def confirms(self, seq_len: int) -> bool:
-        """Return whether a length fits when its programs are traced, too."""
-        if seq_len not in self._scaled:
-            return True
-        return self._planner.with_rows(seq_len, self._scaled[seq_len]).least_load(*self._limits) <= 1
+        """Return whether a length fits beyond doubt, or when its programs are traced, too."""
+        tile, load = self._scaled.get(seq_len, (None, 0.0))
+        return load <= 1 - _SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
 
     def _load(self, seq_len: int, tile: int | None) -> float:
         traced = self._traced[tile is not None]
@@ -75,7 +77,7 @@ class RowLoads:
             planner = self._planner.with_rows(seq_len, tile)
             traced.append(planner.programs)
             self._scaled.pop(seq_len, None)
-        else:
-            planner = self._planner.with_rows(seq_len, tile, scaled=(traced[0], traced[1]))
-            self._scaled[seq_len] = tile
-        return planner.least_load(*self._limits)
+            return planner.least_load(*self._limits)
+        planner = self._planner.with_rows(seq_len, tile, scaled=(traced[0], traced[1]))
+        self._scaled[seq_len] = tile, planner.least_load(*self._limits)
+        return self._scaled[seq_len][1]
