@@ -22,7 +22,8 @@ def standard_streams() -> Iterator[None]:
     _open_closed()
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
-            reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # a file that was exchanged for a terminal
+                reconfigure(errors="backslashreplace")
     try:
         try:
             yield
