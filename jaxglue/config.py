@@ -74,6 +74,13 @@ class Synonyms:
         self.values = values
 
 
+class Overrules:
+    """Switches that a recipe may turn on and that this one, given as a flag, turns off."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+
 PositiveInt = Annotated[int, Range(ge=1)]
 NonNegativeInt = Annotated[int, Range(ge=0)]
 PositiveFloat = Annotated[float, Range(gt=0)]
@@ -95,6 +102,8 @@ class Kind:
     """Replacement for a value of another program."""
     synonyms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values of other programs by ours."""
+    overrules: tuple[str, ...] = ()
+    """Switches of a recipe that this one, given as a flag, turns off."""
 
     def __str__(self) -> str:
         name = " | ".join(map(str, self.choices)) or f"{self.scalar.__name__} {self.range}".strip()
@@ -279,4 +288,6 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, remedies=note.remedies)
             case Synonyms():
                 kind = dataclasses.replace(kind, synonyms=note.values)
+            case Overrules():
+                kind = dataclasses.replace(kind, overrules=note.names)
     return kind

@@ -81,7 +81,9 @@ def construct[C](cls: type[C], values: Mapping[str, Any], flags: Mapping[str, An
         ValueError: a required field is missing, or the configuration refuses a value.
     """
     fields = plain_fields(cls)
-    values = {**values, **{name: flags[name] for name in fields.keys() & flags.keys()}}
+    given = {name: flags[name] for name in fields.keys() & flags.keys()}
+    overruled = {other for name, value in given.items() if value is True for other in fields[name][1].overrules}
+    values = {**values, **dict.fromkeys(overruled, False), **given}
     for field, _ in fields.values():
         if field.name not in values and is_required(field):
             flag = field.name.replace("_", "-")

@@ -109,6 +109,12 @@ def test_flags_override_recipes_and_recipes_defaults(write_recipe):
     assert config.optimizer == OptimizerGroup(learning_rate=1.0)
 
 
+@pytest.mark.parametrize(("flags", "overwrites"), [([], True), (["--resume"], False), (["--no-resume"], True)])
+def test_resume_overrules_a_recipe_that_overwrites(flags, overwrites):
+    assert parse_config(TrainConfig, ["--recipe", "quickstart", *flags]).run.overwrite == overwrites
+    assert parse_config(TrainConfig, ["--recipe", "quickstart", "--overwrite", *flags]).run.overwrite
+
+
 @pytest.mark.parametrize("extra", [[], ["--name", 'a "quoted"\\ é', "--eval-share", "none", "--columns", "--full"]])
 def test_recipe_round_trip(write_recipe, extra):
     config = parse_config(TrainGroup, ["--data", "x", *extra])

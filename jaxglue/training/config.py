@@ -4,7 +4,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jaxglue.config import (
+    Alias,
+    Config,
+    Instead,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Overrules,
+    PositiveFloat,
+    PositiveInt,
+)
 from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
@@ -214,8 +223,8 @@ class RunConfig(Config):
     weights and go on with the rows after it. The host then waits for each step."""
     spike_sigma: PositiveFloat = 6.0
     """Standard deviations above the mean of the latest 128 steps that make a spike."""
-    resume: bool = False
-    """Continue the run in the output folder."""
+    resume: Annotated[bool, Overrules("overwrite")] = False
+    """Continue the run in the output folder; as a flag, also one that a recipe would overwrite."""
     overwrite: Annotated[bool, Alias("overwrite_output_dir")] = False
     """Replace the run in the output folder: its files are deleted once the new run has a checkpoint, others stay."""
     dry_run: bool = False
