@@ -140,7 +140,9 @@ class Checkpoints:
 
         Raises:
             ValueError: the checkpoint belongs to another run (see `check_fingerprint`), or none could be read.
+            OSError: the save under way failed.
         """
+        self.wait()
         damaged: list[int] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             if restored := self._restore(step, abstract_state):
@@ -276,7 +278,8 @@ class NonFinite(ValueError):  # noqa: N818
 
 
 def _signed(content: dict[str, Any]) -> dict[str, Any]:
-    return {"content": content, "digest": _digest(content)}
+    copied = json.loads(json.dumps(content))  # written in the background, while the run changes its state
+    return {"content": copied, "digest": _digest(copied)}
 
 
 def check_meta(meta: Any) -> None:

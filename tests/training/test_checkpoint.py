@@ -80,6 +80,14 @@ def test_state_may_be_donated_during_a_save(tmp_path):
     assert (restored.state["a"] == 7).all()
 
 
+def test_position_may_change_during_a_save(tmp_path):
+    host, state = {"spikes": {"steps": [1]}}, make_state(1)
+    with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
+        checkpoints.save(1, state, host)
+        host["spikes"]["steps"] += range(100_000)
+    assert restore(tmp_path).host == {"spikes": {"steps": [1]}}
+
+
 @pytest.fixture
 def frozen_objects():
     """Spare what earlier tests left from the collections after damaged reads, each of which would take a second."""
