@@ -38,12 +38,12 @@ class TritonAttention(Launcher):
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            sizes.constants(window, segments) | {"HAS_SINKS": sinks is not None, "LATE": tiles.late} | by_descriptor,
+            _constants(sizes, window, segments) | {"HAS_SINKS": sinks is not None, "LATE": tiles.late} | by_descriptor,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        constants = KernelSizes.of(q, k).constants(window, segments)
+        constants = _constants(KernelSizes.of(q, k), window, segments)
         dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
         dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
@@ -122,11 +122,15 @@ class KernelSizes:
         """Return the type of lse and delta."""
         return jax.ShapeDtypeStruct((self.B, self.packs, self.T, self.P), jnp.float32)
 
-    def constants(self, window: int | None, segments: PackedSegments) -> dict:
+    def constants(self, window: int | None) -> dict:
         """Return the constants that all kernels share."""
         sizes = {"T": self.T, "K": self.K, "G": self.G, "P": self.P, "H": self.H}
-        sizes |= {"BLOCK_H": triton.next_power_of_2(self.H), "WINDOW": window or 0, "SCALE": self.H**-0.5}
-        return sizes | {"FORKS": segments.gap_starts is not None}
+        return sizes | {"WINDOW": window or 0, "SCALE": self.H**-0.5}
+
+
+def _constants(sizes: KernelSizes, window: int | None, segments: PackedSegments) -> dict:
+    tile = {"BLOCK_H": triton.next_power_of_2(sizes.H), "FORKS": segments.gap_starts is not None}
+    return sizes.constants(window) | tile
 
 
 def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:

@@ -11,16 +11,17 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from jaxglue.ops.attention.hopper.backward import backward_kernel
 from jaxglue.ops.attention.hopper.forward import forward_kernel
+from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS
+from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.attention.triton import KernelSizes, sink_gradient
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.segments import PackedSegments
 
-_ROWS = 128
+_ROWS = 2 * GROUP_ROWS.value
 """Rows of a program: queries forward, keys backward."""
 _STAGES = 2
-_LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class HopperAttention(Launcher):
         arrays = q, _rows(k), _rows(v), q if sinks is None else sinks, segments.starts
         outputs = shape_dtype_of(q), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
-        constants = _constants(sizes, window) | {"HAS_SINKS": sinks is not None}
+        constants = sizes.constants(window) | {"STAGES": _STAGES, "HAS_SINKS": sinks is not None}
         return self._launch(forward_kernel, arrays, outputs, grid, constants)
 
     def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window) -> Gradients:
@@ -41,7 +42,7 @@ class HopperAttention(Launcher):
         sizes = KernelSizes.of(q, k)
         delta = _per_tile((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), sizes)
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
-        statistics = [_line(x.reshape(planes)) for x in (lse * _LOG2_E, delta)]
+        statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
         arrays = _cube(q, sizes.P), _rows(k), _rows(v), segments.ends, *statistics, _cube(dout, sizes.P)
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
@@ -72,15 +73,10 @@ class HopperAttention(Launcher):
             (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(dq), turns),
             (dkv, dkv, shape_dtype_of(dq), shape_dtype_of(turns)),
             (triton.cdiv(sizes.T, _ROWS) * heads, sizes.B),
-            _constants(sizes, window) | {"HEADS": heads},
+            sizes.constants(window) | {"STAGES": _STAGES, "HEADS": heads},
             aliases={len(arrays) + 1: 2, len(arrays) + 2: 3},
         )
         return _per_token(dq * sizes.H**-0.5, sizes).astype(dtype), dk, dv
-
-
-def _constants(sizes: KernelSizes, window: int | None) -> dict:
-    constants = {"T": sizes.T, "K": sizes.K, "G": sizes.G, "P": sizes.P, "H": sizes.H}
-    return constants | {"WINDOW": window or 0, "SCALE": sizes.H**-0.5, "STAGES": _STAGES}
 
 
 def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:

@@ -22,8 +22,7 @@ from triton.language.core import _aggregate as aggregate
 
 from jaxglue.ops.attention.hopper.tiles import (
     GROUP_ROWS,
-    LOG2_E,
-    MASKED,
+    Range,
     Ring,
     Sizes,
     await_place,
@@ -33,6 +32,7 @@ from jaxglue.ops.attention.hopper.tiles import (
     store_rows,
     vacate,
 )
+from jaxglue.ops.attention.kernels import LOG2_E, MASKED
 
 
 @builtin
@@ -45,7 +45,7 @@ def _add_tile(descriptor, coordinates, tile, _semantic=None):
 
 @aggregate
 class Tiles:
-    """What the warps of a program share."""
+    """Tiles, statistics and products in shared memory, with the barriers of a program's warps."""
 
     queries: Ring
     statistics: gl.shared_memory_descriptor
@@ -60,21 +60,6 @@ class Tiles:
         """Bundle queries beside dout, lse beside delta, keys beside values, and products, with their barriers."""
         self.queries, self.statistics, self.keys, self.loaded = queries, statistics, keys, loaded
         self.dscores, self.stored, self.dq = dscores, stored, dq
-
-
-@aggregate
-class Range:
-    """The tiles of queries of a tile of keys: `count` from token `first` on, those in [full, cut) without a mask."""
-
-    first: gl.tensor
-    full: gl.tensor
-    cut: gl.tensor
-    count: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, first, full, cut, count):
-        """Bundle the bounds."""
-        self.first, self.full, self.cut, self.count = first, full, cut, count
 
 
 @gluon.jit

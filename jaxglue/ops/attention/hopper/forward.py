@@ -1,7 +1,8 @@
 """The forward pass in Gluon: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) over packed rows.
 
 One warp loads keys and values through TMA. Two warpgroups compute 64 query rows each: a tile's second matmul runs under
-the exponentials of the next tile, and one warpgroup's matmuls"""
+the exponentials of the next tile, and one warpgroup's matmuls under the other's exponentials.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,12 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from jaxglue.ops.attention.hopper.tiles import (
     GROUP_ROWS,
-    LOG2_E,
-    MASKED,
+    Range,
     Sizes,
     await_tile,
     load,
@@ -24,21 +23,7 @@ from jaxglue.ops.attention.hopper.tiles import (
     ring,
     store_rows,
 )
-
-
-@aggregate
-class Range:
-    """The tiles of keys of a tile of queries: `count` from key `low` on, only those in [full, cut) without a mask."""
-
-    low: gl.tensor
-    full: gl.tensor
-    cut: gl.tensor
-    count: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, low, full, cut, count):
-        """Bundle the bounds."""
-        self.low, self.full, self.cut, self.count = low, full, cut, count
+from jaxglue.ops.attention.kernels import LOG2_E, MASKED
 
 
 @gluon.jit
@@ -129,9 +114,9 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
     scores = warpgroup_mma(query, await_tile(keys, 0).permute((1, 0)), none, use_acc=False)
     release(keys, 0)
-    weights, _, peak, total = _softmax(scores, peak, total, bounds.low, tokens, lows, True, FACTOR)
+    weights, _, peak, total = _softmax(scores, peak, total, bounds.first, tokens, lows, True, FACTOR)
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
-    operands = bounds.low, query, keys, values, tokens, lows
+    operands = bounds.first, query, keys, values, tokens, lows
     state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), FACTOR)
     state = _tiles(bounds.full, bounds.cut, False, operands, state, FACTOR)
     weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, FACTOR)
@@ -170,7 +155,7 @@ def forward_kernel(
     queries = gl.allocate_shared_memory(k.dtype, [2, GROUP_ROWS, H], k.layout)
     fence_async_shared()
     gl.barrier()
-    source = (k, v, keys, values, (row * T + bounds.low).to(gl.int32), head // G * H, bounds.count)
+    source = (k, v, keys, values, (row * T + bounds.first).to(gl.int32), head // G * H, bounds.count)
     gl.warp_specialize(
         [
             (

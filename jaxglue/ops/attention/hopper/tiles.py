@@ -5,8 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-MASKED = gl.constexpr(-(2.0**100))  # see `kernels.MASKED`
 GROUP_ROWS = gl.constexpr(64)
 """Rows of a warpgroup's matmul."""
 
@@ -28,6 +26,21 @@ class Sizes:
         """Bundle the constants."""
         self.T, self.K, self.G, self.P = gl.constexpr(T), gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
         self.H, self.WINDOW, self.SCALE = gl.constexpr(H), gl.constexpr(WINDOW), gl.constexpr(SCALE)
+
+
+@aggregate
+class Range:
+    """A loop over tiles: `count` of them from token `first` on, only those in [full, cut) without a mask."""
+
+    first: gl.tensor
+    full: gl.tensor
+    cut: gl.tensor
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, full, cut, count):
+        """Bundle the bounds."""
+        self.first, self.full, self.cut, self.count = first, full, cut, count
 
 
 @aggregate
