@@ -244,12 +244,18 @@ def _interpreting():
             triton.knobs.runtime.interpret = before
 
 
+@functools.cache
 def _load_interpreted(name: str):
-    """Load a second copy of a kernel module, decorated for the interpreter."""
+    """Load a second copy of a kernel module and of those it imports from, decorated for the interpreter."""
+    from triton.runtime.jit import JITFunction
+
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     with _interpreting():
         spec.loader.exec_module(module)
+    for key, part in vars(module).items():
+        if isinstance(part, JITFunction):
+            setattr(module, key, getattr(_load_interpreted(part.__module__), part.__name__))
     return module
 
 
@@ -266,11 +272,9 @@ def interpreted():
         def _restore_args_dev(self, *args):
             pass
 
-    load = functools.cache(_load_interpreted)
-
     def launch(kernel, inputs, outputs, grid, constants):
         """Return the outputs after a launch on the given initial outputs."""
-        function = getattr(load(kernel.__module__), kernel.__name__)
+        function = getattr(_load_interpreted(kernel.__module__), kernel.__name__)
 
         def run(inputs, outputs):
             buffers = jax.tree.map(lambda a: _Buffer(np.array(a)), (*inputs, *outputs))

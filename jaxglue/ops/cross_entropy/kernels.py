@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(448.0)
-SMALLEST_SCALE = tl.constexpr(2.0**-120)
+from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
+
 RANGE = tl.constexpr(40.0)
 WIDE_RANGE = tl.constexpr(60.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,7 +46,7 @@ def _cross_entropy(
         correct *= row_scale * target_scale
         others = tl.where(weight != 0.0, tl.exp(tl.max(widest, 0) - lse), 0.0)
         absmax = tl.maximum(others, (1.0 - tl.exp(correct - lse)) * target_scale) * tl.abs(weight)
-        dscale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST), SMALLEST_SCALE), 1.0)
+        dscale = e4m3_scale(absmax)
         tl.store(dscales + row, dscale)
     tl.store(losses + row, weight * (lse - correct))
     dtype = dlogits.dtype.element_ty
@@ -58,7 +58,7 @@ def _cross_entropy(
             x *= row_scale * scales
         gradient = (tl.exp(x - lse) - tl.where(columns == target, 1.0, 0.0)) * weight
         if SCALED:
-            gradient = tl.minimum(tl.maximum(gradient * scales / dscale, -LARGEST), LARGEST)
+            gradient = clip_e4m3(gradient * scales / dscale)
         tl.store(dlogits + columns, gradient.to(dtype), mask=columns < V)
     for start in range(counted, V, BLOCK):
         tl.store(dlogits + start + lanes, tl.full((BLOCK,), 0.0, tl.float32).to(dtype), mask=start + lanes < V)

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(448.0)
-SMALLEST_SCALE = tl.constexpr(2.0**-120)
+from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
 
 
 @triton.jit
@@ -25,11 +24,7 @@ def encode_kernel(
         values = tl.load(x + row * D + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_COLUMNS:
             values = values * factors
-        if HAS_SCALES:
-            scale = tl.load(given + row)
-        else:
-            absmax = tl.max(tl.abs(values), 0)
-            scale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST), SMALLEST_SCALE), 1.0)
-        values = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
+        scale = tl.load(given + row) if HAS_SCALES else e4m3_scale(tl.max(tl.abs(values), 0))
+        values = clip_e4m3(values / scale)
         tl.store(codes + row * D + at, values.to(codes.dtype.element_ty), mask=mask)
         tl.store(scales + row, scale)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-LARGEST_E4M3 = tl.constexpr(448.0)
+from jaxglue.ops.quant.fp8_kernels import clip_e4m3
 
 
 @triton.jit
@@ -33,8 +33,7 @@ def gradients_kernel(
         tile = tl.load(dy + wide, mask=mask, other=0.0)
         if QUANTIZE:
             factors = tl.load(column_factors + columns, mask=columns < N, other=0.0)
-            values = tile.to(tl.float32) * factors[None, :] * inverse[:, None]
-            values = tl.minimum(tl.maximum(values, -LARGEST_E4M3), LARGEST_E4M3)
+            values = clip_e4m3(tile.to(tl.float32) * factors[None, :] * inverse[:, None])
             tl.store(codes + wide, values.to(codes.dtype.element_ty), mask=mask)
         at, mask = columns[:, None] * R + ranks[None, :], (columns < N)[:, None] & (ranks < R)[None, :]
         factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)

@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-LARGEST_E4M3 = tl.constexpr(448.0)
-SMALLEST_SCALE = tl.constexpr(2.0**-120)
-"""As of `quant.fp8.row_scales`."""
+from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
 
 
 @triton.jit
@@ -43,9 +41,8 @@ def coded_norm_kernel(x, weight, codes, scales, inverse_rms, D: tl.constexpr, EP
     row = _load(x + start, columns, mask)
     inverse = _inverse_rms(tl.sum(row * row, 0), D, EPS)
     row = _normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty)
-    absmax = tl.max(tl.abs(row), 0)
-    scale = tl.where(absmax > 0, tl.maximum(absmax * (1 / LARGEST_E4M3), SMALLEST_SCALE), 1.0)
-    row = tl.minimum(tl.maximum(row / scale, -LARGEST_E4M3), LARGEST_E4M3)
+    scale = e4m3_scale(tl.max(tl.abs(row), 0))
+    row = clip_e4m3(row / scale)
     tl.store(codes + start + columns, row.to(codes.dtype.element_ty), mask=mask)
     tl.store(scales + tl.program_id(0), scale)
     tl.store(inverse_rms + tl.program_id(0), inverse)
