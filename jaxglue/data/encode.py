@@ -14,13 +14,13 @@ from jaxglue.data.files import Row
 from jaxglue.data.formats import CHATS, read_row
 from jaxglue.data.messages import Chat, read_weight
 from jaxglue.data.preference import KEYS, PAIRS, read_answers, read_margin
+from jaxglue.data.store import TOKEN_BYTES
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.data.words import WordTokenizer
 
 Pieces = list[tuple[str | bytes, bool]]
 """Consecutive (text or int32 tokens, trained) parts of a document."""
-_TOKEN_BYTES = 4
 
 
 class Encoded(NamedTuple):
@@ -68,12 +68,12 @@ class Encoder:
             documents = [pieces for row in rows for pieces in self._named_documents(row)]
         tokens = iter(self._tokenize([piece for piece, _ in chain(*documents) if isinstance(piece, str)]))
         parts = [[next(tokens) if isinstance(piece, str) else piece for piece, _ in pieces] for pieces in documents]
-        lengths = np.array([len(part) for part in chain(*parts)], np.int64) // _TOKEN_BYTES
+        lengths = np.array([len(part) for part in chain(*parts)], np.int64) // TOKEN_BYTES
         trained = np.array([trained for _, trained in chain(*documents)], np.uint8)
         return Encoded(
             np.frombuffer(bytearray().join(chain(*parts)), np.int32),
             np.repeat(trained, lengths),
-            np.array([sum(map(len, part)) // _TOKEN_BYTES for part in parts], np.int32),
+            np.array([sum(map(len, part)) // TOKEN_BYTES for part in parts], np.int32),
             np.array([read_margin(row.value) for row in rows], np.float32) if self._format == PAIRS else None,
         )
 

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxglue.data.progress import Advance, ignore, metered
+from jaxglue.data.store import TOKEN_BYTES
 
-_TOKEN_BYTES = 4
 _BLOCK = 2**16
 """Lengths that are Python's integers at a time, of 36 bytes each."""
 
@@ -97,7 +97,7 @@ def best_fit(
     open_rooms = 0  # bit i: `rooms[i]` is non-empty, so the lowest bit ≥ length is the best fit
     rows, sizes = array("q"), array("q")
     blocks = np.split(lengths, range(_BLOCK, len(lengths), _BLOCK))
-    sizes_read = (_TOKEN_BYTES * int(block.sum()) for block in blocks)
+    sizes_read = (TOKEN_BYTES * int(block.sum()) for block in blocks)
     for length in chain.from_iterable(block.tolist() for block in metered(blocks, sizes_read, advance)):
         if fitting := open_rooms >> length:
             room = length + (fitting & -fitting).bit_length() - 1

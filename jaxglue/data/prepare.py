@@ -20,12 +20,10 @@ from jaxglue.data.readers import SAVED_INFO
 from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
 from jaxglue.data.sources import Source, short_names
-from jaxglue.data.store import TokenStore
+from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
 from jaxglue.data.tokenizer import padding_token
-
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +132,7 @@ def _prepare_stream(
 
 def _pack(dataset: TokenDataset, config: DataConfig, progress: DataProgress) -> PackPlan:
     """Pack the first epoch, for the report."""
-    with progress.stage("packing", _TOKEN_BYTES * float(dataset.lengths.sum())) as advance:
+    with progress.stage("packing", TOKEN_BYTES * float(dataset.lengths.sum())) as advance:
         return plan_dataset_epoch(dataset, seq_len=config.seq_len, seed=config.seed, epoch=0, advance=advance)
 
 

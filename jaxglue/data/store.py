@@ -27,6 +27,8 @@ _FILES = {
     "mask": ("mask.uint8", np.uint8),
     "offsets": ("offsets.int64", np.int64),
 }
+TOKEN_BYTES = 4
+"""Size of a stored token."""
 _MARGINS = "margins.float32"
 """File of the margins, in a store that has some."""
 _BLOCK = 2**24
