@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax_triton import triton_call, triton_lib
 from jax_triton.triton_lib import TensorDescMeta
 
@@ -92,6 +93,11 @@ class Launcher:
             backend_options={} if registers is None else {"maxnreg": registers},
             **constants,
         )
+
+
+def dot_precision(dtype) -> str:
+    """Return the precision of `tl.dot` for operands of this dtype: float32 is not rounded to tf32."""
+    return "ieee" if dtype == jnp.float32 else "tf32"
 
 
 def shape_dtype_of(x) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float
 
 from jaxglue.ops.cross_entropy import kernels
-from jaxglue.ops.launch import Launcher
+from jaxglue.ops.launch import Launcher, dot_precision
 from jaxglue.ops.quant.fp8 import E4M3
 
 LARGEST_DEPTH = 2048
@@ -71,12 +71,11 @@ class TritonCrossEntropy(Launcher):
         out_type = jax.ShapeDtypeStruct((M, V), x.dtype), partial, partial
         programs = min(tiles.programs, triton.cdiv(M, tiles.block_m) * count)
         blocks = {"BM": tiles.block_m, "BN": tiles.block_n, "BK": tiles.block_k, "PROGRAMS": programs}
-        precision = "ieee" if x.dtype == jnp.float32 else "tf32"
-        constants = {"M": M, "V": V, "D": D, "DESCRIPTORS": self.descriptors, "PRECISION": precision} | blocks
+        constants = {"M": M, "V": V, "D": D, "DESCRIPTORS": self.descriptors, "PRECISION": dot_precision(x.dtype)}
         operands = self._tiled(x, tiles.block_m), self._tiled(w, tiles.block_n), references
         compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * V * D}
         kernel = kernels.exponentials_kernel
-        numerators, sums, tops = self._launch(kernel, operands, out_type, (programs,), constants, **compiled)
+        numerators, sums, tops = self._launch(kernel, operands, out_type, (programs,), constants | blocks, **compiled)
         losses, factors, numerators = self._losses(x, w, references, sums, tops, weights, numerators)
         products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
         return losses, products * factors[:, None] - weights[:, None] * target_rows

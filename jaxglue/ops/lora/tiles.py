@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import triton
+
+from jaxglue.ops.launch import dot_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,4 +49,4 @@ def fitting_tiles(M: int, N: int) -> GradientTiles:
 def block_constants(tiles: LoraTiles, rank: int, dtype) -> dict[str, Any]:
     """Return the kernels' block sizes, at least 16 ranks for `tl.dot`, and the precision of matmuls."""
     blocks = {"BLOCK_R": max(16, triton.next_power_of_2(rank)), "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    return blocks | {"PRECISION": "ieee" if dtype == jnp.float32 else "tf32"}
+    return blocks | {"PRECISION": dot_precision(dtype)}
