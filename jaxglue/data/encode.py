@@ -8,10 +8,10 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data import limits
 from jaxglue.data.chat_pieces import ChatSplitter
 from jaxglue.data.files import Row
 from jaxglue.data.formats import CHATS, read_row
+from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, read_weight
 from jaxglue.data.preference import KEYS, PAIRS, read_answers, read_margin
 from jaxglue.data.store import TOKEN_BYTES
@@ -64,7 +64,7 @@ class Encoder:
         Raises:
             ValueError: an unusable row, with its origin.
         """
-        with limits.memory_limit():
+        with memory_limit():
             documents = [pieces for row in rows for pieces in self._named_documents(row)]
         tokens = iter(self._tokenize([piece for piece, _ in chain(*documents) if isinstance(piece, str)]))
         parts = [[next(tokens) if isinstance(piece, str) else piece for piece, _ in pieces] for pieces in documents]
@@ -84,16 +84,12 @@ class Encoder:
     def _named_documents(self, row: Row) -> list[Pieces]:
         """Return the documents of a row: one, or two answers, of which a labeled row leaves one empty."""
         try:
-            with limits.time_limit(limits.SECONDS):
+            with template_time_limit():
                 documents = self._documents(row.value)
             for text, _ in chain(*documents):
                 if isinstance(text, str):
                     require_unicode(text)
             return documents
-        except TimeoutError:
-            raise ValueError(
-                f"{row.origin}: the chat template takes more than {limits.SECONDS} s of CPU time"
-            ) from None
         except ValueError as error:
             raise ValueError(f"{row.origin}: {error}") from error
 

@@ -31,6 +31,16 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
+def template_time_limit() -> Iterator[None]:
+    """Raise ValueError in the body after the CPU time that a chat template has for a row."""
+    try:
+        with time_limit(SECONDS):
+            yield
+    except TimeoutError:
+        raise ValueError(f"the chat template takes more than {SECONDS} s of CPU time") from None
+
+
+@contextmanager
 def memory_limit() -> Iterator[None]:
     """Raise MemoryError in the body beyond the process's present address space and 4 GiB more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data import limits
+from jaxglue.data.limits import template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_chat
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.template_check import TemplateCheck
@@ -84,14 +84,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, chat: Chat, *, check: bool) -> l
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: use --raw to continue the text verbatim")
     template = ChatTemplate(tokenizer)
-    try:
-        with limits.time_limit(limits.SECONDS):
-            messages, tools = template.protect(chat.messages, chat.tools)
-            text = template.render_prompt(messages, tools)
-            if check:
-                TemplateCheck(template)(messages, tools, text)
-    except TimeoutError:
-        raise ValueError(f"the chat template takes more than {limits.SECONDS} s of CPU time") from None
+    with template_time_limit():
+        messages, tools = template.protect(chat.messages, chat.tools)
+        text = template.render_prompt(messages, tools)
+        if check:
+            TemplateCheck(template)(messages, tools, text)
     require_unicode(text)
     return template.encode(text)
 
