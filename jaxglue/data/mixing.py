@@ -12,7 +12,7 @@ from jaxglue.data.progress import Advance, ignore
 from jaxglue.data.sources import Source
 
 _MOST_DOCUMENTS = 2**31
-"""Of an epoch."""
+"""Largest number of documents in an epoch."""
 
 
 def passes_per_epoch(sources: Sequence[Source], tokens: Sequence[float], temperature: float) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ def sum_rows(rows: Float[Array, "N D"], indices: Int[Array, " N"], size: int) ->
 
 
 Segment = tuple[Bool[Array, "N 1"], Float[Array, "N D"]]
-"""Whether a run of rows has an index's first, and the sum of its last index's rows."""
+"""Flags of runs of rows where an index begins, and the sums of each run's rows of its last index."""
 
 
 def _add_segments(first: Segment, second: Segment) -> Segment:

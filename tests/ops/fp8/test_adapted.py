@@ -54,7 +54,7 @@ def assert_same_direction(got, expected, least):
 
 @pytest.fixture(params=["reference", "kernels"])
 def backend(request):
-    """None for the reference, or the kernels on the CPU with small tiles."""
+    """Return the backend: None for the reference, or interpreted kernels with small tiles."""
     if request.param == "reference":
         return None
     from jaxglue.ops.lora.tiles import GradientTiles

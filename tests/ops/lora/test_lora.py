@@ -32,7 +32,7 @@ def by_definition(hidden, matrices):
 
 @pytest.fixture(params=["reference", "kernel"])
 def backend(request):
-    """None for the reference, or the kernels on the CPU with small tiles."""
+    """Return the backend: None for the reference, or interpreted kernels with small tiles."""
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
