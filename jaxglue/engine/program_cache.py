@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
-from jaxglue.engine.tuning_cache import check_tuning
+from jaxglue.engine.tuning_cache import check_tuning, note_tuning
 
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 """Event before a program is read from the folder."""
@@ -75,6 +75,7 @@ class _Turns:
         with self._guard:
             self._threads.discard(threading.get_ident())
             if self._lock and not self._threads:
+                note_tuning(Path(self._lock.lock_file).parent)
                 self._lock.release()
                 self._lock = None
 

@@ -15,21 +15,33 @@ _log = logging.getLogger(__name__)
 
 
 def check_tuning(cache: Path) -> None:
-    """Remove choices that differ from the digests of an earlier start, and note those of new ones."""
+    """Remove choices that differ from their noted digests, and note the others."""
     try:
-        files = {path.name: path for path in (cache / FOLDER).iterdir() if path.is_file()}
         known = _read(cache / _DIGESTS)
-        found = {name: file_digest(path) for name, path in files.items()}
-        damaged = [name for name, digest in found.items() if known.get(name, digest) != digest]
-        for name in damaged:
-            files[name].unlink(missing_ok=True)
+        found = {path: file_digest(path) for path in _choices(cache)}
+        damaged = [path for path, digest in found.items() if known.get(path.name, digest) != digest]
+        for path in damaged:
+            path.unlink(missing_ok=True)
         if damaged:
             _log.warning("%s: removed damaged choices of algorithms (%d): measured again", cache, len(damaged))
-        kept = {name: digest for name, digest in found.items() if name not in damaged}
-        if kept != known:
-            _write(cache / _DIGESTS, kept)
     except OSError:  # no folder yet, or one that is only read
         return
+    note_tuning(cache)
+
+
+def note_tuning(cache: Path) -> None:
+    """Note the digests of new choices, and forget those of removed ones."""
+    try:
+        known = _read(cache / _DIGESTS)
+        noted = {path.name: known.get(path.name) or file_digest(path) for path in _choices(cache)}
+        if noted != known:
+            _write(cache / _DIGESTS, noted)
+    except OSError:
+        return
+
+
+def _choices(cache: Path) -> list[Path]:
+    return [path for path in (cache / FOLDER).iterdir() if path.is_file()]
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -39,7 +51,7 @@ def _read(path: Path) -> dict[str, object]:
         return {}
 
 
-def _write(path: Path, digests: dict[str, str]) -> None:
+def _write(path: Path, digests: dict[str, object]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(digests))
     temporary.replace(path)
