@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxglue.planner.planner import Planner
 
 _ROW_STEP = 128
-_SCALING_ERROR = 1e-3
+_SCALING_ERROR = 3e-4
 """Share of the memory by which scaled programs may differ from traced ones."""
 
 

@@ -23,7 +23,7 @@ def _shape(workload: Workload) -> _Shape:
 
 
 class ScaledPrograms(Programs):
-    """Programs whose sizes follow from those of two others, within about 1e-4 of the memory of traced ones.
+    """Programs whose sizes follow from those of two others, within 1e-4 of the memory of traced ones.
 
     A size is constant or proportional to tokens, a tile's tokens or tiles; few, such as numbers of partial sums, are
     between.

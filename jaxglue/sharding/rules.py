@@ -79,6 +79,8 @@ class Layout:
 
     def param_specs(self, tree: Any, prefix: str = "") -> Any:
         """Return the spec of every stored parameter of a tree, and of its optimizer state, by name and shape."""
+        if not self._axes:
+            return jax.tree.map(lambda _: P(), tree)
         return jax.tree.map_with_path(lambda path, leaf: self.spec(param_name(prefix, path), leaf.shape), tree)
 
     def gathered_specs(self, tree: Any, prefix: str = "") -> Any:
@@ -137,6 +139,8 @@ class Layout:
 
     def gathered_shapes(self, tree: Any) -> Any:
         """Return shapes and dtypes of the parameters that one device gathers, None for the others."""
+        if not self.gathers:
+            return jax.tree.map(lambda _: None, tree)
 
         def gathered(path, leaf, spec):
             if "fsdp" not in spec_axes(spec):
