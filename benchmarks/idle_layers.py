@@ -1,11 +1,13 @@
 """Memory of layers that a benchmark does not run, held while it runs the others."""
 
 import threading
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.engine.policy import RematPolicy
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import Plan
 
@@ -31,9 +33,12 @@ class IdleLayers:
         self._thread.join()
 
 
-def idle_layers(planner: Planner, whole: Planner, plan: Plan, layers: int) -> IdleLayers:
-    """Hold what a model of `layers` needs beyond the planned part of it, whose policies it repeats."""
+def idle_layers(
+    planner: Planner, whole: Planner, plan: Plan, layers: int, policies: Sequence[RematPolicy] | None = None
+) -> IdleLayers:
+    """Hold what a model of `layers` needs beyond the planned part of it, whose policies it repeats unless given."""
     repeats = layers // len(plan.policies)
-    all_layers = whole.plan(plan.policies * repeats, weights=plan.weights * repeats)
+    all_layers = whole.plan(policies or plan.policies * repeats, weights=plan.weights * repeats)
     part = planner.plan(plan.policies, weights=plan.weights)
-    return IdleLayers(all_layers.device_bytes - part.device_bytes, all_layers.host_bytes - part.host_bytes)
+    held = (all_layers.device_bytes, part.device_bytes), (all_layers.host_bytes, part.host_bytes)
+    return IdleLayers(*(max(total - own, 0) for total, own in held))

@@ -173,7 +173,8 @@ def hold_idle_layers(args, work: Workload) -> IdleLayers:
     gpu, layers = device_gpu(jax.devices()[0]), work.config.num_hidden_layers
     part, whole = (Planner(args_workload(args, count), gpu) for count in (layers, args.of_layers))
     plan = part.plan(parse_policies(args.remat, layers), weights=args.weights)
-    return idle_layers(part, whole, plan, args.of_layers)
+    policies = parse_policies(args.of_remat, args.of_layers) if args.of_remat else None
+    return idle_layers(part, whole, plan, args.of_layers, policies)
 
 
 def pinned_gib(args) -> float:
@@ -371,6 +372,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--of-layers", type=int, help="hold idle memory as of so many layers, and run --layers of them")
+    parser.add_argument("--of-remat", help="policies of these; by default those of --remat, repeated")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--documents", type=int, nargs=2, default=DOCUMENTS, help="least and most tokens of one")
     parser.add_argument("--document-tokens", type=int, help="length of all documents, in place of --documents")

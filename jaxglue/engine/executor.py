@@ -190,7 +190,7 @@ class LayerExecutor:
         """Return the number of compiled programs, constant after the first step."""
         programs: list[Any] = [*self._entry_head.programs, *(self._groups.programs if self._groups else ())]
         for layer in [*self._layer_types.values(), *set(self._reference or ())]:
-            programs += [layer.forward, layer.backward, layer.apply, layer.replay]
+            programs += [layer.forward, layer.backward, layer.apply, layer.replay, layer.restore]
         return sum(program._cache_size() for program in programs)
 
     def _empty_tree(self, trainable: Params) -> Params:
@@ -294,7 +294,7 @@ class LayerExecutor:
         functions = tuple(zip(self._layers, trainable["layers"], frozen["layers"], contexts, strict=True))
         restore = partial(restore_inputs, layers=functions, depth=self._prefetch_depth)
         running, count = self._run_ahead(), len(saved)
-        values = transfer.prefetch([partial(self._prefetch, saved, restore)] * count, self._prefetch_depth)
+        values = self._prefetch_saved(saved, restore)
         layers = transfer.Lookahead(zip(weights_ahead, values, strict=True), early=self._layout.gathers)
         gathered, dx = None, dy.pop()
         for i in reversed(range(count)):
@@ -344,9 +344,19 @@ class LayerExecutor:
     def _total_loss(self, shares: Array) -> Float[Array, ""]:
         return self._sum_loss(shares) if self._layout.mesh else shares
 
-    def _prefetch(self, saved: list[SavedLayer], restore: Callable[[list[SavedLayer]], None]) -> SavedLayer:
-        """Pop the last layer and start its copies from the host."""
-        if saved[-1].x is None:
-            restore(saved)
-        layer = saved.pop()
-        return transfer.to_device(layer) if self._uses_host else layer
+    def _prefetch_saved(
+        self, saved: list[SavedLayer], restore: Callable[[list[SavedLayer]], None]
+    ) -> Iterator[SavedLayer]:
+        """Iterate over the layers' values, the last first, prefetching those on the host; empty `saved` on the way.
+
+        A dropped input is computed when its layer's turn comes, as it takes memory.
+        """
+        ahead: deque[SavedLayer] = deque()
+        while saved or ahead:
+            while saved and len(ahead) <= self._prefetch_depth and (saved[-1].x is not None or not ahead):
+                if saved[-1].x is None:
+                    restore(saved)
+                layer = saved.pop()
+                ahead.append(transfer.to_device(layer) if self._uses_host else layer)
+                del layer
+            yield ahead.popleft()

@@ -40,7 +40,7 @@ class LayerFunctions:
         layer: the module without its parameters, or a function of trainable and frozen parameters, x and context.
         policy: of its values for the backward pass.
         layout: of its arrays.
-        replayed: `replay` is called.
+        replayed: `replay` or `restore` is called.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LayerFunctions:
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
         self.backward = jit(self._backward, donate_argnames="accumulated")
         self.apply = jit(self._apply)
-        self.replay = jit(self._replay)
+        self.replay, self.restore = jit(self._replay), jit(self._restore)
         self.nested = NestedFunctions(jax.jit(self._forward), jax.jit(self._backward), jax.jit(self._apply))
 
     def _apply(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext, ahead: Any = None):
@@ -122,6 +122,10 @@ class LayerFunctions:
         if attention_out is not None:
             context = replace(context, attention_out=attention_out)
         return self._layer(trainable, frozen, x, context)
+
+    def _restore(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext):
+        """Return y again, and residuals with the values that the policy drops; on one device."""
+        return differentiate(self._layer, self.policy.restored(), (trainable, frozen, x, context))
 
     def _input_specs(self, trainable: Params, frozen: Params, context: PackedContext) -> tuple:
         layout = self._layout

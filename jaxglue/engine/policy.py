@@ -7,12 +7,18 @@ from functools import cached_property, lru_cache
 import jax
 
 from jaxglue.engine.per_layer import AUTO, PerLayer
-from jaxglue.ops.names import ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES
+from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT, LAYER_INPUT, LAYER_VALUES
 
 _INTERMEDIATES = frozenset(LAYER_VALUES) - {LAYER_INPUT}
+_DROPPED = LAYER_INPUT, ATTENTION_OUT, ATTENTION_LSE
+"""Values that may be dropped."""
 
 
-def _check_values(saved: frozenset[str], offloaded: frozenset[str]) -> None:
+def _check_values(saved: frozenset[str], offloaded: frozenset[str], dropped: frozenset[str]) -> None:
+    if others := sorted(dropped - set(_DROPPED)):
+        raise ValueError(f"remat drops {', '.join(others)}: only {', '.join(_DROPPED)} can be dropped")
+    if twice := sorted(dropped & (saved | offloaded)):
+        raise ValueError(f"remat both drops and keeps {', '.join(twice)}: choose one")
     if unknown := sorted((saved | offloaded) - set(LAYER_VALUES)):
         raise ValueError(f"remat names unknown values {', '.join(unknown)}: use {', '.join(LAYER_VALUES)}")
     if both := sorted(saved & offloaded):
@@ -27,25 +33,35 @@ class RematPolicy:
     """Values kept on the device beside the layer's input; None keeps all residuals."""
     offloaded: frozenset[str] = frozenset()
     """Values kept in pinned host memory."""
-    drops_input: bool = False
-    """Compute the layer's input again from that of an earlier layer."""
+    dropped: frozenset[str] = frozenset()
+    """The layer's input, computed again from that of an earlier layer; attention's values, kept on the device once the
+    layer runs again for the input of a later one."""
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.saved, self.offloaded, self.drops_input))
+        return hash((self.saved, self.offloaded, self.dropped))
 
     def __hash__(self) -> int:
         """Return the hash, computed once: the planner looks costs up by policy."""
         return self._hash
 
     def __post_init__(self):
-        if self.drops_input and self.offloads_input:
-            raise ValueError(f"remat both drops and offloads {LAYER_INPUT}: choose one")
-        _check_values(self.saved or frozenset(), self.offloaded)
-        if self.saved is None and (inner := sorted(self.offloaded - {LAYER_INPUT})):
+        _check_values(self.saved or frozenset(), self.offloaded, self.dropped)
+        if self.saved is None and (inner := sorted((self.offloaded | self.dropped) - {LAYER_INPUT})):
             raise ValueError(
-                f"remat none keeps unnamed values, so {', '.join(inner)} cannot be offloaded: start from dots instead"
+                f"remat none keeps unnamed values, so {', '.join(inner)} cannot be offloaded or dropped: "
+                "start from dots instead"
             )
+
+    @property
+    def drops_input(self) -> bool:
+        """Return whether the layer's input is computed again."""
+        return LAYER_INPUT in self.dropped
+
+    @property
+    def drops_attention(self) -> bool:
+        """Return whether attention's values are kept once the layer has run again."""
+        return ATTENTION_OUT in self.dropped
 
     @property
     def offloads_input(self) -> bool:
@@ -67,6 +83,11 @@ class RematPolicy:
         saved = None if self.saved is None else self.saved | self.offloaded - {LAYER_INPUT}
         return replace(self, saved=saved, offloaded=frozenset())
 
+    def restored(self) -> "RematPolicy":
+        """Return the policy of a layer that runs again: dropped values are kept on the device."""
+        saved = None if self.saved is None else self.saved | self.dropped - {LAYER_INPUT}
+        return replace(self, saved=saved, dropped=frozenset())
+
     def wrap(self, layer: Callable) -> Callable:
         """Apply `jax.checkpoint` to a layer, with offloaded values saved on the device; the executor copies them."""
         if self.saved is None:
@@ -85,8 +106,7 @@ class RematPolicy:
         base = ["none"] if self.saved is None else []
         if self.saved and self.saved | self.offloaded - {LAYER_INPUT} == _INTERMEDIATES:
             base, saved = ["dots"], frozenset()
-        dropped = frozenset({LAYER_INPUT} if self.drops_input else ())
-        clauses = [("drop", dropped), ("offload", self.offloaded), ("save", saved)]
+        clauses = [("drop", self.dropped), ("offload", self.offloaded), ("save", saved)]
         return "; ".join(base + [f"{verb}:{','.join(_ordered(names))}" for verb, names in clauses if names])
 
 
@@ -105,7 +125,8 @@ def parse_policy(text: str) -> RematPolicy:
     """Parse a policy such as `full`, `offload:layer_input,attention_out; save:query` or `dots; offload:gate`.
 
     A preset (default full) comes first; `save:` keeps values on the device, `offload:` on the host. `drop:layer_input`
-    keeps no input: it is computed again from the last one kept before.
+    keeps no input: it is computed again from the last one kept before, and `drop:attention_out,attention_lse` then
+    keeps attention's values of a layer that runs again.
 
     Raises:
         ValueError: an unknown preset, verb or value, or a value named twice.
@@ -120,13 +141,10 @@ def parse_policy(text: str) -> RematPolicy:
         if verb.strip() not in names:
             raise ValueError(f"remat {text!r}: {clause!r} must be save:NAME,…, offload:NAME,… or drop:{LAYER_INPUT}")
         names[verb.strip()] |= {value.strip() for value in values.split(",") if value.strip()}
-    saved, offloaded = frozenset(names["save"]), frozenset(names["offload"])
-    if others := sorted(names["drop"] - {LAYER_INPUT}):
-        raise ValueError(f"remat {text!r} drops {', '.join(others)}: only {LAYER_INPUT} is kept unless dropped")
-    _check_values(saved, offloaded)
-    kept = None if policy.saved is None else (policy.saved | saved) - offloaded - {LAYER_INPUT}
-    drops_input = bool(names["drop"])
-    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved, drops_input=drops_input)
+    saved, offloaded, dropped = (frozenset(names[verb]) for verb in ("save", "offload", "drop"))
+    _check_values(saved, offloaded, dropped)
+    kept = None if policy.saved is None else (policy.saved | saved) - offloaded - dropped - {LAYER_INPUT}
+    return RematPolicy(saved=kept, offloaded=(policy.offloaded | offloaded) - saved - dropped, dropped=dropped)
 
 
 def parse_policies(text: str, layers: int) -> tuple[RematPolicy, ...]:

@@ -14,6 +14,9 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.rules import Layout
 
+RESTORED = 4
+"""Most inputs computed again at once; those of a longer group are, nearer to its first layer, another time."""
+
 
 class SavedLayer(NamedTuple):
     """Values of a layer's backward pass."""
@@ -41,24 +44,40 @@ def check_dropped_inputs(policies: Sequence[RematPolicy], layout: Layout) -> Non
         raise ValueError("remat drop:layer_input is for one GPU: keep the layers' inputs, or offload them")
 
 
+def restored_inputs(first: int, last: int) -> range:
+    """Return the layers whose inputs are kept when those from `first` on run again for the input of `last`."""
+    return range(max(first, last - RESTORED) + 1, last + 1)
+
+
+def keeps_values(layer: int, first: int, last: int) -> bool:
+    """Return whether a layer's attention is kept when it runs again: not where it runs once more."""
+    return layer >= first if last - first <= RESTORED else layer in restored_inputs(first, last)
+
+
 def restore_inputs(
     saved: list[SavedLayer], *, layers: Sequence[tuple[LayerFunctions, Params, Params, PackedContext]], depth: int
 ) -> None:
-    """Compute the last layer's dropped input, and those on the way to it, from the last input kept.
+    """Compute the last layer's dropped input, and some on the way to it, from the last input kept.
 
     Args:
-        saved: layers from the first on; their inputs are set in place.
+        saved: layers from the first on; inputs, and attention's values of policies that drop them, are set in place.
         layers: functions, trainable and frozen parameters, and context of every layer.
         depth: layers by which copies from the host are requested ahead.
     """
+    last = len(saved) - 1
     first = max(i for i, layer in enumerate(saved) if layer.x is not None)
-    indices = range(first, len(saved) - 1)
+    indices, kept = range(first, last), restored_inputs(first, last)
     loads = (partial(transfer.request, (layers[i][1:3], saved[i].residuals.attention_out)) for i in indices)
     x, running = transfer.to_device(saved[first].x), transfer.RunAhead(transfer.RUN_AHEAD if depth else 0)
     fetched = map(transfer.received, transfer.prefetch(loads, depth))
     for i, (weights, attention_out) in zip(indices, fetched, strict=True):
         functions, _, _, context = layers[i]
-        x = functions.replay(attention_out, *weights, x, context)
-        saved[i + 1] = saved[i + 1]._replace(x=x)
+        if functions.policy.drops_attention and keeps_values(i, first, last):
+            x, residuals = functions.restore(*weights, x, context)
+            saved[i] = saved[i]._replace(residuals=residuals)
+        else:
+            x = functions.replay(attention_out, *weights, x, context)
+        if i + 1 in kept:
+            saved[i + 1] = saved[i + 1]._replace(x=x)
         running.add(x)
         del weights, attention_out

@@ -1,88 +1,122 @@
-"""Groups of layers of which only the first keeps its input: the others' are computed again, a group at a time."""
+"""Groups of layers of which only the first keeps its input: the others' are computed again."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from operator import mul
+from typing import NamedTuple
 
 from jaxglue.engine.policy import RematPolicy, parse_policy
+from jaxglue.engine.saved import keeps_values, restored_inputs
 from jaxglue.planner.candidates import ATTENTION
 from jaxglue.planner.schedule import Work
 from jaxglue.planner.traced import TracedModel
 
-_SIZES = (2, 4, 8)
+SIZES = (2, 4, 8)
+"""Layers in a group."""
 
 
-def group_policies(layers: int, *, keep_attention: bool, leanest: bool = False) -> Iterator[tuple[RematPolicy, ...]]:
-    """Yield policies of every layer by the size of the groups, and by how many layers compute attention again.
+class Restoration(NamedTuple):
+    """Layers that run again before the backward pass of the one after them."""
 
-    A group's last one or two do: the output of the last, the next group's input, is not computed again.
+    layers: range
+    inputs: range
+    """Layers whose inputs are kept."""
+    values: frozenset[int]
+    """Layers whose attention is kept where their policies drop it."""
+
+
+def group_policies(layers: int, size: int, *, attention: int = 0, kept_again: bool = True) -> tuple[RematPolicy, ...]:
+    """Return policies of layers in groups of one size.
 
     Args:
         layers: of the model.
-        keep_attention: attention's output is copied faster than it is recomputed.
-        leanest: yield only those of each size that keep the least.
+        size: of a group.
+        attention: layers that keep attention's values; all others compute them again. They are the last of the model,
+            whose values stay on the device, and in each group those that run most often.
+        kept_again: attention's values are kept when the layer runs again.
     """
-    without = parse_policy("drop:layer_input")
-    for size in _SIZES:
-        if size >= layers:
-            continue
-        if not keep_attention:
-            yield _join([[parse_policy("offload"), *[without] * (size - 1)]] * layers, layers)
-            continue
-        one, two = (_group(size, count, without) for count in (1, min(2, size - 1)))
-        groups = -(-layers // size)
-        for lean in [groups] if leanest else range(groups + 1 if one != two else 1):
-            yield _join([two] * lean + [one] * (groups - lean), layers)
+    dropping = set(_dropping_order(layers, size)[: layers - attention])
+    dropped = f"layer_input,{ATTENTION}" if kept_again else "layer_input"
+    first_dropped = f"offload:layer_input; drop:{ATTENTION}" if kept_again else "offload"
+    kept = [f"offload:layer_input,{ATTENTION}", f"drop:layer_input; offload:{ATTENTION}"]
+    return tuple(
+        parse_policy(
+            [first_dropped, f"drop:{dropped}"][index % size > 0] if index in dropping else kept[index % size > 0]
+        )
+        for index in range(layers)
+    )
 
 
-def _group(size: int, count: int, without: RematPolicy) -> list[RematPolicy]:
-    """Return policies of a group whose last `count` layers keep nothing, and the others attention's output."""
-    kept, inner = f"offload:layer_input,{ATTENTION}", f"drop:layer_input; offload:{ATTENTION}"
-    return [parse_policy(kept), *[parse_policy(inner)] * (size - 1 - count), *[without] * count]
+def _dropping_order(layers: int, size: int) -> list[int]:
+    """Return the layers in the order in which they should compute attention again, evenly over the groups.
+
+    The last but one of a group is first: it runs again once, and keeps attention's values as the last one's go.
+    """
+    places = [*range(size - 2, -1, -1), size - 1]
+    order = [first + place for place in places for first in range(0, layers, size) if first + place < layers]
+    ends = {layers - 1, layers - 2}
+    return [index for index in order if index not in ends] + sorted(ends & set(order))
 
 
-def _join(groups: Iterable[Sequence[RematPolicy]], layers: int) -> tuple[RematPolicy, ...]:
-    return tuple(islice(chain.from_iterable(groups), layers))
-
-
-def restored_groups(policies: Sequence[RematPolicy]) -> list[range]:
-    """Return the layers that run again to restore dropped inputs: a range for each group, up to its last layer."""
-    groups, first = [], 0
-    for index, policy in enumerate(policies):
-        ends = index + 1 == len(policies) or not policies[index + 1].drops_input
-        first = index if not policy.drops_input else first
-        if ends and index > first:
-            groups.append(range(first, index))
-    return groups
-
-
-def restored_inputs(policies: Sequence[RematPolicy], depth: int) -> list[int]:
-    """Return for each layer's backward pass how many dropped inputs are on the device.
+def restorations(policies: Sequence[RematPolicy], depth: int) -> list[Restoration]:
+    """Return what runs again to restore dropped inputs, in the order of the backward pass.
 
     Args:
         policies: of all layers.
-        depth: a group is restored so many layers ahead of its last.
+        depth: the inputs of one layer more, the last ones, stay on the device.
     """
-    counts = [0] * len(policies)
-    for group in restored_groups(policies):
-        last = group.stop
-        for index in range(group.start + 1, min(last + depth, len(policies) - 1) + 1):
-            counts[index] += min(index, last) - group.start
-    return counts
+    found, last = [], len(policies) - 2 - depth
+    while last > 0:
+        first = max(index for index in range(last + 1) if not policies[index].drops_input)
+        while last > first:
+            inputs, layers = restored_inputs(first, last), range(first, last)
+            values = frozenset(i for i in layers if policies[i].drops_attention and keeps_values(i, first, last))
+            found.append(Restoration(layers, inputs, values))
+            last = inputs.start - 1
+        last = first - 1
+    return found
+
+
+def restored_layers(policies: Sequence[RematPolicy], depth: int) -> frozenset[int]:
+    """Return the layers whose attention is kept when they run again."""
+    return frozenset[int]().union(*(restoration.values for restoration in restorations(policies, depth)))
+
+
+def restored_bytes(policies: Sequence[RematPolicy], depth: int, model: TracedModel) -> list[int]:
+    """Return for each layer's backward pass the bytes of dropped inputs and values that are on the device."""
+    inputs = [0] * len(policies)
+    for restoration in restorations(policies, depth):
+        for index in restoration.inputs:
+            inputs[index] = index - restoration.inputs.start + 1
+    ends = range(len(policies) - 1 - depth, len(policies))
+    for index in ends:
+        inputs[index] = sum(policies[end].drops_input for end in ends if end <= index)
+    values = [0] * len(policies)
+    for restoration in restorations(policies, depth):
+        for index in (restoration.layers.start, *restoration.inputs):
+            values[index] += sum(value <= index for value in restoration.values)
+    sizes = model.input_bytes, model.attention_bytes
+    return [sum(map(mul, counts, sizes)) for counts in zip(inputs, values, strict=True)]
 
 
 def restore_work(
-    group: range, policies: Sequence[RematPolicy], model: TracedModel, streamed: Sequence[int], *, link: float
+    restoration: Restoration,
+    policies: Sequence[RematPolicy],
+    model: TracedModel,
+    streamed: Sequence[int],
+    *,
+    link: float,
 ) -> Work:
-    """Return the work of running a group again.
+    """Return the work of running layers again.
 
     Args:
-        group: layers that run.
+        restoration: the layers.
         policies: of all layers.
         model: gives the costs.
         streamed: bytes of each layer's weights in host memory.
         link: bytes/s from the host.
     """
-    kernels = sum(model.replay(index, policies[index]).seconds for index in group)
-    attention = sum(model.attention_bytes for index in group if policies[index].keeps_attention)
-    arriving = model.input_bytes + attention + sum(streamed[index] for index in group)
+    layers = restoration.layers
+    kernels = sum(model.replay(index, policies[index]).seconds for index in layers)
+    attention = sum(model.attention_bytes for index in layers if policies[index].keeps_attention)
+    arriving = model.input_bytes + attention + sum(streamed[index] for index in layers)
     return Work(kernels, arriving=arriving / link)

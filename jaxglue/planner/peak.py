@@ -37,7 +37,7 @@ class PeakMemory:
     run_ahead: int
     """Dispatched layers that the host does not wait for."""
     restored: Sequence[int]
-    """Dropped inputs on the device in each layer's backward pass."""
+    """Bytes of dropped inputs and values on the device in each layer's backward pass."""
 
     def total(self) -> int:
         """Return the peak with everything resident, bytes."""
@@ -84,7 +84,7 @@ class PeakMemory:
         head_gradients = model.head.results - model.input_bytes
         gradients = self._gradients(head_gradients)
         held = self._stored + buffers + leaving + gradients + model.scattered
-        held += (2 + np.array(self.restored)) * model.input_bytes
+        held += 2 * model.input_bytes + np.array(self.restored)
         peak = max(peak, (held + self._temporaries()).max())
         if not self._accumulates:  # the embedding's gradients come last
             embedding = max(sum(self.resident.trainable_ends) - head_gradients, 0)

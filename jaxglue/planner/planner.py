@@ -11,7 +11,7 @@ from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, pa
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights, stream_evenly
 from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.groups import group_policies
+from jaxglue.planner.groups import SIZES, group_policies
 from jaxglue.planner.longest import longest_row
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Memory, Plan, by_time, gib
 from jaxglue.planner.predictor import Predictor
@@ -109,7 +109,7 @@ class Planner(Predictor):
     def _leanest(self, weights: str) -> Plan:
         """Return the plan that needs the least memory of the GPU."""
         policies: list[RematPolicy | Sequence[RematPolicy]] = [*(PRESETS[name] for name in _LEAN)]
-        policies += self._groups(leanest=True)
+        policies += self._lean_groups()
         streams = (DEVICE, HOST) if weights == AUTO else (weights,)
         plans = (self.plan(each, weights=places) for places in streams for each in policies)
         return min(plans, key=lambda plan: plan.device_bytes)
@@ -122,7 +122,7 @@ class Planner(Predictor):
 
     def _may_fit(self, host_memory: float, weights: str) -> bool:
         """Return whether GPU and host together hold what the leanest of `plans` need, found without most traces."""
-        lean: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self._groups(leanest=True)]
+        lean: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self._lean_groups()]
         needed = [self.memory(policies, weights=DEVICE if weights == AUTO else weights) for policies in lean]
         return min(map(sum, needed)) <= self._room + host_memory
 
@@ -198,7 +198,7 @@ class Planner(Predictor):
             partly = ((policy, self._places_streamed(policy)) for policy in policies)
             plans += (self.memory(policy, weights=places) for policy, places in partly if places)
             plans += (self.memory(policy, weights=MAPPED) for policy in policies if self.gpu.files)
-        plans += map(self.memory, self._groups(leanest=True))
+        plans += map(self.memory, self._lean_groups())
         return min(max(plan.device_bytes / self._room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
 
     def check(self, plan: Plan, *, host_memory: float) -> None:
@@ -242,14 +242,44 @@ class Planner(Predictor):
         for lean, fast in mixes:
             if (mix := self._mix(parse_policy(lean), parse_policy(fast), places, host_memory)) is not None:
                 yield mix
-        for grouped in self._groups():
+        for grouped in self._groups(places, host_memory):
             yield self.plan(grouped, weights=places)
 
-    def _groups(self, *, leanest: bool = False) -> Iterator[tuple[RematPolicy, ...]]:
-        """Yield policies that drop layers' inputs, where a row is long enough to need them."""
-        keep_attention = self._model.keeps_attention
-        if self.workload.mesh.devices == 1 and (keep_attention or self.workload.tile):
-            yield from group_policies(self._model.layers, keep_attention=keep_attention, leanest=leanest)
+    @property
+    def _group_sizes(self) -> list[int]:
+        """Return sizes of groups of layers that drop their inputs, where a row is long enough to need them."""
+        if self.workload.mesh.devices > 1 or not (self._model.keeps_attention or self.workload.tile):
+            return []
+        return [size for size in SIZES if size < self._model.layers]
+
+    def _lean_groups(self) -> list[tuple[RematPolicy, ...]]:
+        """Return the policies of groups that keep the least."""
+        return [group_policies(self._model.layers, size, kept_again=False) for size in self._group_sizes]
+
+    def _groups(self, places: Sequence[str], host_memory: float) -> Iterator[tuple[RematPolicy, ...]]:
+        """Yield policies of groups: attention's values stay where the GPU has room when their layer runs again."""
+        if not self._model.keeps_attention:
+            yield from self._lean_groups()
+            return
+        for size in self._group_sizes:
+            for kept_again in (True, False):
+                if (grouped := self._most_attention(size, places, host_memory, kept_again=kept_again)) is not None:
+                    yield grouped
+                    if self.fits(self.memory(grouped, weights=places), math.inf):
+                        break
+
+    def _most_attention(
+        self, size: int, places: Sequence[str], host_memory: float, *, kept_again: bool
+    ) -> tuple[RematPolicy, ...] | None:
+        """Return the policies of groups with attention's values of as many layers as fit the host, if any do."""
+        layers = self._model.layers
+
+        def fits(count: int) -> bool:
+            grouped = group_policies(layers, size, attention=count, kept_again=kept_again)
+            return self.memory(grouped, weights=places).host_bytes <= host_memory
+
+        count = most(range(layers + 1), fits)
+        return None if count is None else group_policies(layers, size, attention=count, kept_again=kept_again)
 
     def _stream_least(self, policies: RematPolicy | Sequence[RematPolicy]) -> Plan | None:
         """Return the plan that streams as few layers' weights as the GPU's memory allows, if some fits."""

@@ -17,7 +17,7 @@ from jaxglue.engine.transfer import (
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.groups import restore_work, restored_groups, restored_inputs
+from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
 from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import Memory, Plan
@@ -106,13 +106,18 @@ class Predictor:
         return self._settings(chosen, places)
 
     def _make_setting(self, policies: tuple[RematPolicy, ...], places: tuple[str, ...]) -> Setting:
+        depth = default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth
+        costs, restored = list(map(self._model.layer, range(len(policies)), policies)), restored_layers(policies, depth)
+        for index in restored:
+            backward = self._model.layer(index, policies[index].restored()).backward
+            costs[index] = replace(costs[index], backward=backward)
         return Setting(
             policies=policies,
             weights=places,
-            costs=[self._model.layer(index, policy) for index, policy in enumerate(policies)],
+            costs=costs,
             streamed=self._resident.streamed_layers(places),
             mapped=self._resident.mapped_layers(places),
-            depth=default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth,
+            depth=depth,
         )
 
     def _predict_memory(self, setting: Setting) -> Memory:
@@ -124,7 +129,7 @@ class Predictor:
             streamed=setting.streamed,
             depth=setting.depth,
             run_ahead=self._run_ahead,
-            restored=restored_inputs(setting.policies, setting.depth),
+            restored=restored_bytes(setting.policies, setting.depth, self._model),
         )
         host_bytes = self._resident.host_ends + setting.weight_bytes + setting.offloaded
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
@@ -140,9 +145,9 @@ class Predictor:
         """Predict the time of an optimizer step."""
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
         forward, backward = self._work(setting.costs, streamed, depth)
-        for group in restored_groups(setting.policies):
-            work = restore_work(group, setting.policies, self._model, streamed, link=self._link)
-            backward[group.stop] = backward[group.stop].and_before(work)
+        for again in restorations(setting.policies, depth):
+            work = restore_work(again, setting.policies, self._model, streamed, link=self._link)
+            backward[again.layers.stop] = backward[again.layers.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])

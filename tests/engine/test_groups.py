@@ -2,9 +2,11 @@
 
 import chex
 import jax
+import numpy as np
 import pytest
 
 from jaxglue.engine.policy import format_policies, parse_policies, parse_policy
+from jaxglue.ops import attention
 from jaxglue.ops.names import LAYER_INPUT
 
 ATTENTION = "attention_out,attention_lse"
@@ -28,8 +30,9 @@ def test_groups_are_parsed_and_formatted():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("drop:layer_input; offload:layer_input", "both drops and offloads layer_input"),
-        ("drop:query", "drops query: only layer_input is kept unless dropped"),
+        ("drop:layer_input; offload:layer_input", "both drops and keeps layer_input"),
+        ("drop:query", "drops query: only layer_input, attention_out, attention_lse can be dropped"),
+        ("none; drop:attention_out", "cannot be offloaded or dropped"),
     ],
 )
 def test_invalid_drop_is_refused(text, message):
@@ -43,6 +46,7 @@ def test_invalid_drop_is_refused(text, message):
         ({"prefetch_depth": 1}, f"2 x [{GROUP}]"),
         ({"tile": 7}, f"2 x [{GROUP}]"),
         ({"prefetch_depth": 0}, "1 x full + 5 x drop:layer_input"),
+        ({}, f"1 x drop:{ATTENTION} + 5 x drop:layer_input,{ATTENTION}"),
     ],
 )
 def test_dropped_inputs_change_no_gradient(split_parts, random_batch, options, policy):
@@ -52,6 +56,31 @@ def test_dropped_inputs_change_no_gradient(split_parts, random_batch, options, p
     executor = parts.executor(policy, **options)
     result = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, 13.0)
     chex.assert_trees_all_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_of_a_restored_layer_runs_once_more(split_parts, random_batch, monkeypatch):
+    runs = 0
+
+    def count():
+        nonlocal runs
+        runs += 1
+        return np.float32(0)
+
+    def counted(q, *args, reference=attention.reference_attention, **kwargs):
+        return reference(q, *args, **kwargs) + jax.pure_callback(count, jax.ShapeDtypeStruct((), q.dtype))
+
+    monkeypatch.setattr(attention, "reference_attention", counted)
+    parts = split_parts("lora", num_hidden_layers=10)
+    results, counts = [], []
+    for dropped in ("layer_input", f"layer_input,{ATTENTION}"):
+        runs = 0
+        group = f"1 x offload:layer_input,{ATTENTION} + 5 x drop:layer_input; offload:{ATTENTION} + 2 x drop:{dropped}"
+        executor = parts.executor(f"{group} + 2 x dots")
+        result = executor.loss_and_gradients(parts.trainable, parts.frozen, [random_batch([[5, 1, 7]], 14)], 13.0)
+        results.append(jax.block_until_ready(result))
+        counts.append(runs)
+    assert counts == [10 + 3, 10 + 2]
+    chex.assert_trees_all_equal(*results)
 
 
 def test_first_layer_keeps_its_input(split_parts):

@@ -36,7 +36,7 @@ def test_preset_is_formatted_by_name(name):
         ("save:query,atention_out", "unknown values atention_out: use layer_input, query, key"),
         ("offload:gate; save:gate", "both saves and offloads gate"),
         ("keep:gate", "'keep:gate' must be save:NAME"),
-        ("none; offload:gate", "gate cannot be offloaded: start from dots"),
+        ("none; offload:gate", "gate cannot be offloaded or dropped: start from dots"),
     ],
 )
 def test_invalid_policy_is_refused(text, message):

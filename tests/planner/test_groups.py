@@ -1,22 +1,30 @@
 """Groups of layers of which only the first keeps its input."""
 
+import pytest
+
 from jaxglue.engine.policy import format_policies, parse_policies
-from jaxglue.planner.groups import group_policies, restored_groups, restored_inputs
+from jaxglue.planner.groups import group_policies, restorations
+
+ATTENTION = "attention_out,attention_lse"
 
 
 def test_groups_restore_dropped_inputs():
     policies = parse_policies("1 x full + 2 x drop:layer_input + 1 x offload + 1 x full + 1 x drop:layer_input", 6)
-    assert restored_groups(policies) == [range(0, 2), range(4, 5)]
-    # a group is restored one layer ahead of its last, and the last inputs are used first
-    assert restored_inputs(policies, 1) == [0, 1, 2, 2, 0, 1]
+    # the last layer's input stays on the device
+    assert [(each.layers, each.inputs) for each in restorations(policies, 0)] == [(range(2), range(1, 3))]
 
 
-def test_every_layer_has_a_policy_and_the_first_keeps_its_input():
-    for keep_attention in (False, True):
-        found = list(group_policies(10, keep_attention=keep_attention))
-        assert found
-        for policies in found:
-            assert len(policies) == 10
-            assert not policies[0].drops_input
-            assert any(policy.drops_input for policy in policies)
-            assert parse_policies(format_policies(policies), 10) == policies
+def test_long_groups_are_restored_in_parts():
+    policies = parse_policies(f"1 x full + 7 x drop:layer_input,{ATTENTION} + 2 x full", 10)
+    later, earlier = restorations(policies, 1)
+    assert (later.layers, later.inputs, later.values) == (range(7), range(4, 8), {4, 5, 6})
+    assert (earlier.layers, earlier.inputs, earlier.values) == (range(3), range(1, 4), {1, 2})
+
+
+@pytest.mark.parametrize("attention", [0, 3, 10])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_layer_has_a_policy_and_the_first_keeps_its_input(size, attention):
+    policies = group_policies(10, size, attention=attention)
+    assert [policy.drops_input for policy in policies] == [index % size > 0 for index in range(10)]
+    assert sum(policy.keeps_attention for policy in policies) == attention
+    assert parse_policies(format_policies(policies), 10) == policies
