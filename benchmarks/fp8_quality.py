@@ -42,6 +42,7 @@ from jaxglue.training.optimizer_config import OptimizerConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from PIL import Image
 
 
 class Variant(NamedTuple):
@@ -218,18 +219,25 @@ def summary(results: list[dict]) -> list[dict]:
 
 
 def plot(results: list[dict], path: Path) -> None:
-    """Draw every seed's held-out loss."""
-    figure, axes = plt.subplots(figsize=(6, 3.4))
+    """Draw every seed's held-out loss, and its difference to that on bf16 weights."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+    reference = {result["seed"]: result["curve"] for result in results if result["weights"] == "bf16"}
     for label, variant in VARIANTS.items():
         for number, result in enumerate(result for result in results if result["weights"] == label):
             steps, losses = zip(*result["curve"], strict=True)
-            axes.plot(steps, losses, color=variant.color, linewidth=1.2, label=None if number else label)
-    axes.set_xlabel("LoRA steps")
-    axes.set_ylabel("held-out loss, nats a token")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+            drawn = {"color": variant.color, "linewidth": 1.2, "label": None if number else label}
+            left.plot(steps, losses, **drawn)
+            if base := reference.get(result["seed"]):
+                right.plot(steps, [100 * (y / x - 1) for (_, x), y in zip(base, losses, strict=True)], **drawn)
+    left.set_ylabel("held-out loss, nats a token")
+    right.set_ylabel("difference to bf16, same seed, %")
+    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.set_xlabel("LoRA steps")
+        axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
+    Image.open(path).quantize(32).save(path, optimize=True)
 
 
 def parse() -> argparse.Namespace:
