@@ -110,6 +110,9 @@ SHAPES = {
     "gpt-oss-20b": _shape(_GPT_OSS, 2880, 2880, 24, 64, num_local_experts=32),
     "gpt-oss-120b": _shape(_GPT_OSS, 2880, 2880, 36, 64, num_local_experts=128),
     "qwen3-30b-a3b": _shape(_QWEN3_MOE, 2048, 6144, 48, 32),
+    "tiny-qwen3-moe": _shape(
+        _QWEN3_MOE, 64, 128, 4, 8, head_dim=16, vocab_size=2048, num_experts=8, moe_intermediate_size=64
+    ),
 }
 """config.json of published models and of tiny ones."""
 

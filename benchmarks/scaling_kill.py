@@ -3,7 +3,7 @@
     python benchmarks/scaling_kill.py kill:data=4
 
 Prints a line of JSON: seconds until every other process named the dead one and ended, and how the losses of both
-resumed runs differ from those of an undisturbed one. A tiny Llama in float32, which rounds least; without GPUs on CPUs.
+resumed runs differ from those of an undisturbed one. A tiny Llama in float32, not tf32; without GPUs on CPUs.
 """
 
 import argparse
@@ -49,7 +49,8 @@ class ProcessesPerGpu:
         return started
 
     def _start_one(self, name: str, command: list[str], index: int) -> subprocess.Popen:
-        own = {"CUDA_VISIBLE_DEVICES": self._gpus[index]} if self._gpus else {}
+        own = {"CUDA_VISIBLE_DEVICES": self._gpus[index]} if self._gpus else {"JAX_NUM_CPU_DEVICES": "1"}
+        own["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
         with self.log(name, index).open("a") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=self._runs.environment | own, stdout=log, stderr=subprocess.STDOUT
@@ -81,8 +82,9 @@ class ProcessesPerGpu:
     def kill_one(self, name: str, count: int) -> tuple[float, int]:
         """Kill the last process; return the seconds until the others ended, and how many of them named it."""
         processes = self.start(name, count)
-        deadline = time.monotonic() + _PATIENCE
-        while last_step(self._runs.folder(name) / "run/metrics.jsonl") < KILL_AT and time.monotonic() < deadline:
+        while last_step(self._runs.folder(name) / "run/metrics.jsonl") < KILL_AT:
+            if any(process.poll() is not None for process in processes):
+                raise RuntimeError(f"{name} ended before step {KILL_AT}: {self.log(name, 0).read_text()[-600:]}")
             time.sleep(0.01)
         processes[-1].kill()
         begun = time.monotonic()
@@ -104,13 +106,13 @@ def measure(case: str, gpus: list[str], scratch: Path) -> dict:
     runs = Runs(scratch)
     group = ProcessesPerGpu(runs, count, gpus)
     try:
+        # Named as runs that share their programs: two that compile at once may tune them to different algorithms.
+        expected = group.train("all", count)
+        seconds, named = group.kill_one("all-killed", count)
+        for name in ("all-moved", "half"):
+            shutil.copytree(runs.folder("all-killed"), runs.folder(name))
         with ThreadPoolExecutor() as pool:
-            whole = pool.submit(group.train, "whole", count)
-            seconds, named = group.kill_one("killed", count)
-            expected = whole.result()
-            for name in ("all", "half"):
-                shutil.copytree(runs.folder("killed"), runs.folder(name))
-            resumed = [pool.submit(group.train, "all", count, resume=True)]
+            resumed = [pool.submit(group.train, "all-moved", count, resume=True)]
             resumed += [pool.submit(group.train, "half", count // 2, resume=True)]
             on_all, on_half = (future.result() for future in resumed)
     finally:

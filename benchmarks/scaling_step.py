@@ -11,10 +11,11 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import numpy as np
+from inputs import SHAPES
 from measure import uniform_lengths
 from step import LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
@@ -22,12 +23,14 @@ from traces import collective_overlap
 from jaxglue.data.batch import Batch
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
+from jaxglue.engine.residency import DEVICE
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.gpus import peak_flops
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
+from jaxglue.planner.search import most
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
@@ -40,30 +43,55 @@ MODELS = {
     "32b-lora": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots"},
     "32b-nf4": {"shape": "qwen3-32b", "remat": "48 x full + 16 x dots", "quantize": "nf4"},
     "30b-a3b-lora": {"shape": "qwen3-30b-a3b", "remat": "dots"},
-    "70b-lora": {"shape": "llama-3.3-70b", "remat": AUTO},
-    "tiny": {"shape": "tiny", "tokens": 512, "remat": "dots"},
+    "70b-lora": {"shape": "llama-3.3-70b", "remat": AUTO, "steps": 3},
 }
 """Published shapes with random weights; LoRA of rank 16 on all linear layers, or all weights in float32."""
+_TINY = {
+    "qwen3-8b": "tiny",
+    "qwen3-32b": "tiny",
+    "qwen3-30b-a3b": "tiny-qwen3-moe",
+    "llama-3.3-70b": "tiny-llama",
+}
+"""Shapes of the same families for CPUs."""
 _IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model's training step: its shape, how it is trained, and the layers wanted of it."""
+
+    shape: str
+    remat: str
+    method: str = "lora"
+    quantize: str = "none"
+    steps: int = 6
+    tokens: int = 16384
+    layers: int | None = None
+
+    def workload(self, layers: int | None = None) -> Workload:
+        """Return the work of a row on one GPU with `layers`, by default those wanted."""
+        return workload(self.shape, layers or self.layers, self.tokens, self.method, self.quantize)
+
+    def tiny(self) -> "Setting":
+        """Return the setting with a tiny model of the family."""
+        return replace(self, shape=_TINY[self.shape], remat="dots", steps=2, tokens=512, layers=None)
 
 
 class Run:
     """A case's parameters on its mesh, and its training step."""
 
-    def __init__(self, model: str, shape: MeshShape):
-        options = MODELS[model]
-        self.tokens, self.method = options.get("tokens", 16384), options.get("method", "lora")
-        self.work = workload(options["shape"], None, self.tokens, self.method, options.get("quantize", "none"))
+    def __init__(self, setting: Setting, shape: MeshShape):
+        self.work, self.policies = fit(setting, shape)
         mesh = make_mesh(shape, jax.devices()[: shape.devices]) if shape.devices > 1 else None
         layout = Layout(mesh, self.work.dtype)
         graphdefs, *trees = abstract_parts(self.work)
         self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work)[1:]
-        self.policies = choose_policies(self.work, shape, options["remat"])
-        self._executor = Executor(graphdefs, self.work.config, policy=self.policies, dtype=self.work.dtype, mesh=mesh)
+        executed = {"policy": self.policies, "dtype": self.work.dtype, "tile": self.work.tile}
+        self._executor = Executor(graphdefs, self.work.config, mesh=mesh, **executed)
         self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)
         self._state = self._optimizer.init(self._trainable)
         self._batch = place_batch(rows(self.work, shape.batch_shards), mesh)
-        self.count = shape.batch_shards * self.tokens
+        self.count = shape.batch_shards * setting.tokens
         self._step = 0
 
     def step(self) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -78,16 +106,32 @@ class Run:
         return loss, values
 
 
-def choose_policies(work: Workload, shape: MeshShape, remat: str) -> Sequence[RematPolicy]:
-    """Return each layer's policy; for `auto`, or where it does not fit, the fastest that fits without host memory."""
-    device = jax.devices()[0]
-    named = None if remat == AUTO else parse_policies(remat, work.config.num_hidden_layers)
-    if named and device.platform == "cpu":
-        return named
-    planner = Planner(replace(work, mesh=shape), device_gpu(device))
-    if named and planner.fits(planner.plan(named), host_memory=0):
-        return named
-    return planner.choose(host_memory=0).policies
+def fit(setting: Setting, shape: MeshShape) -> tuple[Workload, Sequence[RematPolicy]]:
+    """Return the work of a GPU, with fewer layers where not all fit, and each layer's policy.
+
+    For `auto`, or where the named policies do not fit, they are the fastest that fit without host memory.
+
+    Raises:
+        ValueError: not even one layer fits.
+    """
+    device, work = jax.devices()[0], setting.workload()
+    layers = work.config.num_hidden_layers
+    if device.platform == "cpu":
+        return work, parse_policies(setting.remat, layers)
+    gpu = device_gpu(device)
+
+    def planner(layers: int) -> Planner:
+        return Planner(replace(setting.workload(layers), mesh=shape), gpu)
+
+    fitting = most(range(1, layers + 1), lambda count: planner(count).least_load(0, DEVICE) <= 1)
+    if fitting is None:
+        raise ValueError(f"one layer of {setting.shape} and its embeddings do not fit {gpu.name} on {shape}")
+    if fitting == layers and setting.remat != AUTO:
+        named = parse_policies(setting.remat, layers)
+        if planner(layers).fits(planner(layers).memory(named), host_memory=0):
+            return work, named
+    plan = planner(fitting).choose(host_memory=0)
+    return replace(setting.workload(fitting), tile=plan.tile), plan.policies
 
 
 def rows(work: Workload, count: int) -> Batch:
@@ -140,27 +184,29 @@ def timed(run: Run, steps: int) -> float:
     return (time.perf_counter() - begun) / steps
 
 
-def measure(case: str, steps: int, *, trace: bool):
+def measure(case: str, setting: Setting, *, trace: bool):
     """Yield the result, then, with `trace`, the result with the trace's figures."""
     begun = time.perf_counter()
-    model, _, mesh = case.partition(":")
-    shape = MeshShape.parse(mesh)
-    run = Run(model, shape)
+    shape = MeshShape.parse(case.partition(":")[2])
+    run = Run(setting, shape)
     loss, _ = jax.block_until_ready(run.step())
     start = time.perf_counter() - begun
     timed(run, 1)
-    seconds = timed(run, steps)
+    seconds = timed(run, setting.steps)
     devices = jax.devices()[: shape.devices]
-    full, rate = run.method == "full", run.count / seconds
+    full, rate = setting.method == "full", run.count / seconds
     flops = training_flops_per_token(run.work.config, visible_keys=run.work.visible_keys, weight_gradients=full)
     peak = peak_flops(devices[0].device_kind)
     row = {
         "case": case,
-        **MODELS[model],
+        **asdict(setting),
+        "layers": run.work.config.num_hidden_layers,
+        "of_layers": SHAPES[setting.shape]["num_hidden_layers"],
         "remat": format_policies(run.policies),
+        "tile": run.work.tile,
         "gpu": devices[0].device_kind,
         "gpus": shape.devices,
-        "tokens_per_gpu": run.tokens * shape.batch_shards // shape.devices,
+        "tokens_per_gpu": setting.tokens * shape.batch_shards // shape.devices,
         "ms": seconds * 1e3,
         "tokens_per_second": rate,
         "mfu": peak and rate * flops / (peak * shape.devices),
@@ -180,11 +226,22 @@ def measure(case: str, steps: int, *, trace: bool):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", help=f"one of {', '.join(MODELS)}, a colon, and a mesh such as data=2")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="timed steps; default 6, of the longest models 3")
+    parser.add_argument("--layers", type=int, help="most layers")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model of the family, as for CPUs")
     parser.add_argument("--no-trace", action="store_true")
     args = parser.parse_args()
-    for row in measure(args.case, args.steps, trace=not args.no_trace):
+    for row in measure(args.case, chosen(args), trace=not args.no_trace):
         print(json.dumps(row), flush=True)
+
+
+def chosen(args: argparse.Namespace) -> Setting:
+    """Return the setting of the flags."""
+    setting = Setting(**MODELS[args.case.partition(":")[0]])
+    if args.tiny:
+        return setting.tiny()
+    layers = SHAPES[setting.shape]["num_hidden_layers"]
+    return replace(setting, steps=args.steps or setting.steps, layers=min(args.layers or layers, layers))
 
 
 if __name__ == "__main__":

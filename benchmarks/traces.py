@@ -72,10 +72,16 @@ def kernel_milliseconds(folder: str | Path) -> dict[str, float]:
 
 def exposure(events: list[tuple[str, Span]]) -> CollectiveOverlap:
     """Compute `collective_overlap` of one GPU from its kernels' and copies' names, starts and ends (ms)."""
-    collectives = _union(span for name, span in events if name.startswith("nccl"))
-    others = _union(span for name, span in events if not name.startswith(("nccl", "Mem")))
+    collectives = _union(span for name, span in events if _is_collective(name))
+    others = _union(span for name, span in events if not (_is_collective(name) or name.startswith("Mem")))
     total, hidden = _total(collectives), _intersection(collectives, others)
     return CollectiveOverlap(collectives=total, exposed=total - hidden, busy=_total(others) + total - hidden)
+
+
+def _is_collective(name: str) -> bool:
+    """Return whether a kernel or copy is between GPUs: NCCL's, XLA's own, or a copy from peer to peer."""
+    plain = name.lower().replace("-", "").replace("_", "")
+    return plain.startswith(("nccl", "memcpyp2p", "allreduce", "allgather", "reducescatter", "alltoall"))
 
 
 def _events(folder: str | Path) -> list[list[tuple[str, Span]]]:

@@ -30,6 +30,35 @@ def test_a_collective_is_exposed_where_no_kernel_runs():
     assert exposure([("gemm", (0, 4))]) == (0, 0, 4)
 
 
+def test_exposed_collectives_are_the_mean_of_the_gpus_in_a_trace(tmp_path):
+    from traces import collective_overlap
+
+    first = [("gemm", 0, 4), ("ncclDevKernel_AllGather_RING_LL", 3, 7), ("MemcpyP2P", 8, 9)]
+    second = [("gemm", 0, 6), ("all_reduce_kernel", 2, 3), ("MemcpyD2D", 6, 7)]
+    write_trace(tmp_path / "host.xplane.pb", [("/host:CPU", "python", first), *gpu_planes(first, second)])
+    assert collective_overlap(tmp_path) == pytest.approx(((5 + 1) / 2, (4 + 0) / 2, (8 + 6) / 2))
+
+
+def gpu_planes(*gpus):
+    return [(f"/device:GPU:{number}", "Stream #20(Compute)", events) for number, events in enumerate(gpus)]
+
+
+def write_trace(path, planes):
+    """Write a profiler's file of planes with one line each, of events' names, starts and ends (ms)."""
+    text = ""
+    for name, line, events in planes:
+        names = "".join(
+            f'event_metadata {{ key: {key} value {{ id: {key} name: "{event[0]}" }} }}'
+            for key, event in enumerate(events)
+        )
+        times = "".join(
+            f"events {{ metadata_id: {key} offset_ps: {start * 10**9} duration_ps: {(end - start) * 10**9} }}"
+            for key, (_, start, end) in enumerate(events)
+        )
+        text += f'planes {{ name: "{name}" lines {{ name: "{line}" timestamp_ns: 1000 {times} }} {names} }}'
+    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+
+
 def test_a_folder_without_a_trace_is_refused(tmp_path):
     from traces import copy_overlap
 
