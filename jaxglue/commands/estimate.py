@@ -78,7 +78,8 @@ def print_estimate(config: EstimateConfig) -> bool:
     plans = planner.plans(host_memory) if config.all else planner.fitting_plans(host_memory)
     plans = [best, *plans] if best and best not in plans else plans
     fitting = [plan for plan in plans if planner.fits(plan, host_memory)]
-    shown = list(_worth_showing(plans)) if config.all else list(_alternatives(fitting))[:_SHOWN]
+    first = [best] if best else []
+    shown = list(_worth_showing(plans)) if config.all else list(_alternatives([*first, *fitting]))[:_SHOWN]
     if shown:
         console.print(_table(planner, shown, {id(plan) for plan in fitting}, verbose=config.all))
     return best is not None

@@ -6,7 +6,7 @@ everything else into them, so a value is in memory only if one of them makes or 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -109,7 +109,7 @@ class Sizes:
 
     def of(self, var: Any) -> int:
         """Return a variable's bytes."""
-        return self(aval_bytes(var.aval))
+        return self(aval_bytes(var.aval) if self._given is None else 0)
 
 
 def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost], sizes: Sizes | None = None) -> Cost:
@@ -231,7 +231,9 @@ class _Trace:
 
     def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
-        return [replace(output, roots=roots) for output in outputs]
+        for output in outputs:
+            output.roots = roots
+        return outputs
 
     def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
         """Return a Triton kernel's time from its arrays' bytes and its own cost estimate, if any.

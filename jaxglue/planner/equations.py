@@ -1,6 +1,7 @@
 """Equations of traced programs, through the programs that they call."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
@@ -35,6 +36,7 @@ def equations(jaxpr: Jaxpr, repeat: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner.jaxpr, repeat * eqn.params.get("length", 1))
 
 
+@lru_cache(maxsize=64)
 def live_program(program: ClosedJaxpr) -> ClosedJaxpr:
     """Return the program without equations whose results nothing needs, as XLA compiles it."""
     return ClosedJaxpr(_live(program.jaxpr, [True] * len(program.jaxpr.outvars))[0], program.consts)
