@@ -14,7 +14,7 @@ from jaxglue.planner.workload import Workload
 
 _TEMPORARIES, _EXPERTS_TEMPORARIES = 1.07, 1.17
 """XLA's temporary memory of a layer, and of one with experts, as multiples of the least that its order needs."""
-_SCATTERED, _MOST_SCATTERED, _SPARE = 0.25, GIB // 2, 0.05
+_SCATTERED, _MOST_SCATTERED, _SPARE = 0.35, 3 * GIB // 2, 0.05
 """Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
 the share of the whole peak that plans leave free anyway."""
 _WORKSPACE = int(0.3 * GIB)
