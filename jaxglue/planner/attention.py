@@ -1,7 +1,7 @@
 """Time and workspace of attention's kernels as a function of documents' lengths."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -70,10 +70,9 @@ def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
     """Return the workload with our kernels in place of `auto` where cuDNN's workspace would take too much memory."""
     if workload.attention != "auto" or _fits(workload, gpu):
         return workload
-    layers = itertools.product(workload.micro_batches, set(workload.config.layer_windows))
     many = {
         attention_backend(workload, gpu, batches.kind._replace(slots=FEW_DOCUMENTS + 1), window)
-        for batches, window in layers
+        for batches, window in _attention_calls(workload)
     }
     hopper = replace(workload, attention="hopper")
     return hopper if many == {"hopper"} and _fits(hopper, gpu) else replace(workload, attention="triton")
@@ -81,12 +80,16 @@ def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
 
 def _fits(workload: Workload, gpu: Gpu) -> bool:
     """Return whether the largest workspace of attention takes a small part of the GPU's memory."""
-    layers = itertools.product(workload.micro_batches, set(workload.config.layer_windows))
     needed = (
         _workspace(workload, attention_backend(workload, gpu, batches.kind, window), batches.kind)
-        for batches, window in layers
+        for batches, window in _attention_calls(workload)
     )
     return max(needed) <= _WORKSPACE_SHARE * gpu.memory
+
+
+def _attention_calls(workload: Workload) -> Iterator[tuple[MicroBatches, int | None]]:
+    """Return the kinds of micro-batches, each with every window of a layer."""
+    return itertools.product(workload.micro_batches, set(workload.config.layer_windows))
 
 
 def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int | None) -> str:
