@@ -6,7 +6,7 @@ everything else into them, so a value is in memory only if one of them makes or 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from jaxglue.planner.equations import branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
+from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
 """Names of the jitted functions in place of attention kernels in a traced program."""
@@ -29,6 +30,8 @@ _ALIASES = {
     "new_ref",
     "freeze",
 }
+_CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_in_dim", "transpose"}
+"""Operations by which kernels' weights are made of quantized ones."""
 _KERNEL_SECONDS = 1.5e-6
 """Fixed time of a kernel."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
@@ -51,7 +54,7 @@ class Cost:
     matmul: int = 0
     """Most bytes of a matmul's operands and, twice, its result: copies with which its algorithms are compared.
 
-    Those of loops are compared without.
+    A loop's matmul that reads its slice of an array is fused with the slicing, and not compared.
     """
 
 
@@ -62,33 +65,6 @@ class KernelCost:
     seconds: float
     workspace: int = 0
     """Temporary bytes."""
-
-
-@dataclass(eq=False)
-class _Value:
-    """One array, and the values in memory that it is computed from."""
-
-    bytes: int
-    is_argument: bool = False
-    roots: frozenset["_Value"] = field(default_factory=frozenset)
-    in_memory: bool = False
-    from_matmul: bool = False
-    from_loop: bool = False
-    """Written by a loop a part at a time."""
-
-    @property
-    def may_become_result(self) -> bool:
-        """Return whether a result computed from the array may be written over it."""
-        return not self.is_argument and not self.from_loop
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    inputs: tuple[_Value, ...]
-    outputs: tuple[_Value, ...]
-    seconds: float
-    inner: int = 0
-    """Temporary bytes inside: a workspace's, or those of a loop's body."""
 
 
 class Sizes:
@@ -112,7 +88,9 @@ class Sizes:
         return self(aval_bytes(var.aval) if self._given is None else 0)
 
 
-def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost], sizes: Sizes | None = None) -> Cost:
+def program_cost(
+    jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost], sizes: Sizes | None = None, slices: int = 0
+) -> Cost:
     """Return the cost of a program.
 
     Args:
@@ -120,18 +98,22 @@ def program_cost(jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCos
         gpu: that runs it.
         attention: costs of attention's kernels, by their function's name.
         sizes: of the program; by default its own.
+        slices: of a loop's body, the number of last arguments that are slices.
     """
     jaxpr, sizes = live_program(jaxpr), sizes or Sizes()
     trace = _Trace(gpu, attention, sizes)
-    arguments = [_Value(sizes.of(var), is_argument=True, in_memory=True) for var in jaxpr.jaxpr.invars]
+    variables = jaxpr.jaxpr.invars
+    arguments = [Value(sizes.of(var), is_argument=True, of_arguments=True, in_memory=True) for var in variables]
+    for value in arguments[len(arguments) - slices :]:
+        value.is_slice = True
     results = trace.run(jaxpr.jaxpr, arguments)
     made = dict.fromkeys(value for value in results if not value.is_argument)
     in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and root.may_become_result}
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
-    temporary = trace.peak(without={*made, *in_place})
-    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=_largest_matmul(jaxpr.jaxpr, sizes))
+    temporary = peak_bytes(trace.kernels, without={*made, *in_place})
+    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul)
 
 
 def program_sizes(jaxpr: ClosedJaxpr) -> tuple[int, ...]:
@@ -146,51 +128,48 @@ class _Trace:
     """Collects the kernels of a program in order."""
 
     def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes):
-        self.seconds = 0.0
+        self.seconds, self.matmul = 0.0, 0
         self._gpu, self._attention, self._sizes = gpu, attention, sizes
-        self._kernels: list[_Kernel] = []
+        self.kernels: list[Kernel] = []
+        self._formed: dict[tuple, list[Value]] = {}
 
-    def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value]) -> list[_Value]:
-        env: dict[Var, _Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+    def run(self, jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+        env: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var in jaxpr.constvars:
-            env[var] = _Value(self._sizes.of(var), is_argument=True, in_memory=True)
+            env[var] = Value(self._sizes.of(var), is_argument=True, in_memory=True)
 
-        unused = _Value(0)
+        unused = Value(0)
 
-        def read(atom) -> _Value:
+        def read(atom) -> Value:
             return env.get(atom, unused) if isinstance(atom, Var) else unused
 
         for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            outputs = self._once(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def materialize(self, value: _Value) -> None:
+    def materialize(self, value: Value) -> None:
         """Write a fused value to memory, once."""
         if not value.in_memory:
             value.in_memory = True
-            self._kernel(value.roots, [value], self._fused_copy(value.bytes + sum(root.bytes for root in value.roots)))
+            seconds = self._fused_copy(value.bytes + sum(root.bytes for root in value.roots))
+            self._kernel(value.roots, [value], seconds, fused=True)
 
-    def peak(self, *, without: set[_Value]) -> int:
-        """Return the most bytes of values in memory at once, without arguments and results."""
-        last: dict[_Value, int] = {}
-        for index, kernel in enumerate(self._kernels):
-            for value in (*kernel.inputs, *kernel.outputs):
-                last[value] = max(last.get(value, index), index)
-        live, peak = 0, 0
-        dying: dict[int, int] = {}
-        for index, kernel in enumerate(self._kernels):
-            for value in kernel.outputs:
-                size = 0 if value in without else value.bytes
-                live += size
-                dying[last[value]] = dying.get(last[value], 0) + size
-            peak = max(peak, live + kernel.inner)
-            live -= dying.get(index, 0)
-        return peak
-
-    def _equation(self, eqn, inputs: list[_Value]) -> list[_Value]:
+    def _once(self, eqn, inputs: list[Value]) -> list[Value]:
+        """Return an equation's values; equal conversions of weights are formed once, as XLA merges them."""
         name = eqn.primitive.name
-        outputs = [_Value(self._sizes.of(var)) for var in eqn.outvars]
+        if name not in _CONVERSIONS or not all(value.of_arguments for value in inputs):
+            return self._equation(eqn, inputs)
+        key = name, eqn.params.get("fn"), *inputs, *(var.aval for var in eqn.outvars)
+        if key not in self._formed:
+            self._formed[key] = self._equation(eqn, inputs)
+            for value in self._formed[key]:
+                value.of_arguments = True
+        return self._formed[key]
+
+    def _equation(self, eqn, inputs: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        outputs = [Value(self._sizes.of(var)) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, outputs)
         if (attention := self._attention.get(eqn.params.get("name"))) is not None:
@@ -203,6 +182,8 @@ class _Trace:
             return inputs[: len(outputs)]
         if name == "dot_general":
             flops = self._sizes(_dot_flops(eqn))
+            compared = sum(self._sizes.of(var) for var in (*eqn.invars, *2 * eqn.outvars))
+            self.matmul = max(self.matmul, 0 if any(value.is_slice for value in inputs) else compared)
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
             return self._opaque(inputs, outputs, max(flops / self._dot_rate(eqn), self._copy(moved)))
@@ -216,7 +197,7 @@ class _Trace:
             return [self._round_to_fp8(inputs[0], outputs[0])]
         return self._fuse(inputs, outputs)
 
-    def _round_to_fp8(self, value: _Value, output: _Value) -> _Value:
+    def _round_to_fp8(self, value: Value, output: Value) -> Value:
         """Return a matmul's float32 result as its own FP8 one, as cuBLAS writes it; fuse any other value."""
         (root, *others) = value.roots or (value,)
         if others or not root.from_matmul or root.bytes != 4 * output.bytes:
@@ -229,13 +210,13 @@ class _Trace:
         operands = eqn.invars if eqn.primitive.name == "dot_general" else eqn.invars[:1]
         return self._gpu.matmul * (self._gpu.fp8_gain if all(_is_fp8(var.aval) for var in operands) else 1)
 
-    def _fuse(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
+    def _fuse(self, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
         for output in outputs:
             output.roots = roots
         return outputs
 
-    def _kernel_seconds(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> float:
+    def _kernel_seconds(self, eqn, inputs: list[Value], outputs: list[Value]) -> float:
         """Return a Triton kernel's time from its arrays' bytes and its own cost estimate, if any.
 
         An array that it gets twice, for descriptors of two kinds, counts once.
@@ -249,7 +230,7 @@ class _Trace:
         share = _EXPERTS_SHARE if getattr(eqn.params["fn"], "__name__", "") in _EXPERTS_KERNELS else 1.0
         return max(flops / (share * self._dot_rate(eqn)), copied)
 
-    def _accumulate(self, left: _Value, right: _Value) -> _Value:
+    def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""
         total, other = (left, right) if left.from_matmul else (right, left)
         if other.in_memory and other.bytes == total.bytes:
@@ -260,23 +241,26 @@ class _Trace:
         self._kernel([total, other], [], self._fused_copy(total.bytes))
         return total
 
-    def _reduce(self, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
+    def _reduce(self, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         """Fuse a reduction's inputs into it."""
-        roots = self._fuse(inputs, [_Value(0)])[0].roots
+        roots = self._fuse(inputs, [Value(0)])[0].roots
         self._kernel(roots, outputs, self._fused_copy(sum(v.bytes for v in (*roots, *outputs))))
         return outputs
 
-    def _opaque(self, inputs: list[_Value], outputs: list[_Value], seconds: float, inner: int = 0) -> list[_Value]:
+    def _opaque(self, inputs: list[Value], outputs: list[Value], seconds: float, inner: int = 0) -> list[Value]:
         for value in inputs:
             self.materialize(value)
         self._kernel(inputs, outputs, seconds, inner)
         return outputs
 
-    def _scan(self, eqn, inputs: list[_Value], outputs: list[_Value]) -> list[_Value]:
+    def _scan(self, eqn, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         for value in inputs:
             self.materialize(value)
         body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
-        cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes)
+        pairs = zip(body.jaxpr.invars, eqn.invars, strict=True)
+        slices = sum(var.aval.shape != whole.aval.shape for var, whole in pairs) if length > 1 else 0
+        cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices)
+        self.matmul = max(self.matmul, cost.matmul)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
         per_step = sum(self._sizes.of(var) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
         carried = {
@@ -292,12 +276,11 @@ class _Trace:
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
         return outputs
 
-    def _kernel(self, inputs, outputs, seconds: float, inner: int = 0) -> None:
+    def _kernel(self, inputs, outputs, seconds: float, inner: int = 0, *, fused: bool = False) -> None:
         for output in outputs:
             output.in_memory = True
-        temporary = tuple(value for value in inputs if not value.is_argument)
         self.seconds += seconds + _KERNEL_SECONDS
-        self._kernels.append(_Kernel(temporary, tuple(outputs), seconds, inner))
+        self.kernels.append(Kernel(tuple(inputs), tuple(outputs), seconds, inner, fused))
 
     def _fused_copy(self, moved: int) -> float:
         return self._copy(moved) / _FUSED_SHARE
@@ -322,11 +305,6 @@ def aval_bytes(aval: Any) -> int:
         return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
     except TypeError:
         return 0
-
-
-def _largest_matmul(jaxpr: Jaxpr, sizes: Sizes) -> int:
-    dots = (eqn for eqn, repeat in equations(jaxpr) if eqn.primitive.name == "dot_general" and repeat == 1)
-    return max((sum(sizes.of(var) for var in (*eqn.invars, *2 * eqn.outvars)) for eqn in dots), default=0)
 
 
 def received_bytes(jaxpr: Jaxpr) -> float:

@@ -12,8 +12,8 @@ from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-_TEMPORARIES, _EXPERTS_TEMPORARIES = 1.07, 1.17
-"""XLA's temporary memory of a layer, and of one with experts, as multiples of the least that its order needs."""
+_TEMPORARIES = 1.04
+"""XLA's temporary memory of a layer's backward pass by that of the trace's order, at most."""
 _SCATTERED, _MOST_SCATTERED, _SPARE = 0.35, 3 * GIB // 2, 0.05
 """Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
 the share of the whole peak that plans leave free anyway."""
@@ -103,8 +103,7 @@ class PeakMemory:
 
     def _temporaries(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares."""
-        factor = _TEMPORARIES if self.workload.config.moe is None else _EXPERTS_TEMPORARIES
-        return np.array([max(factor * cost.backward.temporary, cost.backward.matmul) for cost in self.costs])
+        return np.array([max(_TEMPORARIES * cost.backward.temporary, cost.backward.matmul) for cost in self.costs])
 
     def _buffers(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""
