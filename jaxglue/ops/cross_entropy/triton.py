@@ -51,7 +51,8 @@ class TritonCrossEntropy(Launcher):
         """See `CrossEntropy`."""
         M, V = logits.shape
         out_type = jax.ShapeDtypeStruct((M,), jnp.float32), jax.ShapeDtypeStruct((M, V), dtype)
-        return self._call(kernels.cross_entropy_kernel, (logits, targets, weights), out_type)
+        moved = M * V * (2 * logits.dtype.itemsize + jnp.dtype(dtype).itemsize)  # logits are read twice
+        return self._call(kernels.cross_entropy_kernel, (logits, targets, weights), out_type, moved=moved)
 
     def softmax_gradient(self, logits, targets, weights, dtype):
         """See `SoftmaxGradient`."""
@@ -103,7 +104,8 @@ class TritonCrossEntropy(Launcher):
         losses, codes, scales = self._call(kernels.scaled_cross_entropy_kernel, arrays, out_type)
         return losses, codes, scales[:, None]
 
-    def _call(self, kernel, arrays, out_type, num_warps: int | None = None):
+    def _call(self, kernel, arrays, out_type, num_warps: int | None = None, moved: int | None = None):
         M, V = arrays[0].shape
         constants, warps = {"V": V, "BLOCK": self.block}, num_warps or self.num_warps
-        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2)
+        compiled = {"num_warps": warps, "num_stages": 2, "moved": moved}
+        return self._launch(kernel, arrays, out_type, (M,), constants, **compiled)
