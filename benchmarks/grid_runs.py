@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import step
 
+from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.gpus import Gpu, find_gpu
 
@@ -87,6 +88,7 @@ def measure_all(plans: list[dict], total: float, deadline: float) -> Iterator[di
         deadline: seconds.
     """
     waiting, running = list(plans), list[_Run]()
+    take_fitting_blocks(os.environ)
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["grid_runs"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
