@@ -1,23 +1,26 @@
 """Host time of a step and of the first one: dispatch, compilation, pinning of host memory."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.traced import LayerCost
 
-_DISPATCH, _OFFLOAD_DISPATCH = 0.45e-3, 0.15e-3
-"""Host seconds to dispatch a layer's pass, and the copies of its values."""
-_QUANTIZED_DISPATCH = 0.5e-3
-"""Host seconds to pass a layer's quantized matrices, each of several arrays, to a program."""
-_GROUPED_DISPATCH = 0.28e-3
-"""Host seconds to dispatch a layer's pass in a program with others."""
+_ENDS, _GROUPED_ENDS = 3e-3, 1e-3
+"""Host seconds to dispatch embedding and head, with programs of one and of several layers in between."""
+_PASS, _ARRAY, _GROUPED_ARRAY = 0.085e-3, 14.5e-6, 9e-6
+"""Host seconds to dispatch a layer's pass, for each array that it takes or returns, and for one in a larger program."""
+_COPY, _COPIED_ARRAY = 0.35e-3, 45e-6
+"""Host seconds to request copies between host and GPU, and for each array among them."""
+_FIRST_PROGRAM = 0.6e-3
+"""Seconds in which the GPU waits for a step's first programs."""
 _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_GROUP = 14
 """Most layers in a program: more compile longer and save little."""
-_SERIAL, _GROUPED_SERIAL = 0.1, 0.5
+_SERIAL, _GROUPED_SERIAL = 0.05, 0.5
 """Shares of the shorter one of GPU's and host's time that are not hidden under the longer one; the latter's where
 programs have several layers, as one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 7.0
@@ -37,19 +40,42 @@ def choose_group(costs: Sequence[LayerCost]) -> int:
     return even[-1] if even[-1] > _LARGEST_GROUP // 2 else min(layers, _LARGEST_GROUP)
 
 
+class LayerArrays(NamedTuple):
+    """Arrays of a layer that the host handles one by one."""
+
+    trainable: int
+    frozen: int
+    offloaded: int = 0
+    """Values copied to the host and back."""
+    streamed: bool = False
+    """The frozen ones are copied to the GPU for every pass."""
+
+
 def with_dispatch(
-    gpu_seconds: float,
-    costs: Sequence[LayerCost],
-    layers_per_program: int = 1,
-    passes: int = 2,
-    *,
-    quantized: bool = False,
+    gpu_seconds: float, layers: Sequence[LayerArrays], layers_per_program: int = 1, passes: int = 2
 ) -> float:
     """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`; layers are run `passes` times."""
-    dispatch, serial = (_DISPATCH, _SERIAL) if layers_per_program == 1 else (_GROUPED_DISPATCH, _GROUPED_SERIAL)
-    dispatch += _QUANTIZED_DISPATCH if quantized and layers_per_program == 1 else 0
-    host_seconds = sum(passes * dispatch + (2 * _OFFLOAD_DISPATCH if cost.offloaded else 0) for cost in costs)
-    return max(gpu_seconds, host_seconds) + serial * min(gpu_seconds, host_seconds)
+    if layers_per_program > 1:
+        arrays = sum(_handled(layer, passes) for layer in layers)
+        host_seconds = _GROUPED_ENDS + _GROUPED_ARRAY * arrays
+        return max(gpu_seconds, host_seconds) + _GROUPED_SERIAL * min(gpu_seconds, host_seconds)
+    host_seconds = _ENDS + sum(_dispatch(layer, passes) for layer in layers)
+    return max(gpu_seconds + _FIRST_PROGRAM, host_seconds) + _SERIAL * min(gpu_seconds, host_seconds)
+
+
+def _handled(layer: LayerArrays, passes: int) -> int:
+    """Count a layer's arrays each time a program takes or returns them."""
+    return passes * (layer.trainable + layer.frozen) + layer.trainable
+
+
+def _dispatch(layer: LayerArrays, passes: int) -> float:
+    """Return the host's seconds for a layer and its copies."""
+    copies = 2 * _copies(layer.offloaded) + (passes * _copies(layer.frozen) if layer.streamed else 0)
+    return passes * _PASS + _ARRAY * _handled(layer, passes) + copies
+
+
+def _copies(arrays: int) -> float:
+    return _COPY + _COPIED_ARRAY * arrays if arrays else 0.0
 
 
 def compile_seconds(

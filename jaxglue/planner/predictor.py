@@ -18,7 +18,7 @@ from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
-from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
+from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, with_dispatch
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import Memory, Plan
 from jaxglue.planner.programs import Programs
@@ -153,9 +153,15 @@ class Predictor:
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes = 3 if self.workload.reference else 2
-        quantized = self.workload.config.quantize != "none"
-        micro_batch = with_dispatch(layers + head, setting.costs, size, passes, quantized=quantized)
+        micro_batch = with_dispatch(layers + head, self._arrays(setting), size, passes)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
+
+    def _arrays(self, setting: Setting) -> list[LayerArrays]:
+        arrays, costs, streamed = map(self._model.arrays, range(self._model.layers)), setting.costs, setting.streamed
+        return [
+            LayerArrays(trainable, frozen, cost.offloaded_names, bool(size))
+            for (trainable, frozen), cost, size in zip(arrays, costs, streamed, strict=True)
+        ]
 
     def reference_seconds(self, policies: Sequence[RematPolicy], weights: Sequence[str]) -> tuple[float, float]:
         """Predict the time that the reference adds to a step, and the time of a pass of its own over the same rows."""

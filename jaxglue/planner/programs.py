@@ -91,11 +91,12 @@ class Programs:
         work = self.workload
         return EmbedHead(self._graphdefs, work.config, dtype=work.dtype, attention="auto", objective=work.objective)
 
-    def _parameters(self, index: int) -> list[Params]:
+    def parameters(self, index: int) -> list[Params]:
+        """Return a layer's trainable and frozen parameters, abstract."""
         return [tree["layers"][index] for tree in self._used]
 
     def _trace_layer(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
-        layer = self._function(index), policy, self.workload, self._parameters(index)
+        layer = self._function(index), policy, self.workload, self.parameters(index)
         recomputing = self._recomputing(index, policy)
         with tracing_for(self.capability):
             programs = layer_programs(*layer, recomputing=recomputing)
@@ -121,12 +122,12 @@ class Programs:
         return frozenset().union(*(value_names(each.backward.program) for each in self._layer(index, PRESETS["full"])))
 
     def _trace_replay(self, index: int, keeps_attention: bool) -> ClosedJaxpr:
-        layer = self._graphdefs.layers[index], self.workload, self._parameters(index)
+        layer = self._graphdefs.layers[index], self.workload, self.parameters(index)
         with tracing_for(self.capability):
             return replay_program(*layer, from_attention=keeps_attention)
 
     def _trace_reference(self, index: int) -> ClosedJaxpr:
-        trainable, frozen = self._parameters(index)
+        trainable, frozen = self.parameters(index)
         graphdef = without_adapters(self._graphdefs.layers[index], trainable, frozen)
         with tracing_for(self.capability):
             return reference_program(graphdef, self.workload, frozen)

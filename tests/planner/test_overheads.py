@@ -6,18 +6,21 @@ import pytest
 
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.overheads import choose_group, compile_seconds, with_dispatch
+from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, with_dispatch
 
 
-def _layers(count: int, offloaded: int = 0):
-    return [SimpleNamespace(offloaded=offloaded)] * count
+def _layers(count: int, **arrays):
+    return [LayerArrays(trainable=14, frozen=9, **arrays)] * count
 
 
 def test_short_steps_take_the_hosts_time():
+    plain = with_dispatch(0.001, _layers(32))
     assert with_dispatch(10.0, _layers(32)) == pytest.approx(10, rel=0.01)
-    assert with_dispatch(0.001, _layers(32)) == pytest.approx(64 * 0.45e-3, rel=0.01)
-    assert with_dispatch(0.001, _layers(32, offloaded=1)) > with_dispatch(0.001, _layers(32))
-    assert with_dispatch(0.001, _layers(32), 8) < with_dispatch(0.001, _layers(32))
+    assert plain == pytest.approx(3e-3 + 64 * 0.5e-3, rel=0.1)
+    assert with_dispatch(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.2 * plain
+    assert with_dispatch(0.001, _layers(32, offloaded=1)) > plain
+    assert with_dispatch(0.001, _layers(32, streamed=True)) > with_dispatch(0.001, _layers(32, offloaded=1))
+    assert with_dispatch(0.001, _layers(32), 8) < plain
 
 
 @pytest.mark.parametrize(("layers", "size"), [(2, 2), (28, 14), (36, 12), (32, 8), (61, 14), (19, 14)])
