@@ -107,5 +107,4 @@ class TritonCrossEntropy(Launcher):
     def _call(self, kernel, arrays, out_type, num_warps: int | None = None, moved: int | None = None):
         M, V = arrays[0].shape
         constants, warps = {"V": V, "BLOCK": self.block}, num_warps or self.num_warps
-        compiled = {"num_warps": warps, "num_stages": 2, "moved": moved}
-        return self._launch(kernel, arrays, out_type, (M,), constants, **compiled)
+        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2, moved=moved)
