@@ -1,14 +1,18 @@
 """JAX's pool of pinned host memory in the size that the plan needs."""
 
+import contextlib
 import gc
 import math
+import threading
 import weakref
 from collections.abc import MutableMapping
 
 import jax
+import jax.numpy as jnp
 from jax.extend.backend import clear_backends
 
 from jaxglue.engine.residency import HOST
+from jaxglue.engine.transfer import pin
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plans import HOST_LIMIT
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -16,21 +20,25 @@ from jaxglue.training.remat import RematChoice
 
 PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 """Environment variable by which JAX pins its whole limit at once, for arrays and again for copies to them."""
-_SLACK = GIB
-"""Pinned memory for batches and results, and lost at the ends of the pool's regions."""
+_SLACK, _LOST = GIB, 0.03
+"""Bytes of pinned memory for batches and results, and the share lost between values."""
+_GROWN = 2**28
+"""Bytes of the pool that may be taken before it is pinned as a whole."""
 
 
 def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[str, str]) -> int:
     """Renew JAX's client with the limit that a run needs; return its GiB, 0 where the limit stays.
 
-    JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where no weights are
-    streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which would not survive.
+    JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where nothing is offloaded
+    and no weights are streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which
+    would not survive. Where all weights are on the GPU, the pool is pinned beside loading and compilation.
 
     Raises:
         ValueError: the old client is still in use and holds the GPU's memory.
     """
-    streams = HOST in remat.weights and workload.mesh.devices == 1 and jax.process_count() == 1
-    if not streams or PREALLOCATE in environ or jax.default_backend() == "cpu":
+    streams, offloads = HOST in remat.weights, any(policy.offloaded for policy in remat.policies)
+    alone = workload.mesh.devices == 1 and jax.process_count() == 1
+    if not alone or not (streams or offloads) or PREALLOCATE in environ or jax.default_backend() == "cpu":
         return 0
     gc.collect()
     if jax.live_arrays():
@@ -38,14 +46,22 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     size = pool_gib(workload, remat.host_bytes)
     environ[HOST_LIMIT] = str(size)
     _renew_client()
+    if not streams:
+        threading.Thread(target=_pin, args=(size * GIB - _GROWN,), name="pinning", daemon=True).start()
     return size
 
 
 def pool_gib(workload: Workload, host_bytes: int) -> int:
     """Return the whole GiB to pin: the plan's, and one of the largest tensors more."""
-    frozen = abstract_parts(workload)[2]
-    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
-    return math.ceil((host_bytes + largest + _SLACK) / GIB)
+    frozen, config = abstract_parts(workload)[2], workload.config
+    value = workload.tokens * max(config.hidden_size, config.intermediate_size) * jnp.dtype(workload.dtype).itemsize
+    largest = max(value, *(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen)))
+    return math.ceil(((1 + _LOST) * host_bytes + largest + _SLACK) / GIB)
+
+
+def _pin(size: int) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the pool grows as it is used
+        pin(size)
 
 
 def _renew_client() -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -47,9 +48,9 @@ def workload(tiny_config):
     return Workload(config=config, batch_size=1, seq_len=128, lora=LoraConfig())
 
 
-def choice(weights, host_bytes=3 * GIB):
-    policies, places = parse_policies("full", 3), parse_weights(weights, 3)
-    return RematChoice(policies=policies, weights=places, remat="full", host_bytes=host_bytes)
+def choice(weights, policy="full"):
+    policies, places = parse_policies(policy, 3), parse_weights(weights, 3)
+    return RematChoice(policies=policies, weights=places, remat=policy, host_bytes=3 * GIB)
 
 
 @pytest.fixture
@@ -62,10 +63,16 @@ def renewed(monkeypatch):
     return calls
 
 
-def test_pool_is_sized_for_streamed_weights(workload, renewed):
+@pytest.mark.parametrize(("setting", "ahead"), [(("host",), []), (("device", "offload"), [5 * GIB - pinned._GROWN])])
+def test_pool_has_the_plans_size_and_is_pinned_ahead_of_values(workload, renewed, monkeypatch, setting, ahead):
+    asked: list[int] = []
+    monkeypatch.setattr(pinned, "pin", asked.append)
     environ = {HOST_LIMIT: "90"}
-    assert pinned.size_pool(workload, choice("host"), environ) == 5
-    assert renewed == [True] and environ == {HOST_LIMIT: "5"}
+    assert pinned.size_pool(workload, choice(*setting), environ) == 5
+    for thread in threading.enumerate():
+        if thread.name == "pinning":
+            thread.join()
+    assert renewed == [True] and environ == {HOST_LIMIT: "5"} and asked == ahead
 
 
 @pytest.mark.parametrize("case", ["resident", "mapped", "mesh", "preallocated", "arrays"])
