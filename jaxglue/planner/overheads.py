@@ -27,8 +27,9 @@ _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 7.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED = 0.15
 """Seconds to compile each further layer of a program."""
-_PINNING = 4.0 * GIB
-"""Bytes of host memory pinned in a second; a quarter where a virtual machine's memory grows as it is touched."""
+_PINNING = 1.2 * GIB
+"""Bytes of host memory pinned in a second where a virtual machine's memory grows as it is touched."""
+
 
 
 def choose_group(costs: Sequence[LayerCost]) -> int:
