@@ -31,7 +31,6 @@ _PINNING = 1.2 * GIB
 """Bytes of host memory pinned in a second where a virtual machine's memory grows as it is touched."""
 
 
-
 def choose_group(costs: Sequence[LayerCost]) -> int:
     """Return the layers to dispatch as one program: one, unless their passes are short."""
     layers = len(costs)
