@@ -74,6 +74,10 @@ class Synonyms:
         self.values = values
 
 
+class CommaSeparated:
+    """Splits texts of a list at commas, as other programs write lists of names."""
+
+
 class Overrules:
     """Switches that a recipe may turn on and that this one, given as a flag, turns off."""
 
@@ -94,6 +98,7 @@ class Kind:
     scalar: type
     optional: bool = False
     many: bool = False
+    comma_separated: bool = False
     choices: tuple[Any, ...] = ()
     range: Range = Range()
     aliases: Mapping[str, Mapping[Any, Any] | None] = dataclasses.field(default_factory=dict)
@@ -119,7 +124,7 @@ class Kind:
             return None
         if self.many:
             items = value if isinstance(value, list | tuple) else (value,)
-            return tuple(self.read_one(item) for item in items)
+            return tuple(self.read_one(part) for item in items for part in self._parts(item))
         return self.read_one(value)
 
     def read_text(self, text: str) -> Any:
@@ -128,6 +133,8 @@ class Kind:
             return None
         if self.scalar is Path:
             return self.read_one(text)
+        if len(parts := self._parts(text)) > 1:
+            return ",".join(map(self.read_one, parts))
         value: Any = text
         with contextlib.suppress(ValueError):
             # Other programs print whole numbers as floats: 3.0 epochs.
@@ -148,6 +155,11 @@ class Kind:
         if value is False:
             return KEEP
         raise ValueError(f"expected {' | '.join(map(str, values))}, got {value!r:.100}")
+
+    def _parts(self, item: Any) -> list[Any]:
+        """Return the items that one of a list stands for."""
+        split = self.comma_separated and isinstance(item, str)
+        return [part.strip() for part in item.split(",") if part.strip()] or [item] if split else [item]
 
     def read_one(self, value: Any) -> Any:
         """Convert one item; raises like `read`."""
@@ -288,6 +300,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, remedies=note.remedies)
             case Synonyms():
                 kind = dataclasses.replace(kind, synonyms=note.values)
+            case CommaSeparated():
+                kind = dataclasses.replace(kind, comma_separated=True)
             case Overrules():
                 kind = dataclasses.replace(kind, overrules=note.names)
     return kind

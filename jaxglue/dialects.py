@@ -264,12 +264,6 @@ def _check_roles(path: str, roles: Any) -> None:
             raise ValueError(f"{path}: roles: {named:.100} stands for {role}: rename it in the rows")
 
 
-def _lora_target(value: Any) -> Nested:
-    names = [value] if isinstance(value, str) else value
-    targets = [target.strip() for name in names for target in str(name).split(",")]
-    return {"lora": {"targets": tuple("all-linear" if target == "all" else target for target in targets)}}
-
-
 def _steps(value: Any) -> Nested:
     """Return the steps; -1 leaves them to the epochs."""
     return {} if value == -1 else {"run": {"steps": Kind(scalar=int).read(value)}}
@@ -299,7 +293,6 @@ _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "adapter": _adapter,
     "datasets": _data_sets("data"),
     "test_datasets": _data_sets("eval_data"),
-    "lora_target": _lora_target,
     "max_steps": _steps,
     "lr_scheduler": _schedule,
     "lr_scheduler_type": _schedule,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Config, NonNegativeInt, PositiveInt, Range
+from jaxglue.config import Alias, CommaSeparated, Config, NonNegativeInt, PositiveInt, Range, Synonyms
 
 ALL_LINEAR = "all-linear"
 VocabularyModule = Literal["embed_tokens", "lm_head"]
@@ -30,6 +30,8 @@ class LoraConfig(Config):
         tuple[str, ...],
         Alias("target_modules", "lora_target_modules", "lora_target"),
         Alias("lora_target_linear", values={True: (ALL_LINEAR,)}),
+        Synonyms(all=ALL_LINEAR),
+        CommaSeparated(),
     ] = (ALL_LINEAR,)
     """Linear layers to adapt, such as q_proj, the experts' gate_up_proj and down_proj, or the end of a path, such
     as 3.self_attn.q_proj; all-linear selects every one in the decoder layers, including experts, excluding routers."""
@@ -43,6 +45,7 @@ class LoraConfig(Config):
         tuple[VocabularyModule, ...],
         Alias("lora_modules_to_save", "additional_target"),
         Alias("train_embeddings", values={True: MODULES}),
+        CommaSeparated(),
     ] = ()
     """Train these whole beside the adapters: embed_tokens, lm_head or both, which are one where the model ties them."""
     trainable_token_indices: tuple[NonNegativeInt, ...] = ()

@@ -6,6 +6,7 @@ import pytest
 
 from jaxglue.cli import parse_config
 from jaxglue.config import Alias, Config, Range
+from jaxglue.models.lora_config import LoraConfig
 from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.training.config import TrainConfig
 
@@ -95,6 +96,12 @@ def test_aliases_serve_as_flags_and_keys(write_recipe, name):
     flag = parse_config(TrainGroup, ["--data", "x", f"--{name.replace('_', '-')}", "64"])
     key = parse_config(TrainGroup, ["--data", "x", "--config", str(write_recipe(f"[data]\n{name} = 64"))])
     assert flag == key and flag.data.seq_len == 64
+
+
+@pytest.mark.parametrize("names", [["q_proj,v_proj"], ["q_proj,", "v_proj"], ["q_proj", "v_proj"]])
+def test_names_of_modules_may_stand_between_commas(names):
+    assert parse_config(LoraConfig, ["--lora_target_modules", *names]).targets == ("q_proj", "v_proj")
+    assert parse_config(LoraConfig, ["--lora_target", "all"]).targets == ("all-linear",)
 
 
 def test_training_keeps_old_names_as_aliases():
