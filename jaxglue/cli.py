@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
-from jaxglue.dialects import NOTES
+from jaxglue.dialects import NOTES, REFUSED
 from jaxglue.recipe import construct, find_recipe, is_required, read_recipe, to_plain
 
 
@@ -48,7 +48,7 @@ def _hyphenated(argument: str) -> str:
 
 def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
     """Describe an unknown flag with what replaces it here, or the flag it may be a misspelling of."""
-    if note := NOTES.get(flag.strip("-").replace("-", "_")):
+    if note := (NOTES | REFUSED).get(flag.strip("-").replace("-", "_")):
         return f"{flag} has no counterpart: {note}"
     known = [name for action in parser._actions for name in action.option_strings]
     return f"unknown argument {flag}{nearest(flag, known)}; --help lists them all"

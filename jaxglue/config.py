@@ -150,6 +150,7 @@ class Kind:
         values = self.aliases.get(name)
         if values is None:
             return value
+        value = str(value) if type(value) is int else value
         if isinstance(value, str | bool) and value in values:
             return values[value]
         if value is False:

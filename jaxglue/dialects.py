@@ -18,34 +18,63 @@ _REASONS = {
     "documents are always packed, and see only themselves": (
         *("packing", "sample_packing", "eval_sample_packing", "pad_to_sequence_len", "neat_packing", "group_by_length"),
         *("padding_free", "multipack_real_batches", "remove_unused_columns", "dataloader_num_workers"),
-        *("dataloader_prefetch_factor", "dataloader_pin_memory", "pad_to_multiple_of"),
+        *("dataloader_prefetch_factor", "dataloader_pin_memory", "pad_to_multiple_of", "packing_strategy"),
+        *("eval_packing", "length_column_name", "eval_sequence_len", "sample_packing_bin_size"),
+        *("sample_packing_group_size", "dataloader_drop_last"),
     ),
     "--remat decides what is recomputed": (
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
-        "activation_offloading",
+        *("activation_offloading", "disable_gradient_checkpointing"),
     ),
     "--attention chooses the kernel; auto takes the fastest": (
-        *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
+        *(
+            "attn_implementation",
+            "flash_attention",
+            "flash_attn",
+            "sdp_attention",
+            "xformers_attention",
+            "flex_attention",
+        ),
+        *("eager_attention", "use_eager_attention"),
     ),
     "kernels are chosen by GPU and shape": (
         *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
         *("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm", "cut_cross_entropy"),
         *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+        *("use_unsloth", "use_logits_to_keep"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
+        *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "ddp_bucket_cap_mb"),
+        *("ddp_broadcast_buffers", "ignore_bias_buffers"),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
         *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
         "max_samples",
     ),
+    "--weights and --embeddings say where weights are": ("device_map", "low_cpu_mem_usage", "lora_on_cpu"),
+    "--memory-limit sets how much of the GPU is planned with": ("gpu_memory_limit", "gpu_memory_utilization"),
+    "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
+        *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
+        "quantization_method",
+    ),
+    "documents are shuffled anew each epoch, by --seed": (
+        *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
+        "data_seed",
+    ),
+    "--seq-len bounds prompt and answer together": ("max_prompt_length", "max_completion_length", "truncation_mode"),
+    "--on-spike skip leaves out steps whose loss is a spike": ("loss_watchdog_threshold", "loss_watchdog_patience"),
     "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
         *("logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
         *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
+        *("mlflow_experiment_name", "comet_project_name"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
     "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
-    "config.json names the model's family": ("model_type", "tokenizer_type", "is_llama_derived_model"),
+    "config.json names the model's family": (
+        *("model_type", "tokenizer_type", "is_llama_derived_model", "is_mistral_derived_model"),
+        *("is_qwen_derived_model", "tokenizer_use_fast", "tokenizer_legacy"),
+    ),
     "evaluations and checkpoints are counted in steps: --eval-every, --save-every": (
         *("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"),
         "saves_per_epoch",
@@ -59,7 +88,9 @@ _REASONS = {
     "no remote code is ever run": ("trust_remote_code",),
     "the cache knows what has changed": ("overwrite_cache",),
     "the tokenizer's own are used": ("eos_token", "pad_token"),
-    "the console and metrics.jsonl have it": ("log_level", "debug", "include_tokens_per_second"),
+    "the console and metrics.jsonl have it": (
+        *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen"),
+    ),
     "each program finds this by itself": ("local_rank", "lora_task_type", "lora_fan_in_fan_out"),
     "the first and the last step are always shown, the last always saved": ("save_first_step",),
     "--resume continues the latest checkpoint of --output": (
@@ -68,6 +99,10 @@ _REASONS = {
 }
 NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 """Remedies for settings of other programs, by name."""
+REFUSED = dict.fromkeys(
+    ("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"
+)
+"""The same of settings without which a run would be another."""
 
 Nested = dict[str, Any]
 
@@ -94,6 +129,8 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                     _merge(values, {group: {field: kind.read(read)}})
             elif key in NOTES:
                 left_out.setdefault(NOTES[key], []).append(key)
+            elif key in REFUSED:
+                unknown.append(f"{key} ({REFUSED[key]})")
             elif value is False:
                 left_out.setdefault("off", []).append(key)
             else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxglue.config import Kind, groups, plain_fields
-from jaxglue.dialects import NOTES
+from jaxglue.dialects import NOTES, REFUSED
 from jaxglue.training.config import TrainConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "from_other_tools.md"
@@ -46,7 +46,7 @@ def _yaml(value: object) -> str:
 
 def _notes() -> str:
     settings: dict[str, list[str]] = defaultdict(list)
-    for name, note in NOTES.items():
+    for name, note in (NOTES | REFUSED).items():
         settings[note].append(f"`{name}`")
     return _table(("theirs", "here"), [(", ".join(names), note) for note, names in settings.items()])
 

@@ -32,14 +32,14 @@ class DataConfig(Config):
     """Row format; `auto` detects it from the first row's keys and reports it."""
     columns: str = ""
     """New and old names of columns to rename, such as prompt=question,completion=answer."""
-    system: str = ""
+    system: Annotated[str, Alias("default_system", "default_system_message")] = ""
     """System message of chats that have none."""
     mix_temperature: Annotated[float, Range(ge=1)] = 1.0
     """T: sources take shares proportional to their tokens to the power 1/T; 1 reads each once in an epoch."""
     loss_on: Annotated[
         LossOn,
         Alias("train_on_inputs", "train_on_prompt", values={True: "all", False: "assistant"}),
-        Alias("assistant_only_loss", values={True: "assistant", False: "all"}),
+        Alias("assistant_only_loss", "completion_only_loss", values={True: "assistant", False: "all"}),
     ] = "assistant"
     """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `all`: every token."""
     seq_len: Annotated[

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxglue.config import (
     Alias,
+    CommaSeparated,
     Config,
     Instead,
     NonNegativeFloat,
@@ -40,7 +41,7 @@ class ModelConfig(Config):
 
     model: Annotated[str, Alias("base_model", "model_name_or_path", "model_name")]
     """A Hugging Face model folder with config.json, tokenizer and safetensors, or owner/name on the hub."""
-    revision: str | None = None
+    revision: Annotated[str | None, Alias("model_revision", "revision_of_model")] = None
     """Branch, tag or commit of a model on the hub; a run records the commit."""
     random_weights: bool = False
     """Start from random weights, so that the folder needs no safetensors; up to 1 GiB of them go to base/ beside the
@@ -93,6 +94,8 @@ class ModelConfig(Config):
         Alias("quantise"),
         Alias("load_in_4bit", values={True: "nf4"}),
         Alias("load_in_8bit", values={True: "int8"}),
+        Alias("load_in_16bit", values={True: "none"}),
+        Alias("quantization_bit", values={"4": "nf4", "8": "int8"}),
     ] = "none"
     """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
     with bitsandbytes' values. Already-quantized folders are detected."""
@@ -106,7 +109,7 @@ class ModelConfig(Config):
     """With --matmul fp8, multiply the frozen output projection in FP8 too."""
     fp8_experts: bool = False
     """With --matmul fp8, multiply experts in MXFP4 in FP8 too, which holds their values."""
-    neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha")] = 0.0
+    neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha", "noisy_embedding_alpha")] = 0.0
     """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
     2310.05914); 5 is usual, 0 adds none."""
     router_balance_loss: NonNegativeFloat = 0.0
@@ -204,7 +207,7 @@ class RunConfig(Config):
     """Optimizer steps; by default those of all epochs."""
     log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10
     """Optimizer steps between lines of metrics."""
-    log_to: Annotated[tuple[str, ...], Alias("report_to")] = ("tensorboard",)
+    log_to: Annotated[tuple[str, ...], Alias("report_to"), CommaSeparated()] = ("tensorboard",)
     """Trackers of the metrics beside metrics.jsonl, separated by commas: tensorboard, wandb, trackio, mlflow; or
     none."""
     eval_every: Annotated[PositiveInt, Alias("eval_steps")] | None = None
@@ -251,8 +254,7 @@ class RunConfig(Config):
     @property
     def trackers(self) -> tuple[str, ...]:
         """Return the names in `log_to`, each once."""
-        names = (name.strip() for item in self.log_to for name in item.split(","))
-        return tuple(dict.fromkeys(name for name in names if name and name != "none"))
+        return tuple(dict.fromkeys(name for name in self.log_to if name not in ("", "none")))
 
 
 @dataclass(frozen=True, kw_only=True)
