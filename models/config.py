@@ -81,9 +81,8 @@ class DecoderConfig:
         self._check_quantize()
 
     def _check_quantize(self) -> None:
-        if self.quantize != "none" and self.moe and not self.moe.mxfp4:
-            remedy = "use the original one" if self.quantize == "fp8_stored" else "leave it out"
-            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: {remedy}")
+        if self.quantize not in ("none", "fp8_stored") and self.moe and not self.moe.mxfp4:
+            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         check_format(self.quantize, sizes | heads)
@@ -267,6 +266,15 @@ def _scores(raw: Mapping[str, Any]) -> bool:
     return True
 
 
+_FP8_METHODS = {
+    "fp8": ("quant_algo", None),
+    "fbgemm_fp8": ("quant_algo", None),
+    "compressed-tensors": ("format", "float-quantized"),
+    "modelopt": ("quant_algo", "FP8"),
+}
+"""Methods that store e4m3 values with their scales, each with an entry and its value for that."""
+
+
 def _stored_format(raw: Mapping[str, Any]) -> Storage:
     """Return the folder's quantization format, from `quantization_config` in config.json.
 
@@ -277,7 +285,7 @@ def _stored_format(raw: Mapping[str, Any]) -> Storage:
     if not stored or raw["model_type"] == "gpt_oss":
         return "none"
     remedy = "use the original model folder with --quantize nf4 or int8"
-    if stored.get("quant_method") in ("fp8", "compressed-tensors"):
+    if stored.get("quant_method") in _FP8_METHODS:
         return _stored_fp8(stored)
     if stored.get("quant_method") != "bitsandbytes":
         raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
@@ -298,13 +306,14 @@ def _stored_fp8(stored: Mapping[str, Any]) -> Storage:
     """Return the format of a folder whose linear layers are in FP8, with scales beside them (`hf.fp8_folders`).
 
     Raises:
-        ValueError: another format of compressed-tensors, other blocks, or unquantized linear layers.
+        ValueError: another format of compressed-tensors or ModelOpt, other blocks, or unquantized linear layers.
     """
     method, remedy = stored["quant_method"], "use the original model folder with --matmul fp8"
     groups = stored.get("config_groups")
     kinds = [(group.get("weights") or {}).get("type") for group in groups.values()] if isinstance(groups, dict) else []
-    if method == "compressed-tensors" and (stored.get("format") != "float-quantized" or set(kinds) - {"float"}):
-        raise ValueError(f"compressed-tensors' format {stored.get('format')!r} in config.json is not read: {remedy}")
+    key, expected = _FP8_METHODS[method]
+    if stored.get(key) != expected or set(kinds) - {"float"}:
+        raise ValueError(f"{method}'s {key} {stored.get(key)!r} in config.json is not read: {remedy}")
     if (block := stored.get("weight_block_size")) not in (None, [128, 128]):
         raise ValueError(f"weight_block_size {block!r} in config.json: expected [128, 128]: {remedy}")
     skipped = stored.get("ignore") or stored.get("modules_to_not_convert") or []

@@ -16,6 +16,7 @@ import numpy as np
 from jaxglue.data.progress import DataProgress, NoProgress, metered
 from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
+from jaxglue.hf.fp8_folders import is_cache_scale
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.hf.upload import UploadBuffers
 from jaxglue.json_file import read_json
@@ -207,8 +208,8 @@ def _check_tensors(
 
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a tensor is a legacy rotary buffer or the copy of a tied embedding (see `_check_tied`)."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == HEAD and _EMBEDDING in shapes)
+    """Return whether a tensor is a legacy rotary buffer, a cache's scale or a tied embedding's copy (`_check_tied`)."""
+    return name.endswith(".rotary_emb.inv_freq") or is_cache_scale(name) or (name == HEAD and _EMBEDDING in shapes)
 
 
 def _check_tied(files: TensorFiles, rows: int = 4096) -> None:

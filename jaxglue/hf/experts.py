@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.hf.bitsandbytes import find_quantized
-from jaxglue.hf.fp8_folders import find_fp8
+from jaxglue.hf.fp8_folders import FP8Source, find_fp8
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.fp8 import BLOCK as FP8_BLOCK
+from jaxglue.ops.quant.fp8 import E4M3, FP8Weight, dequantize_fp8
 from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize_mxfp4
 
 Index = tuple[int | slice, ...]
@@ -52,7 +54,7 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
             return _expanded(name, shape)
         parts = expert_parts(name, shape)
         if parts and next(iter(parts)) in files.tensors:
-            return _stacked(parts, shape)
+            return _stacked(files, parts, shape)
     elif quantized := find_quantized(files, name, shape) or find_fp8(files, name, shape):
         return Source(shapes=quantized[0], read=quantized[1], packed=True)
     return Source(
@@ -94,7 +96,18 @@ def checkpoint_layout(shapes: Mapping[str, Shape], config: Mapping[str, Any]) ->
     return layout
 
 
-def _stacked(parts: dict[str, ExpertIndex], shape: Shape) -> Source:
+def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) -> Source:
+    shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
+    present = [tensor for tensor in parts if tensor in files.tensors]
+    in_fp8 = {tensor: found for tensor in present if (found := find_fp8(files, tensor, shapes[tensor]))}
+    if in_fp8:
+        if others := [tensor for tensor in present if tensor not in in_fp8]:
+            info = files.tensors[others[0]]
+            raise ValueError(
+                f"{others[0]} in {info.file} is {info.dtype}, but other experts are in FP8: store all alike"
+            )
+        return _stacked_fp8(in_fp8, parts, shape)
+
     def read_rows(files: TensorFiles, start: int, stop: int) -> np.ndarray:
         stack = np.empty((stop - start, *shape[1:]), files.tensors[next(iter(parts))].dtype)
         for tensor, (expert, rows) in parts.items():
@@ -102,8 +115,28 @@ def _stacked(parts: dict[str, ExpertIndex], shape: Shape) -> Source:
                 stack[expert - start, rows] = files.read(tensor)
         return stack
 
-    shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
     return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows)
+
+
+def _stacked_fp8(in_fp8: dict[str, FP8Source], parts: dict[str, ExpertIndex], shape: Shape) -> Source:
+    """Return how to read experts in FP8 as bfloat16, on the default device."""
+
+    def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
+        codes = np.empty((stop - start, *shape[1:]), E4M3)
+        scales = np.empty((stop - start, shape[1], -(-shape[2] // FP8_BLOCK)), np.float32)
+        for tensor, (expert, rows) in parts.items():
+            if start <= expert < stop:
+                weight = in_fp8[tensor][1](files)
+                codes[expert - start, rows] = weight.codes
+                scales[expert - start, rows] = weight.scales.reshape(len(weight.codes), -1)
+        flat = {"codes": codes.reshape(-1, shape[2]), "scales": scales.reshape(-1, scales.shape[2])}
+        weight = FP8Weight(**jax.device_put(flat), dtype=jnp.dtype(jnp.bfloat16))
+        return dequantize_fp8(weight, jnp.bfloat16).reshape(codes.shape)
+
+    shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
+    for found, _ in in_fp8.values():
+        shapes |= found
+    return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows, packed=True)
 
 
 def part_shape(shape: Shape, index: Index) -> Shape:

@@ -15,6 +15,7 @@ from jaxglue.hf.adapter import Adapter, load_adapter
 from jaxglue.hf.adapter_check import check_adapter
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, load_tensors, open_checkpoint, read_config
+from jaxglue.hf.fp8_folders import require_fp8
 from jaxglue.hf.identity import Identity
 from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import abstract_model, config_from_hf
@@ -78,6 +79,8 @@ def load_model(
         specs = specs | others
         if quantize != "none" and (name := next(filter(mapped, specs), None)):
             raise ValueError(f"{name} is to be quantized and cannot stay in its file: quantize the folder first")
+        if quantize == "none" and config.quantize == "fp8_stored":
+            require_fp8(open_checkpoint(folder), quantized_names(abstract_model(config, dtype=dtype)))
         if not config.scores:
             return load_tensors(folder, specs, put, mapped=mapped, progress=progress)
         missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
@@ -113,6 +116,9 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
             array = quantize_matrix(array, config.quantize)
         elif isinstance(array, FP8Weight) and config.quantize == "fp8":
             array = multiplied_in_fp8(array)
+        elif isinstance(array, FP8Weight) and config.quantize != "fp8_stored":
+            entry = '"quantization_config": {"quant_method": "fp8"}'
+            raise ValueError(f"{name} is in FP8, of which config.json says nothing: add {entry} to it")
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

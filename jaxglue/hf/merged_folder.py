@@ -21,6 +21,7 @@ from jaxglue.hf.experts import find_source, read_expanded
 from jaxglue.hf.export import copy_texts
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
+from jaxglue.hf.fp8_folders import find_fp8, is_cache_scale
 from jaxglue.hf.identity import identify
 from jaxglue.hf.merge import adapter_deltas, vocabulary_matrix
 from jaxglue.hf.reward_model import describe_reward_model
@@ -132,7 +133,11 @@ class _Merge:
             if not is_quantized(value):
                 value = quantize_matrix(jnp.asarray(value), self.config.quantize)
             return np.asarray(dequantize(value, self.specs[name].dtype))
-        return self._files.read(name) if name in self._files.tensors else np.asarray(read_expanded(self._files, name))
+        if name not in self._files.tensors:
+            return np.asarray(read_expanded(self._files, name))
+        if found := find_fp8(self._files, name, self.specs[name].shape):
+            return np.asarray(dequantize(found[1](self._files), self.specs[name].dtype))
+        return self._files.read(name)
 
     def _read_vocabulary(self, name: str) -> np.ndarray:
         weight = self._files.read(name)
@@ -170,12 +175,15 @@ def _expand_quantized(
     tensors: Mapping[str, TensorInfo], quantized: Mapping[str, tuple[int, ...]]
 ) -> dict[str, TensorInfo]:
     """Return a folder's tensors with quantized matrices in bfloat16 in place of their parts."""
-    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub" or tensors[name].dtype == E4M3}
+    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub"}
+    expanded |= {name for name, info in tensors.items() if info.dtype == E4M3}  # experts, too
     parts = tuple(f"{name}." for name in expanded)
     modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in _PARTS}
+    modules |= set(filter(is_cache_scale, tensors))
     kept = {name: info for name, info in tensors.items() if not name.startswith(parts) and name not in modules}
     dtype = np.dtype(jnp.bfloat16)
-    return kept | {name: replace(tensors[name], shape=quantized[name], dtype=dtype) for name in expanded}
+    shapes = {name: quantized.get(name, tensors[name].shape) for name in expanded}
+    return kept | {name: replace(tensors[name], shape=shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def _finite(name: str, weight: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.experts import checkpoint_layout
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merged_folder import export_adapter
@@ -114,6 +115,55 @@ def test_an_adapter_merges_into_a_folder_in_fp8(folders, tmp_path):
     assert f"{module}.weight_scale" not in merged
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory, tiny_config):
+    """A mixture of experts in FP8: its folder, config.json without quantization, and tensors."""
+    moe = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "num_hidden_layers": 1}
+    raw = {**tiny_config, **moe, "model_type": "qwen3_moe"}
+    plain = flatten_names(split_model(random_model(config_from_hf(raw), dtype=jnp.float32), nnx.Param)[1])
+    stored = {}
+    for name, (parameter, index) in checkpoint_layout({name: x.shape for name, x in plain.items()}, raw).items():
+        matrix = plain[parameter][index]
+        stored |= store(name, matrix, "block") if name.endswith("_proj.weight") else {name: matrix}
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    save_tensors(folder, stored)
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": FORMATS["block"]}))
+    return folder, raw, stored
+
+
+def test_experts_expand_on_load(mixture):
+    folder, raw, stored = mixture
+    found = flatten_names(split_model(load_model(folder, dtype=jnp.float32), nnx.Param)[1])
+    experts = {name: x.shape for name, x in found.items() if ".experts." in name}
+    for part, (name, index) in checkpoint_layout(experts, raw).items():
+        expected = values(stored, part).astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(found[name][index], expected)
+
+
+def test_a_merged_mixture_has_no_fp8(mixture, tmp_path):
+    folder, _, stored = mixture
+    q_proj, config = "model.layers.0.self_attn.q_proj", LoraConfig(rank=2, targets=("q_proj",))
+    out, columns = stored[f"{q_proj}.weight"].shape
+    tensors = {f"{q_proj}.lora_A": np.ones((2, columns), np.float32), f"{q_proj}.lora_B": np.ones((out, 2), np.float32)}
+    save_adapter(tmp_path / "adapter", tensors, config, str(folder), identify(folder))
+    export_adapter(tmp_path / "adapter", folder, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {str(x.dtype) for name, x in merged.items() if "_proj" in name} == {"bfloat16"}
+    expert = "model.layers.0.mlp.experts.2.up_proj.weight"
+    np.testing.assert_array_equal(merged[expert], values(stored, expert).astype(jnp.bfloat16))
+    assert not any("scale" in name for name in merged)
+
+
+def test_other_tools_folders_load_without_their_caches_scales(folders, tmp_path):
+    def change(stored, quantization):
+        quantization |= {"quant_method": "modelopt", "quant_algo": "FP8"}
+        stored |= {f"model.layers.{i}.self_attn.{kind}": jnp.ones(()) for i in range(2) for kind in CACHE_SCALES}
+
+    model = load_model(broken(folders, tmp_path, "tensor", change), dtype=jnp.float32)
+    stored = folders["tensor"][1]
+    np.testing.assert_array_equal(dequantize_fp8(weights(model)[MATRIX], jnp.float32), values(stored, MATRIX))
+
+
 def broken(folders, tmp_path, how, change) -> str:
     folder, stored = folders[how]
     stored, raw = dict(stored), json.loads((folder / "config.json").read_text())
@@ -124,6 +174,7 @@ def broken(folders, tmp_path, how, change) -> str:
 
 
 SCALE = MATRIX.replace("weight", "weight_scale")
+CACHE_SCALES = ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.v_scale")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +183,9 @@ SCALE = MATRIX.replace("weight", "weight_scale")
         ("channel", lambda t, q: t.pop(SCALE), r"is in FP8: expected .*down_proj\.weight_scale or"),
         ("channel", lambda t, q: t.update({SCALE: t[SCALE][1:]}), r"weight_scale in .* is \[\d+, 1\], expected one of"),
         ("channel", lambda t, q: q.update(format="pack-quantized"), "format 'pack-quantized' .* is not read"),
+        ("channel", lambda t, q: q.update(quant_method="modelopt", quant_algo="NVFP4"), "'NVFP4' in .* is not read"),
+        ("channel", lambda t, q: q.clear(), "is in FP8, of which config.json says nothing"),
+        ("channel", lambda t, q: t.update({MATRIX: t[MATRIX].astype(jnp.bfloat16)}), "is bfloat16, and the folder's"),
         ("block", lambda t, q: q.update(weight_block_size=[64, 64]), r"weight_block_size \[64, 64\]"),
         (
             "block",
