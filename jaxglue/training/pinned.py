@@ -13,8 +13,9 @@ from jax.extend.backend import clear_backends
 
 from jaxglue.engine.residency import HOST
 from jaxglue.engine.transfer import pin
+from jaxglue.ops.names import GATE, UP
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.plans import HOST_LIMIT
+from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.remat import RematChoice
 
@@ -43,7 +44,7 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     gc.collect()
     if jax.live_arrays():
         return 0
-    size = pool_gib(workload, remat.host_bytes)
+    size = pool_gib(workload, remat, float(environ.get(HOST_LIMIT, DEFAULT_PINNED_GIB)))
     environ[HOST_LIMIT] = str(size)
     _renew_client()
     if not streams:
@@ -51,12 +52,15 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     return size
 
 
-def pool_gib(workload: Workload, host_bytes: int) -> int:
-    """Return the whole GiB to pin: the plan's, and one of the largest tensors more."""
+def pool_gib(workload: Workload, remat: RematChoice, limit: float) -> int:
+    """Return the whole GiB to pin: the plan's and one of the largest arrays more, or the plan's within a limit."""
     frozen, config = abstract_parts(workload)[2], workload.config
-    value = workload.tokens * max(config.hidden_size, config.intermediate_size) * jnp.dtype(workload.dtype).itemsize
+    offloaded = frozenset[str]().union(*(policy.offloaded for policy in remat.policies))
+    width = config.intermediate_size if offloaded & {GATE, UP} else config.hidden_size
+    value = workload.tokens * width * jnp.dtype(workload.dtype).itemsize if offloaded else 0
     largest = max(value, *(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen)))
-    return math.ceil(((1 + _LOST) * host_bytes + largest + _SLACK) / GIB)
+    least = remat.host_bytes + _SLACK
+    return math.ceil(max(least, min((1 + _LOST) * least + largest, limit * GIB)) / GIB)
 
 
 def _pin(size: int) -> None:
