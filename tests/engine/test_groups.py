@@ -71,7 +71,9 @@ def test_attention_of_a_restored_layer_runs_once_more(split_parts, random_batch,
 
     monkeypatch.setattr(attention, "reference_attention", counted)
     parts = split_parts("lora", num_hidden_layers=10)
-    group = f"1 x offload:layer_input,{ATTENTION} + 5 x drop:layer_input; offload:{ATTENTION} + 2 x drop:{{}} + 2 x dots"
+    group = (
+        f"1 x offload:layer_input,{ATTENTION} + 5 x drop:layer_input; offload:{ATTENTION} + 2 x drop:{{}} + 2 x dots"
+    )
     results, counts = [], []
     for policy in (f"save:{ATTENTION}", group.format("layer_input"), group.format(f"layer_input,{ATTENTION}")):
         runs = 0
