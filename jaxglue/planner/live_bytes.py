@@ -1,4 +1,7 @@
-"""Memory of a program's kernels: arrays are in memory from the kernel that writes them to the last that reads them."""
+"""Memory of a program's kernels: arrays are in memory from the kernel that writes them to the last that reads them.
+
+XLA keeps the best of several orders; here those of the trace, and of what each result needs, result by result.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +45,30 @@ class Kernel:
 
 
 def peak_bytes(kernels: Sequence[Kernel], *, without: set[Value]) -> int:
-    """Return the most bytes of values in memory at once, without arguments and results."""
+    """Return the most bytes of values in memory at once, without arguments and results, in the better order."""
+    return min(_peak_bytes(order, without) for order in (kernels, _by_result(kernels)))
+
+
+def _by_result(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the kernels in the order of results, each after those that it needs and that no earlier one needs."""
+    writers: dict[Value, int] = {}
+    needs: list[set[int]] = []
+    for index, kernel in enumerate(kernels):
+        needs.append({writers[value] for value in kernel.inputs if value in writers})
+        writers |= dict.fromkeys(kernel.outputs or kernel.inputs[:1], index)  # those without outputs add to the first
+    order: dict[int, None] = {}
+    last = set(range(len(kernels))).difference(*needs)
+    for result in sorted(last):
+        waiting = [result]
+        while waiting:
+            if missing := [index for index in sorted(needs[waiting[-1]]) if index not in order]:
+                waiting.append(missing[0])
+            else:
+                order[waiting.pop()] = None
+    return [kernels[index] for index in order]
+
+
+def _peak_bytes(kernels: Sequence[Kernel], without: set[Value]) -> int:
     last: dict[Value, int] = {}
     for index, kernel in enumerate(kernels):
         for value in (*kernel.inputs, *kernel.outputs):

@@ -6,6 +6,7 @@ import pytest
 
 from jaxglue.planner.cost import KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9, peers=1e9)
 SQUARE = 64 * 64 * 4
@@ -67,3 +68,29 @@ def test_results_that_nothing_needs_cost_nothing():
         return lambda x, w: jax.checkpoint(lambda x: [x @ w, *[w @ x] * (count - 1)])(x)[0]
 
     assert cost(first(1), (64, 64), (64, 64)) == cost(first(2), (64, 64), (64, 64))
+
+
+def test_kernels_of_one_result_run_before_the_next():
+    recomputed, large, small = Value(10), Value(100), Value(1)
+    first, second = Value(1), Value(1)
+    kernels = [
+        Kernel((), (recomputed,), 0),
+        Kernel((), (large,), 0),
+        Kernel((large,), (first,), 0),
+        Kernel((recomputed,), (small,), 0),
+        Kernel((small,), (second,), 0),
+    ]
+    assert peak_bytes(kernels, without={first, second}) == 100
+    assert peak_bytes(kernels[:1] + kernels[3:], without={second}) == 11
+
+
+def test_values_of_one_large_array_are_formed_together():
+    left, right, made = Value(100, is_argument=True), Value(100), Value(100)
+    other, gradient = Value(100), Value(1)
+    kernels = [
+        Kernel((left,), (made,), 0, fused=True),
+        Kernel((made,), (gradient,), 0),
+        Kernel((), (right,), 0),
+        Kernel((left, right), (other,), 0, fused=True),
+    ]
+    assert peak_bytes(kernels, without={gradient, other}) == 200
