@@ -66,10 +66,7 @@ class Trainer:
         if note := add_reference(setup, self._model, mesh, processes):
             console.print(note, highlight=False)
             timer.stage("reference")
-        shared: dict[str, Any] = {
-            "dtype": setup.config.model.compute_dtype,
-            "attention": setup.config.model.attention,
-        }
+        shared: dict[str, Any] = {"dtype": setup.config.model.compute_dtype, "attention": setup.config.model.attention}
         probe = ExpertLoadProbe(self._model.graphdefs, setup.model, **shared, layout=self._model.layout)
         self._evaluation = Evaluation(setup, self._model.executor, probe, mesh)
         self._samples = Samples(setup, self._model.graphdefs, folder if processes.is_main else None, console)
@@ -175,9 +172,9 @@ class Trainer:
     def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
         with self._recorder.meter.waiting():
             batch = next(self._setup.batches)
-        if self._last_batch is None and (note := self._model.check_fp8(batch.micro_batches[-1])):
-            self._console.print(note, highlight=False)
         self._last_batch = batch.micro_batches[-1]
+        if note := self._model.check_fp8(self._last_batch):
+            self._console.print(note, highlight=False)
         self._recent = {**dict(list(self._recent.items())[-_STEPS_IN_FLIGHT:]), self._model.step + 1: batch}
         if self._spikes is None:
             return self._model.dispatch(batch)
@@ -235,6 +232,7 @@ class Trainer:
         host = {
             "batches": self._setup.batches.get_state(),
             **self._evaluation.get_state(),
+            **self._model.get_state(),
             "first_loss": self._recorder.first_loss,
             "last_loss": self._recorder.last_loss,
             "spikes": self._spikes and self._spikes.get_state(),
@@ -253,11 +251,11 @@ class Trainer:
         self._model.restore(restored.state, restored.step)
         self._setup.batches.set_state(host["batches"])
         self._evaluation.set_state(host)
+        self._model.set_state(host)
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
         if self._spikes and host.get("spikes"):
             self._spikes.set_state(host["spikes"])
-        for note in notes:
-            self._console.print(note, markup=False, highlight=False)
+        self._console.print("\n".join(notes), markup=False, highlight=False)
 
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
         """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""

@@ -61,6 +61,7 @@ class TrainStep:
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jax.jit(optax.tree.norm)
         self._compiled: set[bool] = set()
+        self._fp8: dict[str, Any] | None = None
         self.step = 0
         """Optimizer steps done."""
 
@@ -85,15 +86,25 @@ class TrainStep:
     def check_fp8(self, batch: Batch) -> str | None:
         """Take layers and a head out of FP8 where it is too inaccurate on a batch; return what was found.
 
-        None where nothing is multiplied in FP8.
+        None where nothing is multiplied in FP8, or the choice was made.
         """
-        if self._setup.model.quantize not in ("fp8", "fp8_trained"):
+        if self._setup.model.quantize not in ("fp8", "fp8_trained") or self._fp8:
             return None
-        placed = place_batch(batch, self._mesh)
-        errors = fp8_errors(self.executor, self.trainable, self.frozen, placed)
-        choice = choose_fp8(errors, self._config.model.fp8_max_error)
-        self.executor.multiply_in_fp8(choice.layers, choice.head)
+        placed, largest = place_batch(batch, self._mesh), self._config.model.fp8_max_error
+        choice = choose_fp8(fp8_errors(self.executor, self.trainable, self.frozen, placed), largest)
+        self.set_state({"fp8": {"max_error": largest, "layers": choice.layers, "head": choice.head}})
         return choice.note
+
+    def get_state(self) -> dict[str, Any]:
+        """Return JSON values that a checkpoint holds beside the arrays: the parts multiplied in FP8."""
+        return {"fp8": self._fp8}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Multiply the parts in FP8 that `get_state` returned, unless another error is allowed now."""
+        fp8 = state.get("fp8")
+        if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
+            self._fp8 = fp8
+            self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds."""
