@@ -17,7 +17,7 @@ from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Memory, Plan, by_time,
 from jaxglue.planner.predictor import Predictor
 from jaxglue.planner.programs import Programs
 from jaxglue.planner.scaled import ScaledPrograms
-from jaxglue.planner.search import fastest, most
+from jaxglue.planner.search import fastest, most, soonest
 from jaxglue.planner.workload import Workload
 
 MARGIN = 0.05
@@ -96,7 +96,7 @@ class Planner(Predictor):
         found: list[Plan] = []
         for planner in self._by_tile():
             if planner is self or planner.least_load(host_memory, weights) <= 1:
-                found += planner.fitting_plans(host_memory, weights)[:1]
+                found += soonest(planner.fitting_plans(host_memory, weights))
             # Tiles leave more memory to inputs that an untiled plan drops.
             if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
                 return min(found, key=by_time)

@@ -6,6 +6,15 @@ from functools import cache
 
 from jaxglue.planner.plans import Plan, by_time
 
+_AS_FAST = 0.01
+"""Share by which a step may be slower where the first one begins sooner: less than predictions are off by."""
+
+
+def soonest(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plan, if any, that compiles and pins for the shortest time among those as fast as the first."""
+    as_fast = [plan for plan in plans if plan.seconds <= (1 + _AS_FAST) * plans[0].seconds]
+    return [min(as_fast, key=lambda plan: plan.compile_seconds)] if as_fast else []
+
 
 def most(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Return the last count that fits, if one does; all counts before it fit, too."""

@@ -1,5 +1,6 @@
 """Host time of a step, and of the first one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, with_dispatch
+from jaxglue.planner.plans import Plan
+from jaxglue.planner.search import soonest
 
 
 def _layers(count: int, **arrays):
@@ -38,3 +41,10 @@ def test_compiling_takes_longer_for_more_kinds_of_layers():
     assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
     assert seconds("full") < seconds("full", layers_per_program=4)
     assert seconds("full", pinned=12 * GIB) == pytest.approx(seconds("full") + 10)
+
+
+def test_of_plans_as_fast_the_one_that_starts_soonest_is_chosen():
+    times = (1.0, 30.0), (1.005, 20.0), (1.009, 25.0), (1.1, 1.0)
+    plan = Plan(policies=(), weights=(), seconds=0.0, device_bytes=0, host_bytes=0)
+    plans = [replace(plan, seconds=seconds, compile_seconds=start) for seconds, start in times]
+    assert soonest(plans) == [plans[1]] and soonest([]) == []
