@@ -44,10 +44,11 @@ class HopperAttention(Launcher):
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
         arrays = _cube(q, sizes.P), _rows(k), _rows(v), segments.ends, *statistics, _cube(dout, sizes.P)
+        used = segments.segment_ids[:, :, None, None] > 0
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
         def some(first) -> tuple[jax.Array, ...]:
-            return self._gradients(arrays, first, sizes, heads, window)
+            return self._gradients(arrays, used, first, sizes, heads, window)
 
         def add(i, gradients):
             update = jax.lax.dynamic_update_slice_in_dim
@@ -61,10 +62,10 @@ class HopperAttention(Launcher):
             dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, add, tuple(jnp.zeros_like(x) for x in (q, k, v)))
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, window: int | None):
+    def _gradients(self, arrays, used, first_head, sizes: KernelSizes, heads: int, window: int | None):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
         lines, planes = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P
-        dq = jnp.zeros((planes, lines, sizes.H), jnp.float32)
+        dq = jnp.empty((planes, lines, sizes.H), jnp.float32)
         turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
         dtype = arrays[1].base.dtype
         dkv = jax.ShapeDtypeStruct((sizes.B, sizes.T, heads, sizes.H), dtype)
@@ -76,7 +77,8 @@ class HopperAttention(Launcher):
             sizes.constants(window) | {"STAGES": _STAGES, "HEADS": heads},
             aliases={len(arrays) + 1: 2, len(arrays) + 2: 3},
         )
-        return _per_token(dq * sizes.H**-0.5, sizes).astype(dtype), dk, dv
+        dq = jnp.where(used, _per_token(dq * sizes.H**-0.5, sizes), 0)  # the kernel leaves padding as it was
+        return dq.astype(dtype), dk, dv
 
 
 def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:

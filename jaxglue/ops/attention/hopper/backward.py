@@ -1,10 +1,15 @@
 """The backward pass in Gluon: one kernel for the gradients of queries, keys and values, five matmuls for each tile.
 
-A program owns a tile of keys, 64 for each of two warpgroups, and walks over the tiles of queries that see them, which
-one warp loads through TMA. Scores are transposed, [keys, queries], so that weights and their gradients are operands in
-registers. The gradient of a tile of queries is a sum over programs: another warp adds each program's share in global
-memory, in the order of keys, by a number for each tile that says whose turn it is. Results are therefore the same in
-every run. Programs start in the order of keys, so none waits for one that has not started.
+A program owns a tile of keys, 64 for each of two warpgroups, and walks over the tiles of queries that see them, from
+the last to the first, which one warp loads through TMA. Scores are transposed, [keys, queries], so that weights and
+their gradients are operands in registers. The next tile's scores are multiplied while a tile's gradient of queries is
+handed over.
+
+The gradient of a tile of queries is a sum over programs: another warp stores the first program's share in global memory
+and adds the others', in the order of keys, by a number for each tile that says whose turn it is. Results are therefore
+the same in every run. Programs start in the order of keys, so none waits for one that has not started. They begin with
+their last queries, which they share, so that each follows the one before it by a tile; from the first queries on, it
+would wait until that one came to its own keys.
 """
 
 from triton._C.libtriton import ir
@@ -30,6 +35,7 @@ from jaxglue.ops.attention.hopper.tiles import (
     release,
     ring,
     store_rows,
+    turn,
     vacate,
 )
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
@@ -90,52 +96,94 @@ def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _tiles(begin, end, MASK: gl.constexpr, operands, state, sizes, GROUP: gl.constexpr):
-    """Compute the tiles from `begin` to `end` of a pack of heads; a tile's dq is handed over one tile late."""
-    first, keys, stops, tiles = operands
-    dk, dv, dq, n = state
-    P: gl.constexpr = sizes.P
-    H: gl.constexpr = sizes.H
+def _begin_scores(tiles, n, zero, SCORES: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+    """Begin the n-th tile's scores."""
+    none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
+    keys = tiles.keys.index(zero).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+    query = tiles.queries.tiles.index(2 * await_place(tiles.queries, n)).reshape([GROUP_ROWS, H])
+    return warpgroup_mma(keys, query.permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _begin_dq(tiles, n, zero, H: gl.constexpr, GROUP: gl.constexpr):
+    """Begin a warpgroup's half of the n-th tile's gradient of queries, once both have stored the scores' gradients."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H // 2, 16])
+    none = gl.zeros([GROUP_ROWS, H // 2], gl.float32, layout=HALF)
+    mbarrier.wait(tiles.stored.index(0), n & 1)
+    keys = tiles.keys.index(zero).slice(GROUP * (H // 2), H // 2, dim=1)
+    return warpgroup_mma(tiles.dscores.index(n & 1).permute((1, 0)), keys, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, sizes, GROUP: gl.constexpr):
+    """Add the n-th tile's products to (dk, dv), and store the gradients of its scores."""
+    dk, dv = sums
+    _, _, keys, stops, tiles = operands
     SCORES: gl.constexpr = keys.type.layout.parent
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    place, zero = 2 * turn(tiles.queries, n)[0], token >> 31
+    query = tiles.queries.tiles.index(place).reshape([GROUP_ROWS, sizes.H])
+    dout = tiles.queries.tiles.index(place + 1).reshape([GROUP_ROWS, sizes.H])
+    values = tiles.keys.index(zero + 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
-    no_dq = gl.zeros(dq.shape, gl.float32, layout=dq.type.layout)
+    dweights = warpgroup_mma(values, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if MASK:
+        tokens = token + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(0, SCORES)) // sizes.P
+        visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
+        scores = gl.where(visible, scores, MASKED)
+    weights = gl.exp2(scores * (sizes.SCALE * LOG2_E) - tiles.statistics.index(place).load(SCORES))
+    operand = gl.convert_layout(weights.to(query.dtype), OPERAND)
+    # The tile came long ago: branches keep the assembler from moving a wait up, and a matmul's parts down.
+    await_place(tiles.queries, n)
+    dweights = warpgroup_mma_wait(0, deps=[dweights])
+    dv = warpgroup_mma(operand, dout, dv, is_async=True)
+    await_place(tiles.queries, n)
+    dscores = (weights * (dweights - tiles.statistics.index(place + 1).load(SCORES))).to(query.dtype)
+    dk = warpgroup_mma(gl.convert_layout(dscores, OPERAND), query, dk, is_async=True)
+    # The other warpgroup has left the tile of two tiles ago, for it has stored its part of the tile before.
+    tiles.dscores.index(n & 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
+    fence_async_shared()
+    mbarrier.arrive(tiles.stored.index(0), count=1)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    return dk, dv
+
+
+@gluon.jit
+def _tiles(begin, end, MASK: gl.constexpr, operands, state, sizes, GROUP: gl.constexpr):
+    """Compute the tiles from `begin` to `end` after another of a pack of heads; a tile's dq comes one tile late."""
+    first, count, keys, _, tiles = operands
+    dk, dv, n = state
+    SCORES: gl.constexpr = keys.type.layout.parent
     for i in range(begin, end):
-        token = first + i * (GROUP_ROWS // P)
+        token = first + (count - 1 - i) * (GROUP_ROWS // sizes.P)
         zero = token >> 31  # 0, which the compiler cannot know: it would keep every address of keys in registers
-        key_tile = tiles.keys.index(zero).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
-        value_tile = tiles.keys.index(zero + 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
-        place = 2 * await_place(tiles.queries, n)
-        query = tiles.queries.tiles.index(place).reshape([GROUP_ROWS, H])
-        dout = tiles.queries.tiles.index(place + 1).reshape([GROUP_ROWS, H])
-        scores = warpgroup_mma(key_tile, query.permute((1, 0)), none, use_acc=False, is_async=True)
-        if i > 0:
-            _hand_over(dq, tiles, n - 1, GROUP)
-        dweights = warpgroup_mma(value_tile, dout.permute((1, 0)), none, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        if MASK:
-            tokens = token + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(0, SCORES)) // P
-            visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
-            scores = gl.where(visible, scores, MASKED)
-        weights = gl.exp2(scores * (sizes.SCALE * LOG2_E) - tiles.statistics.index(place).load(SCORES))
-        operand = gl.convert_layout(weights.to(query.dtype), OPERAND)
-        await_place(tiles.queries, n)  # came long ago: keeps the assembler from waiting for dweights earlier
-        dweights = warpgroup_mma_wait(0, deps=[dweights])
-        dv = warpgroup_mma(operand, dout, dv, is_async=True)
-        dscores = (weights * (dweights - tiles.statistics.index(place + 1).load(SCORES))).to(query.dtype)
-        dk = warpgroup_mma(gl.convert_layout(dscores, OPERAND), query, dk, is_async=True)
-        # The other warpgroup has left the tile of two tiles ago, for it has stored its part of the tile before.
-        all_dscores = tiles.dscores.index(n & 1)
-        all_dscores.slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0).store(dscores)
-        fence_async_shared()
-        mbarrier.arrive(tiles.stored.index(0), count=1)
-        mbarrier.wait(tiles.stored.index(0), n & 1)
-        key_half = tiles.keys.index(zero).slice(GROUP * (H // 2), H // 2, dim=1)
-        dq = warpgroup_mma(all_dscores.permute((1, 0)), key_half, no_dq, use_acc=False, is_async=True)
-        dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
-        release(tiles.queries, n)
+        dq = _begin_dq(tiles, n - 1, zero, sizes.H, GROUP)
+        release(tiles.queries, n - 1)
+        scores = _begin_scores(tiles, n, zero, SCORES, sizes.H, GROUP)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _hand_over(dq, tiles, n - 1, GROUP)
+        dk, dv = _differentiate_tile(scores, (dk, dv), n, token, MASK, operands, sizes, GROUP)
         n += 1
-    return dk, dv, dq, n
+    return dk, dv, n
+
+
+@gluon.jit
+def _pack(operands, state, bounds, sizes, GROUP: gl.constexpr):
+    """Compute all tiles of a pack of heads, of which there is at least one."""
+    first, count, keys, _, tiles = operands
+    dk, dv, n = state
+    token, zero = first + (count - 1) * (GROUP_ROWS // sizes.P), first >> 31
+    full, cut = gl.maximum(count - bounds.cut, 1), gl.maximum(count - bounds.full, 1)
+    scores = _begin_scores(tiles, n, zero, keys.type.layout.parent, sizes.H, GROUP)
+    dk, dv = _differentiate_tile(scores, (dk, dv), n, token, True, operands, sizes, GROUP)
+    state = _tiles(1, full, True, operands, (dk, dv, n + 1), sizes, GROUP)
+    state = _tiles(full, cut, False, operands, state, sizes, GROUP)
+    dk, dv, n = _tiles(cut, count, True, operands, state, sizes, GROUP)
+    dq = warpgroup_mma_wait(0, deps=[_begin_dq(tiles, n - 1, zero, sizes.H, GROUP)])
+    release(tiles.queries, n - 1)
+    _hand_over(dq, tiles, n - 1, GROUP)
+    return dk, dv, n
 
 
 @gluon.jit
@@ -145,7 +193,6 @@ def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS:
     H: gl.constexpr = sizes.H
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP_ROWS, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H // 2, 16])
     first = bounds.first + GROUP * GROUP_ROWS
     keys = first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     stops = gl.load(ends + keys, mask=keys < T, other=0)
@@ -153,18 +200,15 @@ def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS:
         stops = gl.minimum(stops, keys + sizes.WINDOW)
     dk = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
     dv = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
-    dq = gl.zeros([GROUP_ROWS, H // 2], gl.float32, layout=HALF)
     mbarrier.wait(tiles.loaded.index(0), 0)
     n = gl.to_tensor(0)
-    operands = bounds.first, keys, stops, tiles
-    for _ in range(sizes.G // sizes.P):
-        state = _tiles(0, bounds.full, True, operands, (dk, dv, dq, n), sizes, GROUP)
-        state = _tiles(bounds.full, bounds.cut, False, operands, state, sizes, GROUP)
-        dk, dv, dq, n = _tiles(bounds.cut, bounds.count, True, operands, state, sizes, GROUP)
-        if bounds.count > 0:
-            _hand_over(dq, tiles, n - 1, GROUP)
-    store_rows(dk_out, dk * sizes.SCALE, row, first, head, T, HEADS, H, 1)
-    store_rows(dv_out, dv, row, first, head, T, HEADS, H, 1)
+    operands = bounds.first, bounds.count, keys, stops, tiles
+    if bounds.count > 0:
+        for _ in range(sizes.G // sizes.P):
+            dk, dv, n = _pack(operands, (dk, dv, n), bounds, sizes, GROUP)
+    values = tiles.keys.index(1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)  # only this warpgroup's
+    store_rows(dk_out, dk * sizes.SCALE, values, row, first, head, T, HEADS, H, 1)
+    store_rows(dv_out, dv, values, row, first, head, T, HEADS, H, 1)
 
 
 @gluon.jit
@@ -178,7 +222,8 @@ def _load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds,
     tma.async_copy_global_to_shared(v, [start, kv_head * sizes.H], loaded, tiles.keys.index(1))
     n = gl.to_tensor(0)
     for part in range(sizes.G // P):
-        for i in range(bounds.count):
+        for late in range(bounds.count):
+            i = bounds.count - 1 - late
             rows = [start + i * (GROUP_ROWS // P), kv_head * sizes.G + part * P, 0]
             line = [plane + part, bounds.first * P + i * GROUP_ROWS]
             place, full = vacate(tiles.queries, n, BYTES)
@@ -195,7 +240,7 @@ def _await_turn(number, value):
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
         "{ .reg .pred early; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [$1];"
-        " setp.lt.s32 early, seen, $2; @early bra again; mov.b32 $0, seen; }",
+        " setp.lt.s32 early, seen, $2; @early bra again; fence.proxy.async; mov.b32 $0, seen; }",
         "=r,l,r", [number + lanes * 0, value + lanes * 0], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -213,19 +258,24 @@ def _end_turn(number, value):
 
 @gluon.jit
 def _add_gradients(dq, turns, tiles, plane, tile, before, bounds, sizes):
-    """Add the gradients of queries after those of the tiles of keys before, which end at token `before`."""
+    """Add the gradients of queries after those of the tiles of keys before, seen by tokens up to `before`."""
     P: gl.constexpr = sizes.P
     TOKENS: gl.constexpr = GROUP_ROWS // P
     n = gl.to_tensor(0)
     for part in range(sizes.G // P):
-        for i in range(bounds.count):
-            token = bounds.first + i * TOKENS
+        for late in range(bounds.count):
+            token = bounds.first + (bounds.count - 1 - late) * TOKENS
             number = turns + (plane + part) * ((sizes.T + TOKENS - 1) // TOKENS) + token // TOKENS
-            mbarrier.wait(tiles.dq.full.index(0), n & 1)
+            left, right = [plane + part, token * P, 0], [plane + part, token * P, sizes.H // 2]
             if token < before:
                 _await_turn(number, tile)
-            _add_tile(dq, [plane + part, token * P, 0], tiles.dq.tiles.index(0))
-            _add_tile(dq, [plane + part, token * P, sizes.H // 2], tiles.dq.tiles.index(1))
+                mbarrier.wait(tiles.dq.full.index(0), n & 1)
+                _add_tile(dq, left, tiles.dq.tiles.index(0))
+                _add_tile(dq, right, tiles.dq.tiles.index(1))
+            else:
+                mbarrier.wait(tiles.dq.full.index(0), n & 1)
+                tma.async_copy_shared_to_global(dq, left, tiles.dq.tiles.index(0))
+                tma.async_copy_shared_to_global(dq, right, tiles.dq.tiles.index(1))
             tma.store_wait(0)
             mbarrier.arrive(tiles.dq.empty.index(0), count=1)
             _end_turn(number, tile + 1)
@@ -254,7 +304,8 @@ def backward_kernel(
     """Compute dk and dv of one tile, summed over the group of query heads, and its share of dq.
 
     The grid is (tiles · HEADS, B): dq, dk and dv are those of HEADS key/value heads from `first_head` on. lse is in
-    units of exponentials of 2; dq [B · HEADS · G // P, T · P, H] float32 and turns begin as zeros.
+    units of exponentials of 2; dq [B · HEADS · G // P, T · P, H] float32 is left as it was where no query sees a key;
+    turns begin as zeros.
     """
     sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
     tile, head, row = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1).to(gl.int64)

@@ -123,7 +123,7 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     acc = warpgroup_mma(weights, await_tile(values, bounds.count - 1), acc)
     seen = (lows <= tokens) & (tokens < T)
     share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), gl.SliceLayout(1, OUT))[:, None]
-    store_rows(out, gl.where(share != 0, acc * share, 0.0), row, token, head, T, N, H, P)
+    store_rows(out, gl.where(share != 0, acc * share, 0.0), query, row, token, head, T, N, H, P)
     log_sum = gl.where(seen, (peak + gl.log2(gl.where(seen, total, 1.0))) / LOG2_E, 0.0)
     gl.store(lse + ((row * (N // P) + head // P) * T + token) * P + lane, log_sum, mask=tokens < T)
 

@@ -127,11 +127,14 @@ def _rows(row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexp
 
 
 @gluon.jit
-def store_rows(target, value, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
-    """Store the rows of `_rows`."""
+def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr,
+               P: gl.constexpr):  # fmt: skip
+    """Store the rows of `_rows`, through a tile in shared memory that a warpgroup no longer needs."""
     base, offsets, mask = _rows(row, token, head, T, HEADS, H, P)
-    value = gl.convert_layout(value.to(target.dtype.element_ty), offsets.type.layout)
-    gl.store(target + base + offsets, value, mask=mask)
+    tile.store(value.to(target.dtype.element_ty))
+    gl.barrier()
+    gl.store(target + base + offsets, tile.load(offsets.type.layout), mask=mask)
+    gl.barrier()
 
 
 @gluon.jit
