@@ -72,6 +72,9 @@ LARGE = {
 }
 
 
+HOPPER = ("Llama", "GPT-OSS", "GPT-OSS, full", "Qwen3-14B", "hundreds of documents", "one segment and padding")
+
+
 def output_and_gradients(attention, inputs, dout):
     """Return (out, (dq, dk, dv, dsinks)) in float32."""
 
@@ -124,8 +127,8 @@ def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend
 )
 def test_backends_match_the_reference_on_a_gpu(name, dtype, backend):
     case = LARGE[name]
-    if backend == "hopper" and case.H not in (64, 128):
-        pytest.skip("the kernels have no such head dim")
+    if backend == "hopper" and name not in HOPPER:
+        pytest.skip("other cases show the same of these kernels, which compile slowly")
     inputs, segments, dout = case.inputs(dtype)
 
     def attention(q, k, v, sinks):
@@ -153,12 +156,13 @@ def test_no_transfer_from_the_device(backend):
 
 
 @pytest.mark.gpu
-def test_triton_gradients_are_deterministic():
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_gradients_are_deterministic(backend):
     case = LARGE["Llama"]
     inputs, segments, dout = case.inputs(jnp.bfloat16)
 
     def attention(q, k, v, _):
-        return packed_attention(q, k, v, segments, backend="triton")
+        return packed_attention(q, k, v, segments, backend=backend)
 
     first, second = (output_and_gradients(attention, inputs, dout) for _ in range(2))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, first, second))
