@@ -89,10 +89,11 @@ def _query_range(ends, first, last, sizes):
 @gluon.jit
 def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
     """Hand over a warpgroup's half of the n-th tile's gradient of queries."""
-    mbarrier.wait(tiles.dq.empty.index(0), (n & 1) ^ 1)
-    tiles.dq.tiles.index(GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
+    place, parity = turn(tiles.dq, n)
+    mbarrier.wait(tiles.dq.empty.index(place), parity ^ 1)
+    tiles.dq.tiles.index(2 * place + GROUP).store(dq.reshape([1, GROUP_ROWS, dq.shape[1]]))
     fence_async_shared()
-    mbarrier.arrive(tiles.dq.full.index(0), count=1)
+    mbarrier.arrive(tiles.dq.full.index(place), count=1)
 
 
 @gluon.jit
@@ -266,18 +267,17 @@ def _add_gradients(dq, turns, tiles, plane, tile, before, bounds, sizes):
         for late in range(bounds.count):
             token = bounds.first + (bounds.count - 1 - late) * TOKENS
             number = turns + (plane + part) * ((sizes.T + TOKENS - 1) // TOKENS) + token // TOKENS
-            left, right = [plane + part, token * P, 0], [plane + part, token * P, sizes.H // 2]
+            columns = [plane + part, token * P, 0], [plane + part, token * P, sizes.H // 2]
             if token < before:
                 _await_turn(number, tile)
-                mbarrier.wait(tiles.dq.full.index(0), n & 1)
-                _add_tile(dq, left, tiles.dq.tiles.index(0))
-                _add_tile(dq, right, tiles.dq.tiles.index(1))
-            else:
-                mbarrier.wait(tiles.dq.full.index(0), n & 1)
-                tma.async_copy_shared_to_global(dq, left, tiles.dq.tiles.index(0))
-                tma.async_copy_shared_to_global(dq, right, tiles.dq.tiles.index(1))
+            place = 2 * await_place(tiles.dq, n)
+            for half in gl.static_range(2):
+                if token < before:
+                    _add_tile(dq, columns[half], tiles.dq.tiles.index(place + half))
+                else:
+                    tma.async_copy_shared_to_global(dq, columns[half], tiles.dq.tiles.index(place + half))
             tma.store_wait(0)
-            mbarrier.arrive(tiles.dq.empty.index(0), count=1)
+            release(tiles.dq, n)
             _end_turn(number, tile + 1)
             n += 1
 
@@ -290,8 +290,8 @@ def _allocate(q, k, lse, dq, STAGES: gl.constexpr, P: gl.constexpr, H: gl.conste
     statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, GROUP_ROWS], lse.layout)
     keys = gl.allocate_shared_memory(k.dtype, [2, ROWS, H], k.layout)
     dscores = gl.allocate_shared_memory(k.dtype, [2, ROWS, GROUP_ROWS], k.layout)
-    halves = gl.allocate_shared_memory(gl.float32, [2, 1, GROUP_ROWS, H // 2], dq.layout)
-    handed = Ring(halves, barriers(1, 2), barriers(1, 1))
+    halves = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, GROUP_ROWS, H // 2], dq.layout)
+    handed = Ring(halves, barriers(STAGES, 2), barriers(STAGES, 1))
     return Tiles(queries, statistics, keys, barriers(1, 1), dscores, barriers(1, 2), handed)
 
 

@@ -111,7 +111,7 @@ def await_tile(ring, n):
 
 @gluon.jit
 def release(ring, n):
-    """Let the n-th tile be overwritten, once both warpgroups have."""
+    """Let the n-th tile be overwritten, once all its readers have."""
     mbarrier.arrive(ring.empty.index(turn(ring, n)[0]), count=1)
 
 
