@@ -3,20 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import islice, repeat
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxglue.models.file_param import FileParam
 
 FILE_READERS = 8
 """Threads that copy parameters from mapped files; one copies a few GB/s."""
 PINNED = "pinned_host"
-_ROW = 2**20
-"""Bytes of a row of the array that `pin` allocates."""
 RUN_AHEAD = 2
 """Layers that may be dispatched and unfinished while copies are requested."""
 
@@ -67,20 +64,6 @@ def pinned_host(device: jax.Device) -> jax.sharding.Sharding:
     """Return the sharding of a device's pinned host memory; raise ValueError when it has none."""
     check_pinned_memory(device)
     return jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
-
-
-def pin(size: int) -> None:
-    """Take bytes of pinned memory into the pool of JAX at once, in whole MiB: one array that is never written."""
-    device = jax.local_devices()[0]
-    row = jnp.zeros((1, _ROW), jnp.uint8)
-    jax.block_until_ready(jax.jit(partial(_unwritten, size // _ROW), out_shardings=pinned_host(device))(row))
-
-
-def _unwritten(rows: int, row: jax.Array) -> jax.Array:
-    """Return rows in host memory of which one is written; XLA allocates the others without a value."""
-    host = jax.memory.Space.Host
-    array = jax.device_put(jnp.zeros((rows, row.size), row.dtype), host)
-    return jax.lax.dynamic_update_slice(array, jax.device_put(row, host), (0, 0))
 
 
 def is_on_host(tree: Any) -> bool:

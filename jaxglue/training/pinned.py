@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.backend import clear_backends
 
+from jaxglue.engine.pinning import pin
 from jaxglue.engine.residency import HOST
-from jaxglue.engine.transfer import pin
 from jaxglue.ops.names import GATE, UP
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT
@@ -32,7 +32,7 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
 
     JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where nothing is offloaded
     and no weights are streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which
-    would not survive. Where all weights are on the GPU, the pool is pinned beside loading and compilation.
+    would not survive. The pool is pinned at once: before streamed weights load, else beside loading and compilation.
 
     Raises:
         ValueError: the old client is still in use and holds the GPU's memory.
@@ -47,8 +47,10 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     size = pool_gib(workload, remat, float(environ.get(HOST_LIMIT, DEFAULT_PINNED_GIB)))
     environ[HOST_LIMIT] = str(size)
     _renew_client()
-    if not streams:
-        threading.Thread(target=_pin, args=(size * GIB - _GROWN,), name="pinning", daemon=True).start()
+    thread = threading.Thread(target=_pin, args=(size * GIB - _GROWN,), name="pinning", daemon=True)
+    thread.start()
+    if streams:  # weights would take smaller regions of the pool meanwhile
+        thread.join()
     return size
 
 
