@@ -24,5 +24,5 @@ def choose_fp8(errors: FP8Errors, largest: float) -> FP8Choice:
     if errors.head is not None and not head:
         wide.append("head")
     if wide:
-        note += f"; layers above {largest:.0%} multiply in the activations' dtype: {', '.join(wide)}"
+        note += f"; layers above {100 * largest:.3g}% multiply in the activations' dtype: {', '.join(wide)}"
     return FP8Choice(layers, head, note)
