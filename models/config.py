@@ -1,12 +1,12 @@
 """The decoder's shape, read from Hugging Face's config.json."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
+from jaxglue.models.stored_format import stored_format
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import check_format, format_flag
 from jaxglue.ops.rope import RopeConfig
@@ -246,7 +246,7 @@ def decoder_fields(
         "mlp_bias": given.get("mlp_bias", False),
         "initializer_range": given.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
-        "quantize": _stored_format(raw),
+        "quantize": stored_format(raw),
     }
 
 
@@ -264,59 +264,3 @@ def _scores(raw: Mapping[str, Any]) -> bool:
     if count != 1:
         raise ValueError(f"config.json: {names[0]} has {count} labels; only reward models, with one, are supported")
     return True
-
-
-_FP8_METHODS = {
-    "fp8": ("quant_algo", None),
-    "fbgemm_fp8": ("quant_algo", None),
-    "compressed-tensors": ("format", "float-quantized"),
-    "modelopt": ("quant_algo", "FP8"),
-}
-"""Methods that store e4m3 values with their scales, each with an entry and its value for that."""
-
-
-def _stored_format(raw: Mapping[str, Any]) -> Storage:
-    """Return the folder's quantization format, from `quantization_config` in config.json.
-
-    Raises:
-        ValueError: quantized by another tool, in an unsupported bitsandbytes format, or in part.
-    """
-    stored = raw.get("quantization_config") or {}
-    if not stored or raw["model_type"] == "gpt_oss":
-        return "none"
-    remedy = "use the original model folder with --quantize nf4 or int8"
-    if stored.get("quant_method") in _FP8_METHODS:
-        return _stored_fp8(stored)
-    if stored.get("quant_method") != "bitsandbytes":
-        raise ValueError(f"quant_method {stored.get('quant_method')!r} in config.json is not supported: {remedy}")
-    skipped = stored.get("llm_int8_skip_modules") or []
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise ValueError(f"llm_int8_skip_modules in config.json: expected a list of names, got {skipped!r:.100}")
-    if within := [name for name in skipped if name not in ("lm_head", "score", "embed_tokens", "model.embed_tokens")]:
-        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {remedy}")
-    if stored.get("load_in_8bit"):
-        return "int8"
-    kind = stored.get("bnb_4bit_quant_type", "fp4"), stored.get("bnb_4bit_use_double_quant", False)
-    if kind != ("nf4", True):
-        raise ValueError(f"config.json says {kind[0]}, double quantization {kind[1]}; only nf4, True is read: {remedy}")
-    return "nf4"
-
-
-def _stored_fp8(stored: Mapping[str, Any]) -> Storage:
-    """Return the format of a folder whose linear layers are in FP8, with scales beside them (`hf.fp8_folders`).
-
-    Raises:
-        ValueError: another format of compressed-tensors or ModelOpt, other blocks, or unquantized linear layers.
-    """
-    method, remedy = stored["quant_method"], "use the original model folder with --matmul fp8"
-    groups = stored.get("config_groups")
-    kinds = [(group.get("weights") or {}).get("type") for group in groups.values()] if isinstance(groups, dict) else []
-    key, expected = _FP8_METHODS[method]
-    if stored.get(key) != expected or set(kinds) - {"float"}:
-        raise ValueError(f"{method}'s {key} {stored.get(key)!r} in config.json is not read: {remedy}")
-    if (block := stored.get("weight_block_size")) not in (None, [128, 128]):
-        raise ValueError(f"weight_block_size {block!r} in config.json: expected [128, 128]: {remedy}")
-    skipped = stored.get("ignore") or stored.get("modules_to_not_convert") or []
-    if within := [name for name in skipped if re.search(r"layers\b.*_proj", str(name))]:
-        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {remedy}")
-    return "fp8_stored"
