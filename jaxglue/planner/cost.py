@@ -191,7 +191,11 @@ class _Trace:
             return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
             return [self._accumulate(*inputs)]
-        if name.startswith(("reduce_", "arg", "cumsum", "gather", "scatter", "sort")):
+        if name == "gather":
+            return self._reduce(inputs, outputs, moved=2 * outputs[0].bytes)
+        if name.startswith("scatter") and inputs[0].in_memory and inputs[0].may_become_result:
+            return self._scatter(*inputs)
+        if name.startswith(("reduce_", "arg", "cumsum", "scatter", "sort")):
             return self._reduce(inputs, outputs)
         if name == "convert_element_type" and _is_fp8(eqn.outvars[0].aval):
             return [self._round_to_fp8(inputs[0], outputs[0])]
@@ -241,11 +245,18 @@ class _Trace:
         self._kernel([total, other], [], self._fused_copy(total.bytes))
         return total
 
-    def _reduce(self, inputs: list[Value], outputs: list[Value]) -> list[Value]:
-        """Fuse a reduction's inputs into it."""
+    def _reduce(self, inputs: list[Value], outputs: list[Value], moved: int | None = None) -> list[Value]:
+        """Fuse a reduction's inputs into it; it moves all of them unless given other bytes."""
         roots = self._fuse(inputs, [Value(0)])[0].roots
-        self._kernel(roots, outputs, self._fused_copy(sum(v.bytes for v in (*roots, *outputs))))
+        self._kernel(roots, outputs, self._fused_copy(moved or sum(v.bytes for v in (*roots, *outputs))))
         return outputs
+
+    def _scatter(self, whole: Value, indices: Value, updates: Value) -> list[Value]:
+        """Write values over some of an array's."""
+        for value in (indices, updates):
+            self.materialize(value)
+        self._kernel([whole, indices, updates], [], self._fused_copy(2 * updates.bytes))
+        return [whole]
 
     def _opaque(self, inputs: list[Value], outputs: list[Value], seconds: float, inner: int = 0) -> list[Value]:
         for value in inputs:

@@ -10,7 +10,7 @@ from jaxglue.planner.traced import LayerCost
 
 _ENDS, _GROUPED_ENDS = 3e-3, 1e-3
 """Host seconds to dispatch embedding and head, with programs of one and of several layers in between."""
-_PASS, _ARRAY, _GROUPED_ARRAY = 0.085e-3, 14.5e-6, 9e-6
+_PASS, _ARRAY, _GROUPED_ARRAY = 0.085e-3, 14.5e-6, 5.5e-6
 """Host seconds to dispatch a layer's pass, for each array that it takes or returns, and for one in a larger program."""
 _COPY, _COPIED_ARRAY = 0.35e-3, 45e-6
 """Host seconds to request copies between host and GPU, and for each array among them."""
