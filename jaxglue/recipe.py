@@ -231,6 +231,8 @@ def _read_table(table: dict[str, Any], cls: type, where: str, root: type, own: s
     for key, value in table.items():
         if key not in names:
             raise ValueError(f"{where}{_unknown(key, value, names, root, own)}")
+        if isinstance(value, dict):
+            raise ValueError(f"{where}[{key}] is a table, and this command has one value there: give flags instead")
         read = _read_value(fields[names[key]][1], key, value, where)
         if names[key] in values and read is not KEEP:
             raise ValueError(f"{where}{key}: {names[key]} is given twice, by this name and another: leave one out")

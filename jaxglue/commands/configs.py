@@ -8,7 +8,6 @@ from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
-from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import Quantize
 from jaxglue.training.config import ModelConfig, TrainConfig
 
@@ -67,11 +66,11 @@ class EstimateConfig(TrainConfig):
 class ExportConfig(Config):
     """Merge an adapter into its base model, quantize a model, write a run's checkpoint, or upload the result."""
 
-    base: Annotated[Path | None, Alias("model")] = None
+    base: Annotated[Path | None, Alias("model", "base_model", "model_name_or_path")] = None
     """Model folder, or owner/name on the hub; by default the adapter's base."""
-    output: Path | None = None
+    output: Annotated[Path | None, Alias("output_dir", "export_dir")] = None
     """New folder; absent or empty. Without it, --push uploads the adapter itself."""
-    adapter: Path | None = None
+    adapter: Annotated[Path | None, Alias("adapter_name_or_path", "lora_model_dir")] = None
     """PEFT adapter folder to merge, or to upload."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
@@ -115,16 +114,15 @@ class ExportConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreviewConfig(Config):
+class PreviewConfig(TrainConfig):
     """Show documents with their loss mask, and the data's lengths, packing, duplicates and longest rows."""
 
-    model: str
-    """A model folder with a tokenizer."""
-    data: DataConfig
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     rows: PositiveInt = 3
     """Documents to show, and longest rows to name."""
     max_tokens: PositiveInt = 400
     """Tokens to show of each document."""
     picture: Path | None = None
     """PNG or SVG file for the histogram of lengths."""
+
+    def validate(self) -> None:
+        """Accept settings that only matter in a run."""

@@ -1,6 +1,7 @@
 """Look at training data as the model would see them, without GPU or weights.
 
 jaxglue data preview --model models/Qwen3-8B --data chats.jsonl
+jaxglue data preview --recipe quickstart
 """
 
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxglue.data.prepare import prepare_data
 from jaxglue.data.preview import Bin, count_duplicates, length_bins, longest, trained_parts
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf.hub import model_path
 
 _BAR = 40
 _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")
@@ -33,7 +35,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
         ValueError: an unusable model folder or data.
     """
     console = console or Console()
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(model_path(config.model.model, config.model.revision, weights=False))
     task = config.objective.task(shared_prompt=True)
     prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task)
     data = prepared.train
@@ -42,8 +44,9 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
         console.print(_colored(data, document, tokenizer, config.max_tokens, console.color_system is not None))
     console.rule("all documents")
     bins = length_bins(data.lengths)
-    lines = [*_bars(bins), "", str(prepared.report), f"duplicates: {count_duplicates(data):,} documents"]
+    console.print("\n".join([*_bars(bins), "", str(prepared.report)]), markup=False, highlight=False)
     rows = [] if prepared.stream else longest(data, config.data.sources, config.rows)
+    lines = [f"duplicates: {count_duplicates(data):,} documents"]
     lines += [f"longest: {length:,} tokens, {origin}" for length, origin in rows]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if config.picture:

@@ -16,7 +16,7 @@ STDIN = Path("-")
 class SamplingConfig(Config):
     """Sampling distribution and stopping length."""
 
-    max_tokens: PositiveInt = 512
+    max_tokens: Annotated[PositiveInt, Alias("max_new_tokens")] = 512
     """Maximum number of new tokens."""
     temperature: NonNegativeFloat = 0.7
     """Divides the logits; 0 selects the most likely token."""
@@ -35,19 +35,24 @@ GREEDY = SamplingConfig(temperature=0.0)
 class AssistantConfig(Config):
     """A model with an optional adapter, and how it answers."""
 
-    model: Annotated[Path | None, Alias("base")] = None
+    model: Annotated[Path | None, Alias("base", "base_model", "model_name_or_path")] = None
     """A Hugging Face model folder, or owner/name on the hub; by default the adapter's base."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
-    adapter: Path | None = None
+    adapter: Annotated[Path | None, Alias("adapter_name_or_path", "lora_model_dir")] = None
     """A PEFT adapter folder; its tokenizer and chat template take precedence."""
     random_weights: int | None = None
     """Seed to redraw the weights of a model trained with --random-weights; by default the adapter's record."""
     system: str | None = None
     """System message before each conversation."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], Alias("torch_dtype")] = "auto"
     """Dtype of weights, activations and cache; auto is bfloat16 on GPUs and float32 on CPUs."""
-    quantize: Annotated[Quantize, Alias("quantise")] = "none"
+    quantize: Annotated[
+        Quantize,
+        Alias("quantise"),
+        Alias("load_in_4bit", values={True: "nf4"}),
+        Alias("load_in_8bit", values={True: "int8"}),
+    ] = "none"
     """Hold the decoder layers' linear layers in NF4 or int8, as in training with this flag."""
     matmul: Matmul = "bf16"
     """Multiply the decoder layers' linear layers in FP8, as in training with this flag."""
@@ -107,7 +112,7 @@ class GenerateConfig(AssistantConfig):
         """Refuse missing prompts and files, and a system message without a template."""
         super().validate()
         if not self.prompt and not self.prompt_file:
-            raise ValueError("no prompt: give --prompt or --prompt-file")
+            raise ValueError("no prompt: give --prompt, or --prompt-file with a file or - for standard input")
         if self.raw and self.system is not None:
             raise ValueError("--system needs the chat template: leave out --raw, or put the text into the prompt")
         if self.prompt_file and self.prompt_file != STDIN and not self.prompt_file.is_file():

@@ -6,7 +6,7 @@ from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.prompts import encode_messages, system_message
 
-HELP = "/reset forgets the conversation · /system TEXT sets the system message · Ctrl-C stops an answer · Ctrl-D leaves"
+HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
 _FINAL = "<|channel|>final<|message|>"
 """Start of the answer proper in the harmony format; its template takes no other channel back."""
 
@@ -36,7 +36,7 @@ class Session:
                 self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).rpartition(_FINAL)[2]}]
 
     def command(self, line: str) -> str:
-        """Run a command that begins with a slash; return the line to show."""
+        """Run a command that begins with a slash; return what to show."""
         name, _, text = line.partition(" ")
         if name == "/reset":
             self.messages = []
@@ -44,7 +44,7 @@ class Session:
         if name == "/system":
             self._system, self.messages = text.strip() or None, []
             return f"system message: {self._system or 'none'}; the conversation begins anew"
-        return HELP if name == "/help" else f"unknown command {name}: {HELP}"
+        return HELP if name == "/help" else f"unknown command {name}\n{HELP}"
 
 
 def converse(session: Session, read: Callable[[str], str], write: Callable[[str], None]) -> None:

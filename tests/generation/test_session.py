@@ -58,7 +58,7 @@ def test_interrupt_stops_an_answer_and_at_the_prompt_drops_the_line(talk):
 
 
 def test_unknown_command_lists_the_known_ones(talk):
-    assert "unknown command /fly: /reset forgets" in talk("/fly")[0]
+    assert "unknown command /fly\n/reset forgets" in talk("/fly")[0]
 
 
 def test_base_is_found_from_the_adapter_in_any_folder(folders, tmp_path, monkeypatch):
