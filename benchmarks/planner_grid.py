@@ -91,7 +91,7 @@ def prediction(planner: Planner, plan) -> dict:
         **({} if plan.tile is None else {"tile": plan.tile}),
         "predicted_ms": round((plan.seconds - planner.update_seconds) * 1e3, 2),
         "predicted_gib": round(plan.device_bytes / GIB, 3),
-        "predicted_compile_s": round(plan.compile_seconds + plan.seconds, 1),
+        "predicted_compile_s": round(plan.start_seconds + plan.seconds, 1),
     }
 
 

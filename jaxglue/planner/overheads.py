@@ -78,17 +78,19 @@ def _copies(arrays: int) -> float:
     return _COPY + _COPIED_ARRAY * arrays if arrays else 0.0
 
 
-def compile_seconds(
-    config: DecoderConfig, policies: Sequence[RematPolicy], pinned: int, layers_per_program: int = 1
-) -> float:
-    """Predict how much longer the first step takes than others, with nothing compiled before.
+def compile_seconds(config: DecoderConfig, policies: Sequence[RematPolicy], layers_per_program: int = 1) -> float:
+    """Predict the time of compiling a step's programs, with none compiled before.
 
     Args:
         config: of the model.
         policies: one for each layer; equal layers under equal policies share programs.
-        pinned: bytes of values copied to host memory.
         layers_per_program: consecutive layers dispatched as one program.
     """
     programs = len(set(zip(config.first_of_kind, policies, strict=True)))
     layer = (_COMPILE_LAYER if config.moe is None else _COMPILE_EXPERTS) + _COMPILE_GROUPED * (layers_per_program - 1)
-    return _COMPILE_ENDS + layer * programs + pinned / _PINNING
+    return _COMPILE_ENDS + layer * programs
+
+
+def pinning_seconds(size: int) -> float:
+    """Predict the time of pinning bytes of host memory, which every start takes."""
+    return size / _PINNING

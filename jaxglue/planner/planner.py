@@ -351,4 +351,4 @@ class Planner(Predictor):
 
         count = most(range(1, layers + 1), fits)
         kept = self.plan(keep(count), weights=plan.weights) if count else None
-        return kept if kept and (short or kept.compile_seconds < plan.compile_seconds) else plan
+        return kept if kept and (short or kept.start_seconds < plan.start_seconds) else plan

@@ -49,7 +49,14 @@ class Plan:
     layers_per_program: int = 1
     """Consecutive layers dispatched as one program."""
     compile_seconds: float = 0.0
-    """Seconds that the first step takes longer than others: compilation without a cache, and pinning host memory."""
+    """Seconds of compilation, with nothing compiled before."""
+    pinning_seconds: float = 0.0
+    """Seconds of pinning host memory for values, at every start."""
+
+    @property
+    def start_seconds(self) -> float:
+        """Return the seconds that the first step takes longer than others."""
+        return self.compile_seconds + self.pinning_seconds
 
     @property
     def remat(self) -> str:

@@ -18,7 +18,7 @@ from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
-from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, with_dispatch
+from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, pinning_seconds, with_dispatch
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import Memory, Plan
 from jaxglue.planner.programs import Programs
@@ -92,7 +92,8 @@ class Predictor:
             layers_per_program=size,
             host_bytes=memory.host_bytes,
             mapped_bytes=sum(setting.mapped),
-            compile_seconds=compile_seconds(self.workload.config, setting.policies, setting.offloaded, size),
+            compile_seconds=compile_seconds(self.workload.config, setting.policies, size),
+            pinning_seconds=pinning_seconds(setting.offloaded),
         )
 
     def memory(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Memory:

@@ -13,7 +13,7 @@ _AS_FAST = 0.01
 def soonest(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plan, if any, that compiles and pins for the shortest time among those as fast as the first."""
     as_fast = [plan for plan in plans if plan.seconds <= (1 + _AS_FAST) * plans[0].seconds]
-    return [min(as_fast, key=lambda plan: plan.compile_seconds)] if as_fast else []
+    return [min(as_fast, key=lambda plan: plan.start_seconds)] if as_fast else []
 
 
 def most(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:

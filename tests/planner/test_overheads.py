@@ -7,7 +7,7 @@ import pytest
 
 from jaxglue.engine.policy import parse_policies
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, with_dispatch
+from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, pinning_seconds, with_dispatch
 from jaxglue.planner.plans import Plan
 from jaxglue.planner.search import soonest
 
@@ -34,13 +34,13 @@ def test_only_short_layers_share_programs(layers, size):
 
 
 def test_compiling_takes_longer_for_more_kinds_of_layers():
-    def seconds(remat, moe=None, pinned=0, **options):
+    def seconds(remat, moe=None, **options):
         config = SimpleNamespace(first_of_kind=(0, 0, 0, 0), moe=moe)
-        return compile_seconds(config, parse_policies(remat, 4), pinned, **options)
+        return compile_seconds(config, parse_policies(remat, 4), **options)
 
     assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
     assert seconds("full") < seconds("full", layers_per_program=4)
-    assert seconds("full", pinned=12 * GIB) == pytest.approx(seconds("full") + 10)
+    assert pinning_seconds(12 * GIB) == pytest.approx(10)
 
 
 def test_of_plans_as_fast_the_one_that_starts_soonest_is_chosen():
