@@ -55,7 +55,7 @@ DATA = {
 
 
 def errors(change) -> dict[str, str]:
-    """Return the errors of the other channels, of outputs, and of gradients to the input, by format."""
+    """Return the errors of outputs, and of gradients to the input and to the weight, by format."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (change(jax.random.normal(key, (TOKENS, size))) for key, size in zip(keys, (IN, OUT), strict=False))
     weight = jax.random.normal(keys[2], (OUT, IN)) * 0.02
@@ -67,6 +67,10 @@ def errors(change) -> dict[str, str]:
             row[f"y, {name}"] = error(rounded(x, dtype, block) @ quantized.T, x @ weight.T)
         # The weight's scales are folded into dy before it is rounded, as one copy of the weight serves both directions.
         row[f"dx, {name}"] = error(rounded(dy * scales, dtype, block) @ (quantized / scales[:, None]), dy @ weight)
+        if (
+            block is None
+        ):  # a sum over tokens leaves scales of channels alone, for each of which values are rounded anew
+            row[f"dw, {name.replace('token', 'channel')}"] = error(rounded(dy.T, dtype) @ rounded(x.T).T, dy.T @ x)
     return row
 
 
