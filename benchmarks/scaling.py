@@ -147,7 +147,7 @@ def run_all(cases: list[str], gpus: list[str], args: argparse.Namespace) -> list
             left = end - time.monotonic()
             for name in [name for name in waiting if left <= 0]:
                 waiting.remove(name)
-                add({"case": name, "gpus": gpus_of(name), "error": f"not begun within {args.budget:.0f} s"})
+                add({"case": name, "gpus": gpus_of(name), "not_run": f"not begun within {args.budget:.0f} s"})
             for name in list(waiting):
                 if (count := gpus_of(name)) <= len(free):
                     running.append(Case.start(name, free[:count], args, min(args.limit, left)))
@@ -198,8 +198,8 @@ def scaling_table(results: list[dict]) -> str:
     for row in (row for row in results if "ended_s" not in row):
         values = [format(row[key], spec) if row.get(key) is not None else "–" for key, spec in columns.values()]
         layers = f" ({row['layers']} of {row['of_layers']} layers)" if is_shortened(row) else ""
-        failed = " (failed)" if "error" in row else ""
-        lines.append([row["case"] + layers + failed, str(row["gpus"]), *values])
+        outcome = " (failed)" if "error" in row else " (not run)" if "not_run" in row else ""
+        lines.append([row["case"] + layers + outcome, str(row["gpus"]), *values])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -52,7 +52,7 @@ def verdicts(results: list[dict], gpus: int) -> list[dict]:
 
 def _verdict(target: Target, row: dict) -> dict:
     if not row.keys() & {"ms", "ended_s"}:
-        found, met = ("failed", False) if row else ("not run", None)
+        found, met = ("failed", False) if "error" in row else ("not run", None)
     else:
         found, met = target.found(row), None if is_shortened(row) else target.met(row)
     if is_shortened(row):

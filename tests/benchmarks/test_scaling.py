@@ -58,7 +58,7 @@ def test_a_case_over_its_limit_is_killed_with_its_children(run):
 def test_cases_beyond_the_budget_are_named(run):
     rows = run("70b-lora:fsdp=2", "8b-lora:data=1", budget=1.5)
     assert "killed" in rows["70b-lora:fsdp=2"]["error"]
-    assert rows["8b-lora:data=1"]["error"].startswith("not begun within")
+    assert rows["8b-lora:data=1"]["not_run"].startswith("not begun within")
 
 
 @pytest.mark.parametrize(("gpus", "experts"), [(2, "expert=2"), (4, "data=2,expert=2"), (8, "data=4,expert=2")])
