@@ -12,7 +12,6 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Residuals
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params
-from jaxglue.sharding.rules import Layout
 
 RESTORED = 4
 """Most inputs computed again at once; those of a longer group are, nearer to its first layer, another time."""
@@ -36,11 +35,11 @@ def offload(policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals)
     return SavedLayer(kept if sent is None else sent, residuals.with_offloaded(offloaded))
 
 
-def check_dropped_inputs(policies: Sequence[RematPolicy], layout: Layout) -> None:
-    """Raise ValueError where dropped inputs cannot be computed again: that of the first layer, or of any on a mesh."""
+def check_dropped_inputs(policies: Sequence[RematPolicy], *, meshed: bool) -> None:
+    """Raise ValueError where dropped inputs cannot be computed again: the first layer's, or any on a mesh."""
     if policies and policies[0].drops_input:
         raise ValueError("remat drops the first layer's input, before which there is none to compute it from: keep it")
-    if layout.mesh and any(policy.drops_input for policy in policies):
+    if meshed and any(policy.drops_input for policy in policies):
         raise ValueError("remat drop:layer_input is for one GPU: keep the layers' inputs, or offload them")
 
 
@@ -51,7 +50,7 @@ def restored_inputs(first: int, last: int) -> range:
 
 def keeps_values(layer: int, first: int, last: int) -> bool:
     """Return whether a layer's attention is kept when it runs again: not where it runs once more."""
-    return layer >= first if last - first <= RESTORED else layer in restored_inputs(first, last)
+    return last - first <= RESTORED or layer in restored_inputs(first, last)
 
 
 def restore_inputs(

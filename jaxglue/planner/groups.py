@@ -34,19 +34,17 @@ def group_policies(layers: int, size: int, *, attention: int = 0, kept_again: bo
             whose values stay on the device, and in each group those that run most often.
         kept_again: attention's values are kept when the layer runs again.
     """
-    dropping = set(_dropping_order(layers, size)[: layers - attention])
-    dropped = f"layer_input,{ATTENTION}" if kept_again else "layer_input"
-    first_dropped = f"offload:layer_input; drop:{ATTENTION}" if kept_again else "offload"
-    kept = [f"offload:layer_input,{ATTENTION}", f"drop:layer_input; offload:{ATTENTION}"]
-    return tuple(
-        parse_policy(
-            [first_dropped, f"drop:{dropped}"][index % size > 0] if index in dropping else kept[index % size > 0]
-        )
-        for index in range(layers)
-    )
+    computing = set(_order_to_drop(layers, size)[: layers - attention])
+
+    def policy(index: int) -> RematPolicy:
+        of_input = "drop" if index % size else "offload"
+        of_attention = "offload" if index not in computing else "drop" if kept_again else ""
+        return parse_policy(f"{of_input}:layer_input" + (f"; {of_attention}:{ATTENTION}" if of_attention else ""))
+
+    return tuple(map(policy, range(layers)))
 
 
-def _dropping_order(layers: int, size: int) -> list[int]:
+def _order_to_drop(layers: int, size: int) -> list[int]:
     """Return the layers in the order in which they should compute attention again, evenly over the groups.
 
     The last but one of a group is first: it runs again once, and keeps attention's values as the last one's go.
@@ -66,7 +64,7 @@ def restorations(policies: Sequence[RematPolicy], depth: int) -> list[Restoratio
     """
     found, last = [], len(policies) - 2 - depth
     while last > 0:
-        first = max(index for index in range(last + 1) if not policies[index].drops_input)
+        first = max((index for index in range(last + 1) if not policies[index].drops_input), default=0)
         while last > first:
             inputs, layers = restored_inputs(first, last), range(first, last)
             values = frozenset(i for i in layers if policies[i].drops_attention and keeps_values(i, first, last))
@@ -87,7 +85,7 @@ def restored_bytes(policies: Sequence[RematPolicy], depth: int, model: TracedMod
     for restoration in restorations(policies, depth):
         for index in restoration.inputs:
             inputs[index] = index - restoration.inputs.start + 1
-    ends = range(len(policies) - 1 - depth, len(policies))
+    ends = range(max(len(policies) - 1 - depth, 0), len(policies))
     for index in ends:
         inputs[index] = sum(policies[end].drops_input for end in ends if end <= index)
     values = [0] * len(policies)

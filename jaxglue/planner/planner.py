@@ -9,6 +9,7 @@ from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights, stream_evenly
+from jaxglue.engine.saved import check_dropped_inputs
 from jaxglue.planner.candidates import candidates, tile_sizes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import SIZES, group_policies
@@ -52,9 +53,11 @@ class Planner(Predictor):
 
         Raises:
             DoesNotFit: see `check` and `choose`.
-            ValueError: a text is neither policies nor places, or layers cannot share programs as they should.
+            ValueError: a text is neither policies nor places, a dropped input cannot be computed again, or layers
+                cannot share programs as they should.
         """
         plan, devices = self._find(remat, weights, host_memory), self.workload.mesh.devices
+        check_dropped_inputs(plan.policies, meshed=devices > 1)
         check_grouped(self._grouped or 1, plan.policies, devices=devices, stream_weights=is_streamed(plan.weights))
         return plan
 

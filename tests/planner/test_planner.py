@@ -165,6 +165,8 @@ def test_resolve_reads_flags(planner):
         "2 x offload + 4 x dots"
     )
     assert planner.resolve("auto", weights="device", host_memory=HOST).remat == "none"
+    with pytest.raises(ValueError, match="drops the first layer's input"):
+        planner.resolve("drop:layer_input", weights="device", host_memory=HOST)
 
 
 def test_experts_are_planned_without_a_gpu(tiny_config):
