@@ -9,10 +9,11 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
 from jaxglue.dialects import NOTES, REFUSED
@@ -55,7 +56,7 @@ def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=command and f"jaxglue {command}",
         description=_summary(cls),
         usage="%(prog)s [--recipe FILE] [--flag value …]",
@@ -72,6 +73,20 @@ def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
     for name, group in groups(cls).items():
         _add_fields(parser.add_argument_group(name, _summary(group)), group)
     return parser
+
+
+def fold(text: str) -> str:
+    """Break a message between words where standard error is a terminal, to lines as long as that is wide."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, fold(f"{self.prog}: error: {message}") + "\n")
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -99,7 +99,9 @@ def run(name: str, argv: Sequence[str] | None = None) -> None:
         argv: its arguments, by default those of the process.
     """
     # Before the imports, some of which would configure it otherwise.
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Folded("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with Interrupts() as interrupts, _torch_hidden() if COMMANDS[name].hides_torch else nullcontext():
         try:
             with standard_streams():
@@ -164,6 +166,13 @@ def _torch_hidden() -> Iterator[None]:
         del sys.modules["torch"], os.environ[jaxglue.HIDES_TORCH]
 
 
+class _Folded(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        from jaxglue.cli import fold
+
+        return fold(super().format(record))
+
+
 def _print(text: str) -> None:
     try:
         with standard_streams():
@@ -173,8 +182,10 @@ def _print(text: str) -> None:
 
 
 def _end(line: str, *, status: int) -> None:
+    from jaxglue.cli import fold
+
     with suppress(OSError):  # a closed terminal
-        print(line, file=sys.stderr)
+        print(fold(line), file=sys.stderr)
     sys.exit(status)
 
 
