@@ -142,13 +142,17 @@ def forward_kernel(
     q, k, v, sinks, starts, out, lse, T: gl.constexpr, K: gl.constexpr, G: gl.constexpr, P: gl.constexpr,
     H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
+    """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B).
+
+    Programs that run together share a key/value head, whose keys and values then come from the L2 cache.
+    """
     sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
-    PACKS: gl.constexpr = K * G // P
+    PARTS: gl.constexpr = G // P
     TOKENS: gl.constexpr = 2 * GROUP_ROWS // P
-    index = gl.program_id(0)
-    row, head = gl.program_id(1).to(gl.int64), index % PACKS * P
-    first = (gl.num_programs(0) // PACKS - 1 - index // PACKS) * TOKENS  # most work comes first
+    TILES: gl.constexpr = (T + TOKENS - 1) // TOKENS
+    index, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
+    head = index // (TILES * PARTS) * G + index % PARTS * P
+    first = (TILES - 1 - index // PARTS % TILES) * TOKENS  # most work comes first
     bounds = _key_range(starts + row * T, first, gl.minimum(first + TOKENS, T) - 1, k.block_type.shape[0], sizes)
     keys = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout), STAGES)
     values = ring(gl.allocate_shared_memory(k.dtype, [STAGES, k.block_type.shape[0], H], k.layout), STAGES)
