@@ -22,17 +22,18 @@ import step
 from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.gpus import Gpu, find_gpu
+from jaxglue.planner.planner import MARGIN
 
 PINNED_GIB = 40
 """Host memory that plans may pin."""
 _SIDE_BY_SIDE = 9
 _CONTEXT_GIB = 1.0
 """Memory of a process beside JAX's pool."""
-_ROOM = 1.12
-"""Memory of settings without a limit of their own, in units of the planned."""
+_ROOM = 1 / (1 - MARGIN)
+"""Memory of settings without a limit of their own, in units of the planned: plans leave as much free."""
 _PATIENCE = 110
 """Most seconds for a setting."""
-_TIMED_MS = 1200.0
+_TIMED_MS = 900.0
 """Duration of the timed steps."""
 _READY = "ready"
 
@@ -80,14 +81,15 @@ def device() -> tuple[Gpu, float]:
 
 
 def measure_all(plans: list[dict], total: float, deadline: float) -> Iterator[dict]:
-    """Yield rows of results as they end; begin none after the deadline (`time.monotonic`).
+    """Yield rows of results as they end, the largest begun first, none after the deadline (`time.monotonic`).
 
     Args:
         plans: settings with flags and predictions.
         total: GiB of the GPU.
         deadline: seconds.
     """
-    waiting, running = list(plans), list[_Run]()
+    waiting = sorted(plans, key=lambda plan: pool_gib(plan, total), reverse=True)
+    running: list[_Run] = []
     take_fitting_blocks(os.environ)
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["grid_runs"])
@@ -136,7 +138,7 @@ def arguments(setting: dict):
 
 def pool_gib(plan: dict, total: float) -> float:
     """Return the size of JAX's pool: the plan's limit, or somewhat more than the prediction."""
-    return plan.get("gib", min(_ROOM * plan["predicted_gib"] + 1, 0.9 * total))
+    return plan.get("gib", min(_ROOM * plan["predicted_gib"] + 0.5, 0.9 * total))
 
 
 def _start(context, plan: dict, total: float, programs: str) -> _Run:
