@@ -168,7 +168,8 @@ def _load_parts(read_rows: Callable[[int, int], Any], wanted: jax.ShapeDtypeStru
         start, stop, _ = index[0].indices(wanted.shape[0])
         if (start, stop) not in read:
             read[start, stop] = read_rows(start, stop).astype(wanted.dtype, copy=False)
-        return read[start, stop][:, *index[1:]]
+        rows = read[start, stop][:, *index[1:]]
+        return rows if wanted.sharding.memory_kind in (None, "device") else np.asarray(rows)
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 

@@ -26,8 +26,8 @@ from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.models.vocabulary import vocabulary_modules
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.quant.formats import Quantized, is_quantized, quantize_matrix
-from jaxglue.ops.quant.fp8 import FP8Weight, multiplied_in_fp8
+from jaxglue.ops.quant.formats import Quantized, in_format
+from jaxglue.ops.quant.fp8 import FP8Weight
 from jaxglue.sharding.mesh import put_on_mesh
 
 Placement = Callable[[str, Any], Any]
@@ -112,13 +112,11 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
     quantized = quantized_names(model)
 
     def put(name: str, array) -> jax.Array | Quantized:
-        if name in quantized and not is_quantized(array):
-            array = quantize_matrix(array, config.quantize)
-        elif isinstance(array, FP8Weight) and config.quantize == "fp8":
-            array = multiplied_in_fp8(array)
-        elif isinstance(array, FP8Weight) and config.quantize != "fp8_stored":
+        if isinstance(array, FP8Weight) and config.quantize not in ("fp8", "fp8_stored"):
             entry = '"quantization_config": {"quant_method": "fp8"}'
             raise ValueError(f"{name} is in FP8, of which config.json says nothing: add {entry} to it")
+        if name in quantized:
+            array = in_format(array, config.quantize)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)

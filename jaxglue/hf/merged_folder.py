@@ -32,7 +32,7 @@ from jaxglue.models.lora import base_shapes
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
-from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
+from jaxglue.ops.quant.formats import in_format
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.mxfp4 import BLOCK
 
@@ -130,9 +130,8 @@ class _Merge:
     def _read_base(self, name: str) -> np.ndarray:
         if name in self._quantized:
             value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
-            if not is_quantized(value):
-                value = quantize_matrix(jnp.asarray(value), self.config.quantize)
-            return np.asarray(dequantize(value, self.specs[name].dtype))
+            held = in_format(jax.tree.map(jnp.asarray, value), self.config.quantize)
+            return np.asarray(dequantize(held, self.specs[name].dtype))
         if name not in self._files.tensors:
             return np.asarray(read_expanded(self._files, name))
         if found := find_fp8(self._files, name, self.specs[name].shape):

@@ -2,6 +2,8 @@
 
 import json
 
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.checkpoint import save_tensors
+from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.experts import checkpoint_layout
+from jaxglue.hf.export_check import folder_parts
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merged_folder import export_adapter
@@ -99,6 +102,16 @@ def test_matmul_fp8_multiplies_their_codes(folders, how):
         assert error < (0.04 if how == "block" else 1e-7)  # scales of rows round blocks again
 
 
+@pytest.mark.parametrize("quantize", ["none", "fp8"])
+@pytest.mark.parametrize("how", FORMATS)
+def test_exports_are_checked_on_the_weights_that_are_trained(folders, how, quantize):
+    folder, _ = folders[how]
+    config = config_from_hf(read_config(folder)).quantized(quantize)
+    _, (part,) = folder_parts(folder, config, dtype=jnp.float32)(1)
+    model = load_model(folder, dtype=jnp.float32, quantize=quantize)
+    chex.assert_trees_all_equal(part["mlp"]["down_proj"]["weight"], weights(model)[MATRIX])
+
+
 def test_an_adapter_merges_into_a_folder_in_fp8(folders, tmp_path):
     folder, stored = folders["channel"]
     shape, rng, config = stored[MATRIX].shape, np.random.default_rng(0), LoraConfig(rank=2, targets=("down_proj",))
@@ -131,9 +144,12 @@ def mixture(tmp_path_factory, tiny_config):
     return folder, raw, stored
 
 
-def test_experts_expand_on_load(mixture):
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_experts_expand_on_load(mixture, memory):
     folder, raw, stored = mixture
-    found = flatten_names(split_model(load_model(folder, dtype=jnp.float32), nnx.Param)[1])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+    model = load_model(folder, dtype=jnp.float32, place=lambda *_: sharding)
+    found = flatten_names(split_model(model, nnx.Param)[1])
     experts = {name: x.shape for name, x in found.items() if ".experts." in name}
     for part, (name, index) in checkpoint_layout(experts, raw).items():
         expected = values(stored, part).astype(jnp.bfloat16).astype(np.float32)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxglue.ops.quant.fp8 import FP8Weight, expand_products, quantize_fp8
+from jaxglue.ops.quant.fp8 import FP8Weight, expand_products, multiplied_in_fp8, quantize_fp8
 from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
 from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
 
@@ -32,6 +32,13 @@ def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
             return expand_products(quantize_fp8(matrix))
         case _:
             return matrix
+
+
+def in_format(matrix: Any, how: str) -> Any:
+    """Return a matrix as a model of this format holds it: quantized, unless its folder has it so."""
+    if not is_quantized(matrix):
+        return quantize_matrix(matrix, how)
+    return multiplied_in_fp8(matrix) if how == "fp8" else matrix
 
 
 def format_flag(how: str) -> str:
