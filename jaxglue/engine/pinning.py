@@ -4,14 +4,14 @@ JAX allocates a region of its pool and lets CUDA pin it, which takes the pages o
 that are there already are pinned at 20 GiB/s and more.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,16 @@ _POLL_SECONDS = 0.002
 
 
 def pin(size: int) -> None:
-    """Take bytes of pinned memory into the pool of JAX at once, in whole MiB: one array that is never written."""
+    """Take bytes of pinned memory into the pool of JAX at once, in whole MiB: one array that is never written.
+
+    Call it while nothing else runs: CUDA holds the lock of the process's mappings, and whoever waits to add or remove
+    one keeps the threads from it, too.
+    """
     row = jnp.zeros((1, _ROW), jnp.uint8)
     host = pinned_host(jax.local_devices()[0])
     allocate = jax.jit(partial(_unwritten, size // _ROW), out_shardings=host).lower(row).compile()
-    done = threading.Event()
-    with ThreadPoolExecutor(1) as helper:
-        helper.submit(_take_new_pages, size, _mappings(), done)
-        try:
-            jax.block_until_ready(allocate(row))
-        finally:
-            done.set()
+    with taking_pages_of_next_mapping(size):
+        jax.block_until_ready(allocate(row))
 
 
 def _unwritten(rows: int, row: jax.Array) -> jax.Array:
@@ -49,24 +48,41 @@ def _unwritten(rows: int, row: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(array, jax.device_put(row, host), (0, 0))
 
 
-def _take_new_pages(size: int, before: list[range], done: threading.Event) -> None:
-    """Wait for a mapping of at least `size` bytes that was not there before; take its pages with several threads."""
-    while not done.wait(_POLL_SECONDS):
-        for part in _new_parts(before, _mappings()):
-            if len(part) >= size:
-                take_pages(part)
-                return
+@contextlib.contextmanager
+def taking_pages_of_next_mapping(size: int) -> Iterator[None]:
+    """Take the pages of the first mapping of at least `size` bytes that appears inside, by several threads.
+
+    The threads begin before, as their stacks are mappings.
+    """
+    found: Future[range] = Future()
+    done, count, before, libc = threading.Event(), min(_THREADS, os.cpu_count() or 1), _mappings(), _libc()
+    with ThreadPoolExecutor(count + 1) as threads:
+        for index in range(count):
+            threads.submit(_take_share, libc, found, index * _CHUNK, count * _CHUNK)
+        threads.submit(_find_new, found, size, before, done)
+        try:
+            yield
+        finally:
+            done.set()
 
 
-def take_pages(addresses: range) -> None:
-    """Let the kernel assign memory to a range of addresses, whatever it holds, by several threads."""
-    chunks = [addresses[first : first + _CHUNK] for first in range(0, len(addresses), _CHUNK)]
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        list(threads.map(lambda chunk: _libc().madvise(chunk.start, len(chunk), _POPULATE_WRITE), chunks))
+def _find_new(found: Future[range], size: int, before: list[range], done: threading.Event) -> None:
+    """Wait for addresses of at least `size` bytes that no mapping covered before."""
+    parts: list[range] = []
+    try:
+        while not parts and not done.wait(_POLL_SECONDS):
+            parts = [part for part in _new_parts(before, _mappings()) if len(part) >= size]
+    finally:
+        found.set_result(parts[0] if parts else range(0))
 
 
-@cache
-def _libc() -> Any:
+def _take_share(libc: ctypes.CDLL, found: Future[range], first: int, step: int) -> None:
+    """Let the kernel assign memory to every `step`-th chunk of a range of addresses, whatever it holds."""
+    for start in found.result()[first::step]:
+        libc.madvise(start, min(_CHUNK, found.result().stop - start), _POPULATE_WRITE)
+
+
+def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return libc

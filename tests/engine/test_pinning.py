@@ -2,9 +2,9 @@
 
 import ctypes
 import mmap
-import threading
+import time
 
-from jaxglue.engine.pinning import _mappings, _new_parts, _take_new_pages, pin
+from jaxglue.engine.pinning import _new_parts, pin, taking_pages_of_next_mapping
 
 SIZE = 2**26
 
@@ -17,12 +17,9 @@ def resident_share(memory: mmap.mmap) -> float:
 
 
 def test_pages_of_a_new_mapping_are_taken():
-    done = threading.Event()
-    helper = threading.Thread(target=_take_new_pages, args=(SIZE, _mappings(), done))
-    helper.start()
-    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    helper.join(timeout=20)
-    done.set()
+    with taking_pages_of_next_mapping(SIZE):
+        memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        time.sleep(0.1)
     assert resident_share(memory) == 1
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -69,9 +68,6 @@ def test_pool_has_the_plans_size_and_is_pinned_at_once(workload, renewed, monkey
     monkeypatch.setattr(pinned, "pin", asked.append)
     environ = {HOST_LIMIT: "90"}
     assert pinned.size_pool(workload, choice(*setting), environ) == 5
-    for thread in threading.enumerate():
-        if thread.name == "pinning":
-            thread.join()
     assert renewed == [True] and environ == {HOST_LIMIT: "5"} and asked == [5 * GIB - pinned._GROWN]
 
 
