@@ -64,7 +64,9 @@ def restorations(policies: Sequence[RematPolicy], depth: int) -> list[Restoratio
     """
     found, last = [], len(policies) - 2 - depth
     while last > 0:
-        first = max((index for index in range(last + 1) if not policies[index].drops_input), default=0)
+        first = last
+        while first > 0 and policies[first].drops_input:
+            first -= 1
         while last > first:
             inputs, layers = restored_inputs(first, last), range(first, last)
             values = frozenset(i for i in layers if policies[i].drops_attention and keeps_values(i, first, last))
@@ -82,14 +84,15 @@ def restored_layers(policies: Sequence[RematPolicy], depth: int) -> frozenset[in
 def restored_bytes(policies: Sequence[RematPolicy], depth: int, model: TracedModel) -> list[int]:
     """Return for each layer's backward pass the bytes of dropped inputs and values that are on the device."""
     inputs = [0] * len(policies)
-    for restoration in restorations(policies, depth):
+    found = restorations(policies, depth)
+    for restoration in found:
         for index in restoration.inputs:
             inputs[index] = index - restoration.inputs.start + 1
     ends = range(max(len(policies) - 1 - depth, 0), len(policies))
     for index in ends:
         inputs[index] = sum(policies[end].drops_input for end in ends if end <= index)
     values = [0] * len(policies)
-    for restoration in restorations(policies, depth):
+    for restoration in found:
         for index in (restoration.layers.start, *restoration.inputs):
             values[index] += sum(value <= index for value in restoration.values)
     sizes = model.input_bytes, model.attention_bytes

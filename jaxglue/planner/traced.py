@@ -72,7 +72,7 @@ class TracedModel:
         self._gathers, self._kinds = _shapes(workload.any_rows)
         sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
         self._alike = [sparse.index(kind) for kind in sparse]  # windows change attention's cost, not the programs
-        self._passes = cache(self._cost_passes)
+        self._passes, self._arrays = cache(self._cost_passes), cache(self._count_arrays)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._cost_replay), cache(self._cost_reference)
 
@@ -104,7 +104,10 @@ class TracedModel:
 
     def arrays(self, index: int) -> tuple[int, int]:
         """Count the arrays of a layer's trainable and frozen parameters."""
-        trainable, frozen = (len(jax.tree.leaves(tree)) for tree in self.programs.parameters(index))
+        return self._arrays(self._kinds[index])
+
+    def _count_arrays(self, kind: int) -> tuple[int, int]:
+        trainable, frozen = (len(jax.tree.leaves(tree)) for tree in self.programs.parameters(kind))
         return trainable, frozen
 
     def replay(self, index: int, policy: RematPolicy) -> Cost:
