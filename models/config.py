@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.models.stored_format import stored_format
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.quant.formats import check_format, format_flag
+from jaxglue.ops.quant.formats import check_format, format_flag, format_name
 from jaxglue.ops.rope import RopeConfig
 
 
@@ -105,7 +105,7 @@ class DecoderConfig:
             return replace(self, **products)
         if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
             raise ValueError(
-                f"{format_flag(how)}: the model folder is already quantized to {self.quantize}; "
+                f"{format_flag(how)}: the model folder is already quantized to {format_name(self.quantize)}; "
                 "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how, **products)

@@ -16,6 +16,7 @@ from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.hub import base_reference, push_folder
 from jaxglue.hf.merged_folder import export_adapter
 from jaxglue.json_file import read_json
+from jaxglue.ops.quant.formats import format_name
 from jaxglue.training.checkpoint_export import export_checkpoint
 
 
@@ -45,7 +46,9 @@ def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
     check = export_adapter(adapter, base, output, most, storage=storage, progress=DataProgress())
     if check.storage == "none":
         return str(check)
-    return f"merged into the base as quantized to {check.storage}, on which the adapter was trained; {check}"
+    return (
+        f"merged into the base as quantized to {format_name(check.storage)}, on which the adapter was trained; {check}"
+    )
 
 
 def _push(config: ExportConfig, name: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.quant.formats import format_name
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
 
@@ -70,8 +71,8 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
         return
     if model.quantize not in ("none", "fp8_trained"):
         raise ValueError(
-            f"{config.model.model} is quantized to {model.quantize}, and --method full cannot train quantized weights: "
-            "use --method lora, or the folder of the original"
+            f"{config.model.model} is quantized to {format_name(model.quantize)}, and --method full cannot train "
+            "quantized weights: use --method lora, or the folder of the original"
         )
     if model.moe and model.moe.mxfp4:
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")

@@ -47,6 +47,11 @@ def format_flag(how: str) -> str:
     return own.get(how, f"--quantize {how}")
 
 
+def format_name(how: str) -> str:
+    """Return a format's name in messages: that of folders in FP8 is `fp8`."""
+    return how.partition("_")[0]
+
+
 def check_format(how: str, widths: dict[str, int]) -> None:
     """Check that a format exists and can hold rows of these lengths.
 
