@@ -12,10 +12,8 @@ their last queries, which they share, so that each follows the one before it by 
 would wait until that one came to its own keys.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -25,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from jaxglue.ops.attention.hopper.sums import add_shares
 from jaxglue.ops.attention.hopper.tiles import (
     GROUP_ROWS,
     Range,
@@ -39,14 +38,6 @@ from jaxglue.ops.attention.hopper.tiles import (
     vacate,
 )
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
-
-
-@builtin
-def _add_tile(descriptor, coordinates, tile, _semantic=None):
-    """Add a tile in shared memory to global memory, asynchronously; Gluon has no function for it."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, tile.handle)
 
 
 @aggregate
@@ -236,53 +227,6 @@ def _load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds,
 
 
 @gluon.jit
-def _await_turn(number, value):
-    """Wait until a number in global memory has reached a value."""
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        "{ .reg .pred early; .reg .b32 seen; again: ld.acquire.gpu.global.b32 seen, [$1];"
-        " setp.lt.s32 early, seen, $2; @early bra again; fence.proxy.async; mov.b32 $0, seen; }",
-        "=r,l,r", [number + lanes * 0, value + lanes * 0], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _end_turn(number, value):
-    """Set a number in global memory once the warp's additions are done."""
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        "{ .reg .pred first; cp.async.bulk.wait_group 0; fence.acq_rel.gpu; setp.eq.s32 first, $3, 0;"
-        " @first st.release.gpu.global.b32 [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r", [number + lanes * 0, value + lanes * 0, lanes], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _add_gradients(dq, turns, tiles, plane, tile, before, bounds, sizes):
-    """Add the gradients of queries after those of the tiles of keys before, seen by tokens up to `before`."""
-    P: gl.constexpr = sizes.P
-    TOKENS: gl.constexpr = GROUP_ROWS // P
-    n = gl.to_tensor(0)
-    for part in range(sizes.G // P):
-        for late in range(bounds.count):
-            token = bounds.first + (bounds.count - 1 - late) * TOKENS
-            number = turns + (plane + part) * ((sizes.T + TOKENS - 1) // TOKENS) + token // TOKENS
-            columns = [plane + part, token * P, 0], [plane + part, token * P, sizes.H // 2]
-            if token < before:
-                _await_turn(number, tile)
-            place = 2 * await_place(tiles.dq, n)
-            for half in gl.static_range(2):
-                if token < before:
-                    _add_tile(dq, columns[half], tiles.dq.tiles.index(place + half))
-                else:
-                    tma.async_copy_shared_to_global(dq, columns[half], tiles.dq.tiles.index(place + half))
-            tma.store_wait(0)
-            release(tiles.dq, n)
-            _end_turn(number, tile + 1)
-            n += 1
-
-
-@gluon.jit
 def _allocate(q, k, lse, dq, STAGES: gl.constexpr, P: gl.constexpr, H: gl.constexpr):
     """Return the tiles in shared memory."""
     ROWS: gl.constexpr = 2 * GROUP_ROWS
@@ -324,7 +268,7 @@ def backward_kernel(
             (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 0)),
             (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 1)),
             (_load_tiles, source),
-            (_add_gradients, (dq, turns, tiles, dq_plane, tile, before, bounds, sizes)),
+            (add_shares, (dq, turns, tiles.dq, dq_plane, tile, before, bounds, sizes)),
         ],
         [4, 1, 1],
         [240, 24, 24],
