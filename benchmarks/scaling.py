@@ -28,6 +28,8 @@ import psutil
 from measure import table, write_results
 from scaling_suite import hgx_cases, is_shortened, verdicts
 
+from jaxglue.commands.devices import take_fitting_blocks
+
 CASES = (
     "8b-lora:data=1",
     "32b-nf4:data=1",
@@ -102,7 +104,10 @@ def environment_of(gpus: list[str], args: argparse.Namespace) -> dict[str, str]:
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(gpus)), "NPROC": "32"}
     # NCCL's buffers are outside of what JAX preallocates; equal shares let cases choose equal policies.
     fraction = "0.85" if args.suite or len(gpus) > 1 else "0.9"
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    own["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    take_fitting_blocks(own)
+    return own
 
 
 def command_of(name: str, args: argparse.Namespace) -> list[str]:
