@@ -46,7 +46,8 @@ _REASONS = {
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
         *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "ddp_bucket_cap_mb"),
-        *("ddp_broadcast_buffers", "ignore_bias_buffers"),
+        *("ddp_broadcast_buffers", "ignore_bias_buffers", "gpus", "num_gpus", "n_gpu", "num_processes"),
+        *("nproc_per_node", "dp_shard_size", "dp_replicate_size"),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
         *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),

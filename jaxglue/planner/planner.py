@@ -224,7 +224,10 @@ class Planner(Predictor):
         for plan in self.fitting_plans(host_memory):
             return f"{plan} would fit in {gib(plan.device_bytes)}"
         shorter = self.longest_row(host_memory=host_memory)
-        return f"--seq-len {shorter} would fit" if shorter else "no setting fits: use a larger GPU or a smaller model"
+        if shorter:
+            return f"--seq-len {shorter} would fit"
+        lighter = "--method lora, " if self.workload.lora is None else ""
+        return f"no setting fits: use {lighter}a larger GPU or a smaller model"
 
     def _candidates(self, host_memory: float, weights: str) -> Iterator[Plan]:
         frozen = any(self._resident.frozen_layers)
