@@ -14,7 +14,7 @@ from measure import table, write_results
 from step import run_case
 
 ATTENTION = "attention_out,attention_lse"
-_GROUP = f"1 x offload:layer_input,{ATTENTION} + 1 x drop:layer_input; offload:{ATTENTION} + 2 x drop:layer_input"
+_GROUP = f"1 x offload:layer_input; drop:{ATTENTION} + 3 x drop:layer_input; offload:{ATTENTION}"
 _LLAMA = {"shape": "llama-3.1-8b", "no_warm_up": True, "steps": 1}
 _EIGHT = {**_LLAMA, "layers": 8, "tokens": 131072, "document_tokens": 131072}
 _KEPT = {"remat": f"offload:layer_input,{ATTENTION}"}
@@ -35,7 +35,7 @@ CASES: dict[str, dict] = {
         "document_tokens": 524288,
         "remat": _GROUP,
         "tile": 32768,
-        "attention": "triton",
+        "attention": "hopper",
     },
     "8b-65536": {**_LLAMA, "tokens": 65536, "document_tokens": 30000, "quantize": "nf4", "remat": "auto"},
     "70b": {
