@@ -1,6 +1,7 @@
 """Memory of a program's kernels: arrays are in memory from the kernel that writes them to the last that reads them.
 
-XLA keeps the best of several orders; here those of the trace, and of what each result needs, result by result.
+XLA keeps the best of several orders; here those of the trace, of what each result needs, result by result, and of the
+kernel that adds least.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,35 +46,75 @@ class Kernel:
 
 
 def peak_bytes(kernels: Sequence[Kernel], *, without: set[Value]) -> int:
-    """Return the most bytes of values in memory at once, without arguments and results, in the better order."""
-    return min(_peak_bytes(order, without) for order in (kernels, _by_result(kernels)))
+    """Return the most bytes of values in memory at once, without arguments and results, in the best order."""
+    joined = list(_joined(kernels))
+    if joined:  # which other orders would part
+        return _peak_bytes(kernels, without, joined)
+    needs = _needs(kernels)
+    orders = range(len(kernels)), _by_result(needs), _by_growth(kernels, needs, without)
+    return min(_peak_bytes([kernels[index] for index in order], without) for order in orders)
 
 
-def _by_result(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Return the kernels in the order of results, each after those that it needs and that no earlier one needs."""
+def _needs(kernels: Sequence[Kernel]) -> list[set[int]]:
+    """Return for each kernel those that must run before it."""
     writers: dict[Value, int] = {}
-    needs: list[set[int]] = []
+    needs = []
     for index, kernel in enumerate(kernels):
         needs.append({writers[value] for value in kernel.inputs if value in writers})
         writers |= dict.fromkeys(kernel.outputs or kernel.inputs[:1], index)  # those without outputs add to the first
+    return needs
+
+
+def _by_result(needs: Sequence[set[int]]) -> list[int]:
+    """Return the kernels in the order of results, each after those that it needs and that no earlier one needs."""
     order: dict[int, None] = {}
-    last = set(range(len(kernels))).difference(*needs)
-    for result in sorted(last):
+    for result in sorted(set(range(len(needs))).difference(*needs)):
         waiting = [result]
         while waiting:
             if missing := [index for index in sorted(needs[waiting[-1]]) if index not in order]:
                 waiting.append(missing[0])
             else:
                 order[waiting.pop()] = None
-    return [kernels[index] for index in order]
+    return list(order)
 
 
-def _peak_bytes(kernels: Sequence[Kernel], without: set[Value]) -> int:
+def _by_growth(kernels: Sequence[Kernel], needs: Sequence[set[int]], without: set[Value]) -> list[int]:
+    """Return the kernels in an order in which the next one adds least to the values in memory."""
+    readers: dict[Value, set[int]] = {}
+    followers: dict[int, list[int]] = {}
+    for index, kernel in enumerate(kernels):
+        for value in kernel.inputs:
+            readers.setdefault(value, set()).add(index)
+        for earlier in needs[index]:
+            followers.setdefault(earlier, []).append(index)
+    made = {value for kernel in kernels for value in kernel.outputs} - without
+    read = [made.intersection(kernel.inputs) for kernel in kernels]
+    written = [sum(value.bytes for value in made.intersection(kernel.outputs)) for kernel in kernels]
+    missing = [len(earlier) for earlier in needs]
+
+    def growth(index: int) -> tuple[int, int]:
+        return written[index] - sum(value.bytes for value in read[index] if len(readers[value]) == 1), index
+
+    order, ready = [], {index for index, count in enumerate(missing) if not count}
+    while ready:
+        index = min(ready, key=growth)
+        ready.remove(index)
+        order.append(index)
+        for value in read[index]:
+            readers[value].discard(index)
+        for follower in followers.get(index, ()):
+            missing[follower] -= 1
+            if not missing[follower]:
+                ready.add(follower)
+    return order
+
+
+def _peak_bytes(kernels: Sequence[Kernel], without: set[Value], joined: Sequence[tuple[Value, int]] = ()) -> int:
     last: dict[Value, int] = {}
     for index, kernel in enumerate(kernels):
         for value in (*kernel.inputs, *kernel.outputs):
             last[value] = max(last.get(value, index), index)
-    for value, index in _joined(kernels):
+    for value, index in joined:
         last[value] = max(last[value], index)
     live, peak = 0, 0
     dying: dict[int, int] = {}
