@@ -87,6 +87,7 @@ _REASONS = {
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16",),
     "no remote code is ever run": ("trust_remote_code",),
+    "AdamW has --beta1 and --beta2": ("betas", "adam_betas"),
     "the cache knows what has changed": ("overwrite_cache",),
     "the tokenizer's own are used": ("eos_token", "pad_token"),
     "the console and metrics.jsonl have it": (
