@@ -87,7 +87,6 @@ _REASONS = {
     "adapters have no biases": ("bias", "lora_bias"),
     "dtypes are bfloat16 and float32: --dtype": ("fp16",),
     "no remote code is ever run": ("trust_remote_code",),
-    "AdamW has --beta1 and --beta2": ("betas", "adam_betas"),
     "the cache knows what has changed": ("overwrite_cache",),
     "the tokenizer's own are used": ("eos_token", "pad_token"),
     "the console and metrics.jsonl have it": (
@@ -101,9 +100,10 @@ _REASONS = {
 }
 NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 """Remedies for settings of other programs, by name."""
-REFUSED = dict.fromkeys(
-    ("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"
-)
+REFUSED = {
+    **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
+    **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
+}
 """The same of settings without which a run would be another."""
 
 Nested = dict[str, Any]

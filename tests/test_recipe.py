@@ -180,3 +180,8 @@ def test_unknown_settings_are_named_together(write):
         load_config(TrainConfig, write("base_model: m\nshrink: 2\nroles_to_train: [a]\n"))
     with pytest.raises(ValueError, match=r"datasets: a.jsonl: settings that jaxglue does not know: shards"):
         load_config(TrainConfig, write("base_model: m\ndatasets:\n  - path: a.jsonl\n    shards: 2\n"))
+
+
+def test_settings_that_make_another_run_are_refused_with_ours(write):
+    with pytest.raises(ValueError, match=r"does not know: betas \(--beta1 and --beta2"):
+        load_config(TrainConfig, write("base_model: m\nbetas: [0.9, 0.95]\n"))
