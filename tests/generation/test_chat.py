@@ -77,7 +77,7 @@ def test_prompt_file_follows_prompt_flags(tmp_path, folders):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give --prompt or --prompt-file"),
+        ({}, "no prompt: give --prompt, or --prompt-file"),
         ({"prompt": ("a",), "raw": True, "system": "b"}, "--system needs the chat template"),
         ({"prompt_file": Path("missing.txt")}, "--prompt-file: no such file: missing.txt"),
         ({"prompt": ("a",), "adapter": Path("missing")}, "--adapter: no such folder: missing"),
