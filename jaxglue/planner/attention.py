@@ -59,7 +59,8 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
         rates, reserved = _rates(workload, backend, batches.kind), _workspace(workload, backend, batches.kind)
         forward += batches.share * _seconds(workload, gpu, batches, window, rates.forward)
         backward += batches.share * (2.5 * _seconds(workload, gpu, batches, window, rates.backward))
-        backward += batches.share * reserved / gpu.copy  # written before it is used
+        if backend == "cudnn":
+            backward += batches.share * reserved / gpu.copy  # written before it is used
         workspace = max(workspace, reserved)
     return {
         ATTENTION_FORWARD: KernelCost(seconds=forward),
