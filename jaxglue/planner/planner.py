@@ -94,11 +94,11 @@ class Planner(Predictor):
         Raises:
             DoesNotFit: nothing fits; names the nearest setting and the remedy.
         """
-        if self._may_fit(host_memory, weights) and (plan := self._choose_in_memory(host_memory, weights)):
+        if self.least_load(host_memory, weights) <= 1 and (plan := self._choose_in_memory(host_memory, weights)):
             return plan
         found: list[Plan] = []
         for planner in self._by_tile():
-            if planner is self or planner.least_load(host_memory, weights) <= 1:
+            if planner.least_load(host_memory, weights) <= 1:
                 found += soonest(planner.fitting_plans(host_memory, weights))
             # Tiles leave more memory to inputs that an untiled plan drops.
             if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
