@@ -273,6 +273,8 @@ class Planner(Predictor):
                     yield grouped
                     if self.fits(self.memory(grouped, weights=places), math.inf):
                         break
+            else:
+                yield group_policies(self._model.layers, size, kept_again=False)
 
     def _most_attention(
         self, size: int, places: Sequence[str], host_memory: float, *, kept_again: bool
