@@ -201,7 +201,7 @@ class Planner(Predictor):
             partly = ((policy, self._places_streamed(policy)) for policy in policies)
             plans += (self.memory(policy, weights=places) for policy, places in partly if places)
             plans += (self.memory(policy, weights=MAPPED) for policy in policies if self.gpu.files)
-        plans += map(self.memory, self._lean_groups())
+        plans += (self.memory(grouped, weights=streams[0]) for grouped in self._lean_groups())
         return min(max(plan.device_bytes / self._room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
 
     def check(self, plan: Plan, *, host_memory: float) -> None:
