@@ -247,12 +247,13 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute dk and dv of one tile, summed over the group of query heads, and its share of dq.
 
-    The grid is (tiles · HEADS, B): dq, dk and dv are those of HEADS key/value heads from `first_head` on. lse is in
-    units of exponentials of 2; dq [B · HEADS · G // P, T · P, H] float32 is left as it was where no query sees a key;
-    turns begin as zeros.
+    The grid is (HEADS · tiles, B), one head after another: sums of one stay in the L2 cache. dq, dk and dv are those of
+    HEADS key/value heads from `first_head` on. lse is in units of exponentials of 2; turns begin as zeros. dq
+    [B · HEADS · G // P, T · P, H] float32 is left as it was where no query sees a key.
     """
     sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
-    tile, head, row = gl.program_id(0) // HEADS, gl.program_id(0) % HEADS, gl.program_id(1).to(gl.int64)
+    TILES: gl.constexpr = (T + 2 * GROUP_ROWS - 1) // (2 * GROUP_ROWS)
+    tile, head, row = gl.program_id(0) % TILES, gl.program_id(0) // TILES, gl.program_id(1).to(gl.int64)
     kv_head = gl.load(first_head) + head
     first, row_ends = tile * (2 * GROUP_ROWS), ends + row * T
     plane = (row.to(gl.int32) * K + kv_head) * (G // P)
