@@ -217,8 +217,7 @@ def _interpreting():
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch_lang, scopes = interpreter._patch_lang, {}
-    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)  # asserts nothing
+    scopes = {}
 
     def patch_until_the_end(function):
         module = function.__globals__["__name__"]
@@ -227,6 +226,8 @@ def _interpreting():
         return mock.Mock()
 
     with _interpreter_lock:
+        patch_lang = interpreter._patch_lang
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         before, triton.knobs.runtime.interpret = triton.knobs.runtime.interpret, True
         library = {name: interpreter.InterpretedFunction(getattr(tl, name).fn) for name in ("cdiv", "max", "sum")}
         try:
