@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.programs import Programs
+from jaxglue.planner.scaled import can_scale
 from jaxglue.planner.search import interpolate
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ class RowLoads:
         planner: of any length.
         host_memory: bytes of host memory that may be pinned.
         weights: places of the layers' weights.
-        scales: trace the programs of two lengths, whole and by tiles, and scale the others.
+        scales: trace the programs of a few lengths, whole and by tiles, and scale the others.
     """
 
     def __init__(self, planner: "Planner", host_memory: float, weights: str, *, scales: bool = True):
@@ -73,11 +76,13 @@ class RowLoads:
 
     def _load(self, seq_len: int, tile: int | None) -> float:
         traced = self._traced[tile is not None]
-        if not self._scales or len(traced) < 2:
+        workload = replace(self._planner.workload, seq_len=seq_len, tile=tile)
+        pairs = (pair for pair in combinations(traced, 2) if can_scale(pair[0].workload, pair[1].workload, workload))
+        if not self._scales or (pair := next(pairs, None)) is None:
             planner = self._planner.with_rows(seq_len, tile)
             traced.append(planner.programs)
             self._scaled.pop(seq_len, None)
             return planner.least_load(*self._limits)
-        planner = self._planner.with_rows(seq_len, tile, scaled=(traced[0], traced[1]))
+        planner = self._planner.with_rows(seq_len, tile, scaled=pair)
         self._scaled[seq_len] = tile, planner.least_load(*self._limits)
         return self._scaled[seq_len][1]

@@ -1,6 +1,7 @@
 """Programs for rows of a length, scaled from those of two others."""
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from jaxglue.engine.policy import RematPolicy
@@ -20,6 +21,16 @@ class _Shape(NamedTuple):
 def _shape(workload: Workload) -> _Shape:
     tile = workload.tile or workload.tokens
     return _Shape(workload.tokens, tile, workload.tokens // tile)
+
+
+def can_scale(first: Workload, second: Workload, to: Workload) -> bool:
+    """Return whether the sizes of two workloads' programs tell those of a third.
+
+    Not where two numbers of `_Shape`, or one and a constant, grow alike between the first two but not to the third.
+    """
+    a, b, c = ((1, *_shape(workload)) for workload in (first, second, to))
+    pairs = combinations(range(len(a)), 2)
+    return all(a[i] * b[j] != b[i] * a[j] or a[i] * c[j] == c[i] * a[j] for i, j in pairs)
 
 
 class ScaledPrograms(Programs):

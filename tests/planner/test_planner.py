@@ -18,6 +18,7 @@ from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory, raise_pinned_limit
 from jaxglue.planner.rates import device_gpu, measure_gpu
+from jaxglue.planner.scaled import can_scale
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
 HOST = 64 * GIB
@@ -259,6 +260,14 @@ def test_plans_are_for_the_layers_in_a_program_asked_for(planner, workload):
     assert plan == planner.plan(parse_policy("none"), layers_per_program=3)
     with pytest.raises(ValueError, match="--layers-per-program 3 is for one GPU that keeps everything"):
         grouped.resolve("offload", weights="auto", host_memory=HOST)
+
+
+def test_rows_with_equally_many_tiles_tell_nothing_of_others(workload):
+    first, alike, other = (
+        replace(workload, seq_len=n, tile=n // count) for n, count in ((8192, 4), (4096, 4), (6144, 2))
+    )
+    assert not can_scale(first, alike, other)
+    assert can_scale(first, other, alike) and can_scale(first, alike, replace(workload, seq_len=2048, tile=512))
 
 
 def test_longest_row_fits_and_the_next_one_does_not(planner):
