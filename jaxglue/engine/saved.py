@@ -13,7 +13,7 @@ from jaxglue.engine.residuals import Residuals
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import Params
 
-RESTORED = 4
+RESTORED = 3
 """Most inputs computed again at once; those of a longer group are, nearer to its first layer, another time."""
 
 

@@ -31,7 +31,7 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
 
     JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where nothing is offloaded
     and no weights are streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which
-    would not survive. The pool is pinned at once.
+    would not survive. The pool is pinned as one region.
 
     Raises:
         ValueError: the old client is still in use and holds the GPU's memory.

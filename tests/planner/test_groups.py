@@ -16,9 +16,10 @@ def test_groups_restore_dropped_inputs():
 
 def test_long_groups_are_restored_in_parts():
     policies = parse_policies(f"1 x full + 7 x drop:layer_input,{ATTENTION} + 2 x full", 10)
-    later, earlier = restorations(policies, 1)
-    assert (later.layers, later.inputs, later.values) == (range(7), range(4, 8), {4, 5, 6})
-    assert (earlier.layers, earlier.inputs, earlier.values) == (range(3), range(1, 4), {1, 2})
+    later, earlier, first = restorations(policies, 1)
+    assert (later.layers, later.inputs, later.values) == (range(7), range(5, 8), {5, 6})
+    assert (earlier.layers, earlier.inputs, earlier.values) == (range(4), range(2, 5), {2, 3})
+    assert (first.layers, first.inputs, first.values) == (range(1), range(1, 2), set())
 
 
 @pytest.mark.parametrize("attention", [0, 3, 10])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxglue.engine.pinning import pin
 from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
@@ -80,6 +81,10 @@ def test_pool_is_left_to_grow(workload, renewed, monkeypatch, case):
     if case == "arrays":
         monkeypatch.setattr(jax, "live_arrays", lambda: [0])
     assert pinned.size_pool(workload, choice(weights), environ) == 0 and not renewed and HOST_LIMIT not in environ
+
+
+def test_a_region_is_pinned_without_values():
+    pin(2**20)
 
 
 RENEWAL = """
