@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.planner.equations import branch, called, equations, live_program
+from jaxglue.planner.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
-ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
-"""Names of the jitted functions in place of attention kernels in a traced program."""
 _ALIASES = {
     "reshape",
     "squeeze",

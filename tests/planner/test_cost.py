@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxglue.planner.cost import KernelCost, program_cost
+from jaxglue.planner.equations import live_program
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
@@ -94,3 +95,11 @@ def test_values_of_one_large_array_are_formed_together():
         Kernel((left, right), (other,), 0, fused=True),
     ]
     assert peak_bytes(kernels, without={gradient, other}) == 200
+
+
+def test_attention_needs_all_that_it_is_given():
+    def attention_backward(query, dout):
+        return dout
+
+    program = jax.make_jaxpr(lambda x, dout: jax.jit(attention_backward)(x @ x, dout))(jnp.ones((4, 4)), jnp.ones(4))
+    assert any(eqn.primitive.name == "dot_general" for eqn in live_program(program).jaxpr.eqns)
