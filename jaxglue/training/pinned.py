@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import threading
 import weakref
 from collections.abc import MutableMapping
 
@@ -31,7 +32,7 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
 
     JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where nothing is offloaded
     and no weights are streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which
-    would not survive. The pool is pinned as one region.
+    would not survive. Without streamed weights the pool is pinned as one region, in a thread.
 
     Raises:
         ValueError: the old client is still in use and holds the GPU's memory.
@@ -46,8 +47,8 @@ def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[st
     size = pool_gib(workload, remat, float(environ.get(HOST_LIMIT, DEFAULT_PINNED_GIB)))
     environ[HOST_LIMIT] = str(size)
     _renew_client()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the pool grows as it is used
-        pin(size * GIB - _GROWN)
+    if not streams:  # whose loading would take smaller regions meanwhile
+        threading.Thread(target=_pin, args=(size * GIB - _GROWN,), name="pinning", daemon=True).start()
     return size
 
 
@@ -60,6 +61,11 @@ def pool_gib(workload: Workload, remat: RematChoice, limit: float) -> int:
     largest = max(value, *(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen)))
     least = remat.host_bytes + _SLACK
     return math.ceil(max(least, min((1 + _LOST) * least + largest, limit * GIB)) / GIB)
+
+
+def _pin(size: int) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the pool grows as it is used
+        pin(size)
 
 
 def _renew_client() -> None:
