@@ -28,8 +28,8 @@ import psutil
 from measure import table, write_results
 from scaling_suite import hgx_cases, is_shortened, verdicts
 
-from jaxglue.commands.devices import take_fitting_blocks
-
+ROOT = Path(__file__).resolve().parents[1]
+"""This checkout, whose jaxglue the cases run."""
 CASES = (
     "8b-lora:data=1",
     "32b-nf4:data=1",
@@ -65,7 +65,8 @@ class Case:
     def start(cls, name: str, gpus: list[str], args: argparse.Namespace, seconds: float) -> "Case":
         """Start a case that may take `seconds`."""
         files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when it is over)
-        environment = os.environ | environment_of(gpus, args)
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": paths} | environment_of(gpus, args)
         process = subprocess.Popen(command_of(name, args), env=environment, stdout=files[0], stderr=files[1])
         return cls(name, gpus, process, files, seconds)
 
@@ -104,10 +105,7 @@ def environment_of(gpus: list[str], args: argparse.Namespace) -> dict[str, str]:
         return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(gpus)), "NPROC": "32"}
     # NCCL's buffers are outside of what JAX preallocates; equal shares let cases choose equal policies.
     fraction = "0.85" if args.suite or len(gpus) > 1 else "0.9"
-    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    own["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
-    take_fitting_blocks(own)
-    return own
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def command_of(name: str, args: argparse.Namespace) -> list[str]:

@@ -7,6 +7,7 @@ Prints a line of JSON, and another with the trace's figures.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from measure import uniform_lengths
 from step import LENGTHS_SEED, memory, parameters, workload
 from traces import collective_overlap
 
+from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.data.batch import Batch
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
@@ -231,6 +233,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the family, as for CPUs")
     parser.add_argument("--no-trace", action="store_true")
     args = parser.parse_args()
+    take_fitting_blocks(os.environ)
     for row in measure(args.case, chosen(args), trace=not args.no_trace):
         print(json.dumps(row), flush=True)
 
