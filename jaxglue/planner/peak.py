@@ -12,8 +12,8 @@ from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
-_TEMPORARIES = 1.07
-"""XLA's temporary memory of a layer's backward pass by that of `peak_bytes`, at most."""
+_TEMPORARIES = 1.03
+"""XLA's temporary memory of a layer's backward pass by that of `peak_bytes`; a twentieth of layers take more."""
 _SCATTERED, _MOST_SCATTERED, _SPARE = 0.35, 3 * GIB // 2, 0.05
 """Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
 the share of the whole peak that plans leave free anyway."""
