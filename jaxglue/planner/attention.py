@@ -61,7 +61,7 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
         backward += batches.share * (2.5 * _seconds(workload, gpu, batches, window, rates.backward))
         if backend == "cudnn":
             backward += batches.share * reserved / gpu.copy  # written before it is used
-        workspace = max(workspace, reserved + _carried(workload, backend))
+        workspace = max(workspace, reserved)
     return {
         ATTENTION_FORWARD: KernelCost(seconds=forward),
         ATTENTION_BACKWARD: KernelCost(seconds=backward, workspace=workspace),
@@ -132,19 +132,6 @@ def _seconds(workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
     kernel = backend if backend in ("cudnn", "hopper") else "long" if kind.long else "short"
     return _RATES.get((kernel, 64), _RATES["short", 64]) if workload.config.head_dim <= 64 else _RATES[kernel, 128]
-
-
-def _carried(workload: Workload, backend: str) -> int:
-    """Return the bytes of queries', keys' and values' gradients where a loop over some heads at a time copies them.
-
-    XLA's temporary memory of a layer at 524,288 tokens: 21.4 GiB, 14.8 without them.
-    """
-    config = workload.config
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    one = 4 * workload.tokens * (heads // kv_heads) * config.head_dim
-    if backend != "hopper" or heads_summed_at_once(kv_heads, one) == kv_heads:
-        return 0
-    return workload.tokens * (heads + 2 * kv_heads) * config.head_dim * jnp.dtype(workload.dtype).itemsize
 
 
 def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
