@@ -35,7 +35,7 @@ class Planner(Predictor):
         self._options = options
         self._plans: dict[tuple[float, str], list[Plan]] = {}
         self._longest: dict[tuple[float, str], int | None] = {}
-        self._variants: dict[tuple, Planner] = {}
+        self._variants: dict[Workload, Planner] = {}
 
     def plans(self, host_memory: float = math.inf, weights: str = AUTO) -> list[Plan]:
         """Return every setting considered, the fastest first.
@@ -174,16 +174,17 @@ class Planner(Predictor):
     ) -> "Planner":
         """Return the planner for rows of another length and tile, with programs scaled from two others if given."""
         if scaled is None:
-            same = (seq_len, tile) == (self.workload.seq_len, self.workload.tile)
-            return self if same else self._with(seq_len=seq_len, tile=tile)
+            return self._with(seq_len=seq_len, tile=tile)
         workload = replace(self.workload, seq_len=seq_len, tile=tile)
         return Planner(workload, self.gpu, **self._options, programs=ScaledPrograms(workload, scaled))
 
     def _with(self, **changes: Any) -> "Planner":
-        key = tuple(changes.items())
-        if key not in self._variants:
-            self._variants[key] = self.on(replace(self.workload, **changes))
-        return self._variants[key]
+        workload = replace(self.workload, **changes)
+        if workload == self.workload:
+            return self
+        if workload not in self._variants:
+            self._variants[workload] = self.on(workload)
+        return self._variants[workload]
 
     def longest_row(self, *, host_memory: float, weights: str = AUTO) -> int | None:
         """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does."""
