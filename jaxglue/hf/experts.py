@@ -106,7 +106,7 @@ def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) ->
             raise ValueError(
                 f"{others[0]} in {info.file} is {info.dtype}, but other experts are in FP8: store all alike"
             )
-        return _stacked_fp8(in_fp8, parts, shape)
+        return _stacked_fp8(in_fp8, parts, shapes, shape)
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> np.ndarray:
         stack = np.empty((stop - start, *shape[1:]), files.tensors[next(iter(parts))].dtype)
@@ -118,7 +118,9 @@ def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) ->
     return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows)
 
 
-def _stacked_fp8(in_fp8: dict[str, FP8Source], parts: dict[str, ExpertIndex], shape: Shape) -> Source:
+def _stacked_fp8(
+    in_fp8: dict[str, FP8Source], parts: dict[str, ExpertIndex], shapes: dict[str, Shape], shape: Shape
+) -> Source:
     """Return how to read experts in FP8 as bfloat16, on the default device."""
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
@@ -133,9 +135,8 @@ def _stacked_fp8(in_fp8: dict[str, FP8Source], parts: dict[str, ExpertIndex], sh
         weight = FP8Weight(**jax.device_put(flat), dtype=jnp.dtype(jnp.bfloat16))
         return dequantize_fp8(weight, jnp.bfloat16).reshape(codes.shape)
 
-    shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
     for found, _ in in_fp8.values():
-        shapes |= found
+        shapes = shapes | found
     return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows, packed=True)
 
 
