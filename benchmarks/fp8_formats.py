@@ -67,9 +67,8 @@ def errors(change) -> dict[str, str]:
             row[f"y, {name}"] = error(rounded(x, dtype, block) @ quantized.T, x @ weight.T)
         # The weight's scales are folded into dy before it is rounded, as one copy of the weight serves both directions.
         row[f"dx, {name}"] = error(rounded(dy * scales, dtype, block) @ (quantized / scales[:, None]), dy @ weight)
-        if (
-            block is None
-        ):  # a sum over tokens leaves scales of channels alone, for each of which values are rounded anew
+        # A sum over tokens leaves scales of channels alone, for each of which values are rounded anew.
+        if block is None:
             row[f"dw, {name.replace('token', 'channel')}"] = error(rounded(dy.T, dtype) @ rounded(x.T).T, dy.T @ x)
     return row
 

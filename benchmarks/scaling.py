@@ -148,8 +148,8 @@ def run_all(cases: list[str], gpus: list[str], args: argparse.Namespace) -> list
     try:
         while waiting or running:
             left = end - time.monotonic()
-            for name in [name for name in waiting if left <= 0]:
-                waiting.remove(name)
+            while waiting and left <= 0:
+                name = waiting.pop(0)
                 add({"case": name, "gpus": gpus_of(name), "not_run": f"not begun within {args.budget:.0f} s"})
             for name in list(waiting):
                 if (count := gpus_of(name)) <= len(free):

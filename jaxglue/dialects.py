@@ -27,15 +27,8 @@ _REASONS = {
         *("activation_offloading", "disable_gradient_checkpointing"),
     ),
     "--attention chooses the kernel; auto takes the fastest": (
-        *(
-            "attn_implementation",
-            "flash_attention",
-            "flash_attn",
-            "sdp_attention",
-            "xformers_attention",
-            "flex_attention",
-        ),
-        *("eager_attention", "use_eager_attention"),
+        *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
+        *("flex_attention", "eager_attention", "use_eager_attention"),
     ),
     "kernels are chosen by GPU and shape": (
         *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
