@@ -2,11 +2,10 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from jaxglue.data.store import file_digest
-from jaxglue.json_file import read_json
+from jaxglue.json_file import read_json, replace_text
 
 FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"
 """JAX's name of their folder, in that of the compiled programs."""
@@ -35,7 +34,7 @@ def note_tuning(cache: Path) -> None:
         known = _read(cache / _DIGESTS)
         noted = {path.name: known.get(path.name) or file_digest(path) for path in _choices(cache)}
         if noted != known:
-            _write(cache / _DIGESTS, noted)
+            replace_text(cache / _DIGESTS, json.dumps(noted))
     except OSError:
         return
 
@@ -49,9 +48,3 @@ def _read(path: Path) -> dict[str, object]:
         return read_json(path)
     except (OSError, ValueError):
         return {}
-
-
-def _write(path: Path, digests: dict[str, object]) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(digests))
-    temporary.replace(path)

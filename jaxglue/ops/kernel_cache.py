@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -12,6 +11,8 @@ from typing import Any
 
 import jax
 from jax_triton.triton_lib import CompilationResult
+
+from jaxglue.json_file import replace_text
 
 _VERSIONS = [version(package) for package in ("triton", "jax-triton")]
 _DUMPS = {"ttgir": "", "llir": ""}
@@ -56,11 +57,9 @@ def _digest(text: str) -> str:
 
 def _write(path: Path, result: CompilationResult) -> None:
     fields = {name: value for name, value in asdict(result).items() if name not in _DUMPS}
-    temporary = path.with_suffix(f".{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(fields)
-        temporary.write_text(f"{_digest(text)}\n{text}")
-        temporary.replace(path)
+        replace_text(path, f"{_digest(text)}\n{text}")
     except OSError as error:
         _log.warning("compiled kernels are not kept: %s", error)
