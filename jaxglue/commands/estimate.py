@@ -92,8 +92,7 @@ def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:
     host += ", embeddings on the host" if planner.workload.host_embeddings else ""
     host += f", {plan.mapped_bytes / GIB:.0f} GiB of weights in their files" if plan.mapped_bytes else ""
     limit = " (the model's limit)" if longest == planner.workload.config.max_position_embeddings else ""
-    row = f"longest row {longest or 0:,}{limit}; compiling takes {plan.compile_seconds:.0f} s"
-    row += f", pinning {plan.pinning_seconds:.0f} s" if plan.pinning_seconds >= 1 else ""
+    row = f"longest row {longest or 0:,}{limit}; compiling takes {plan.start}"
     return f"Fits: {memory}, ~{_rate(planner, plan):,.0f} tokens/s{host}; {row}"
 
 

@@ -59,6 +59,12 @@ class Plan:
         return self.compile_seconds + self.pinning_seconds
 
     @property
+    def start(self) -> str:
+        """Return the text of these seconds, of compilation first."""
+        pinning = f", pinning {self.pinning_seconds:.0f} s" if self.pinning_seconds >= 1 else ""
+        return f"{self.compile_seconds:.0f} s{pinning}"
+
+    @property
     def remat(self) -> str:
         """Return the policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
         return format_policies(self.policies)

@@ -168,6 +168,4 @@ def _predicted(plan: Plan, *, host_embeddings: bool) -> str:
     tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
     tile += f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
     needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
-    begin = f"start: compiling, uncached, takes {plan.compile_seconds:.0f} s"
-    begin += f", pinning {plan.pinning_seconds:.0f} s" if plan.pinning_seconds >= 1 else ""
-    return f"{weights}{tile}predicted {needs}; {begin}"
+    return f"{weights}{tile}predicted {needs}; start: compiling, uncached, takes {plan.start}"
