@@ -18,7 +18,7 @@ def check_tuning(cache: Path) -> None:
     try:
         known = _read(cache / _DIGESTS)
         found = {path: file_digest(path) for path in _choices(cache)}
-        damaged = [path for path, digest in found.items() if known.get(path.name, digest) != digest]
+        damaged = [path for path, digest in found.items() if known.get(_name(path, cache), digest) != digest]
         for path in damaged:
             path.unlink(missing_ok=True)
         if damaged:
@@ -32,7 +32,8 @@ def note_tuning(cache: Path) -> None:
     """Note the digests of new choices, and forget those of removed ones."""
     try:
         known = _read(cache / _DIGESTS)
-        noted = {path.name: known.get(path.name) or file_digest(path) for path in _choices(cache)}
+        names = {_name(path, cache): path for path in _choices(cache)}
+        noted = {name: known.get(name) or file_digest(path) for name, path in names.items()}
         if noted != known:
             replace_text(cache / _DIGESTS, json.dumps(noted))
     except OSError:
@@ -40,7 +41,11 @@ def note_tuning(cache: Path) -> None:
 
 
 def _choices(cache: Path) -> list[Path]:
-    return [path for path in (cache / FOLDER).iterdir() if path.is_file()]
+    return [path for path in (cache / FOLDER).rglob("*") if path.is_file()]
+
+
+def _name(path: Path, cache: Path) -> str:
+    return path.relative_to(cache / FOLDER).as_posix()
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -5,9 +5,9 @@ from jaxglue.engine.tuning_cache import FOLDER, check_tuning, note_tuning
 
 
 def write(cache, **choices):
-    (cache / FOLDER).mkdir(exist_ok=True)
+    (cache / FOLDER / "version").mkdir(parents=True, exist_ok=True)
     for name, text in choices.items():
-        (cache / FOLDER / name).write_text(text)
+        (cache / FOLDER / "version" / name).write_text(text)
 
 
 def test_damaged_choices_are_removed_and_new_ones_noted(tmp_path, caplog):
@@ -17,15 +17,15 @@ def test_damaged_choices_are_removed_and_new_ones_noted(tmp_path, caplog):
     note_tuning(tmp_path)
     write(tmp_path, a="algorithm: 3", c="algorithm: 4")
     check_tuning(tmp_path)
-    assert sorted(os.listdir(tmp_path / FOLDER)) == ["b", "c"]
+    assert sorted(os.listdir(tmp_path / FOLDER / "version")) == ["b", "c"]
     assert "removed damaged choices of algorithms (1)" in caplog.text
     write(tmp_path, a="algorithm: 1")
     check_tuning(tmp_path)
-    assert sorted(os.listdir(tmp_path / FOLDER)) == ["a", "b", "c"]
+    assert sorted(os.listdir(tmp_path / FOLDER / "version")) == ["a", "b", "c"]
 
 
 def test_damaged_digests_are_written_again(tmp_path):
     write(tmp_path, a="algorithm: 1")
     (tmp_path / ".jaxglue.tuned.json").write_text("[")
     check_tuning(tmp_path)
-    assert json.loads((tmp_path / ".jaxglue.tuned.json").read_text()).keys() == {"a"}
+    assert json.loads((tmp_path / ".jaxglue.tuned.json").read_text()).keys() == {"version/a"}
