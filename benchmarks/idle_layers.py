@@ -1,7 +1,7 @@
 """Memory of layers that a benchmark does not run, held while it runs the others."""
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,12 @@ _BLOCK = 2**28
 
 
 class IdleLayers:
-    """Bytes on the GPU at once, and bytes of host memory, not pinned, that are written while the GPU computes."""
+    """Bytes on the GPU, and bytes of host memory, not pinned, that many threads have written."""
 
     def __init__(self, device_bytes: int, host_bytes: int):
         self._device = jax.block_until_ready([jnp.zeros(_BLOCK, jnp.uint8) for _ in range(device_bytes // _BLOCK)])
-        self._host: list[np.ndarray] = []
-        self._thread = threading.Thread(target=self._write, args=(host_bytes // _BLOCK,))
-        self._thread.start()
-
-    def _write(self, blocks: int) -> None:
-        for _ in range(blocks):
-            self._host.append(np.ones(_BLOCK, np.uint8))
-
-    def wait(self) -> None:
-        """Wait until all host memory is written."""
-        self._thread.join()
+        with ThreadPoolExecutor() as threads:
+            self._host = list(threads.map(lambda _: np.ones(_BLOCK, np.uint8), range(host_bytes // _BLOCK)))
 
 
 def idle_layers(

@@ -295,8 +295,6 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     if args.warm_up:
         jax.block_until_ready(step())
     times = step_times(step, args.steps) or [(found["busy_ms"] / 1e3, first)]
-    if others is not None:
-        others.wait()
     row = {
         "setting": {name: value for name, value in vars(args).items() if value is not None},
         "gpu": device.device_kind,
@@ -313,6 +311,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
         "peak_gib": memory(device, "peak_bytes_in_use"),
         **chosen,
     }
+    del others  # held until the memory was read
     if (args.trace or args.kernels) and not args.trace_first and is_unexpected(row["ms"], args.expected_ms):
         with traced(args, True) as found:
             jax.block_until_ready(step())
