@@ -85,7 +85,7 @@ class EmbedHead:
         self._embed_backward_program = jit_step(self._embed_backward, donate_argnames="accumulated")
         self._loss_program = jit_step(self._loss, static_argnames="fp8")
         self._log_probs_program = jit_step(self._log_probs)
-        donated = {"donate_argnames": ("x", "accumulated")}
+        donated: dict[str, Any] = {"donate_argnames": ("x", "accumulated")}
         self._head_backward_program = jit_step(self._head_backward, **donated, static_argnames="fp8")
         self.programs = (
             self._embed_program,

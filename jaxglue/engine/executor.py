@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
+from jaxglue.engine.compiler import Program, jit_step
 from jaxglue.engine.embed_head import EntryHead
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, check_grouped
@@ -55,7 +56,8 @@ class LayerExecutor:
             output enters the batch by `EntryHead.with_reference`.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
             and layers one after another; None chooses (`default_prefetch_depth`).
-        layers_per_program: consecutive layers dispatched as one program, on one device that keeps everything.
+        layers_per_program: consecutive layers dispatched as one program, on one device that keeps everything. With all
+            of several layers it is the micro-batch's only program, unless embeddings are on the host.
 
     Raises:
         ValueError: the number of policies differs from the number of layers, the policy or the weights need pinned host
@@ -91,6 +93,8 @@ class LayerExecutor:
         check_grouped(layers_per_program, policies, devices=devices, stream_weights=stream_weights)
         if layers_per_program > 1:
             self._groups = LayerGroups(self._layers, self._reference, layers_per_program)
+        self._is_whole = 1 < len(layers) <= layers_per_program
+        self._whole = self._make_whole()
         self._stream_weights = stream_weights
         self._prefetch_depth = (
             transfer.default_prefetch_depth(stream_weights) if prefetch_depth is None else prefetch_depth
@@ -98,7 +102,8 @@ class LayerExecutor:
         self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
         if self._uses_host:
             transfer.check_pinned_memory(jax.local_devices()[0])
-        self._zero_partials = jax.jit(partial(zero_partials, layout))
+        # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
+        self._zero_partials = jax.jit(partial(zero_partials, layout), keep_unused=True)
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
         self._sum_loss = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.sharding(PartitionSpec()))
         self._gather = jax.jit(self._gather_weights)
@@ -188,10 +193,11 @@ class LayerExecutor:
 
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
-        programs: list[Any] = [*self._entry_head.programs, *(self._groups.programs if self._groups else ())]
+        programs: list[Program] = [*self._entry_head.programs, *(self._groups.programs if self._groups else ())]
         for layer in [*self._layer_types.values(), *set(self._reference or ())]:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay, layer.restore]
-        return sum(program._cache_size() for program in programs)
+        programs += [self._whole] if self._whole else []
+        return sum(program.compilations() for program in programs)
 
     def _empty_tree(self, trainable: Params) -> Params:
         return {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
@@ -201,6 +207,30 @@ class LayerExecutor:
 
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
+        if self._whole is None or transfer.is_on_host(frozen[self._entry_head.entry]):
+            return self._run_micro_batch(trainable, frozen, batch, scale, key, sums, finish)
+        loss, gradients = self._whole(trainable, frozen, batch, scale, key, sums)
+        layers, entry = gradients.pop("layers"), gradients.pop(self._entry_head.entry)
+        for name in list(gradients):
+            finish(name, gradients.pop(name))
+        for index in reversed(range(len(layers))):
+            finish(index, layers.pop())
+        finish(self._entry_head.entry, entry)
+        return loss
+
+    def _make_whole(self) -> Program | None:
+        """Return the program of a whole micro-batch, for an executor with one; it is traced when it is called."""
+        return jit_step(self._loss_and_sums, donate_argnames="sums") if self._is_whole else None
+
+    def _loss_and_sums(self, trainable, frozen, batch, scale, key, sums: Params) -> tuple[Array, Params]:
+        """Return the loss, and `sums` plus the gradients."""
+        gradients = self._empty_tree(trainable)
+        loss = self._run_micro_batch(
+            trainable, frozen, batch, scale, key, {**sums, "layers": [*sums["layers"]]}, partial(set_part, gradients)
+        )
+        return loss, gradients
+
+    def _run_micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
         z = self._reference_input(trainable, frozen, batch, x, key)
         ends = dict(frozen)

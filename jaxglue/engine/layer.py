@@ -1,9 +1,8 @@
 """The compiled programs of one layer type: forward, backward, and evaluation."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +19,6 @@ from jaxglue.sharding.gather import gather, reduce_scatter_grads, schedule_after
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 Hidden = Float[Array, "B T D"]
-
-
-class NestedFunctions(NamedTuple):
-    """A layer's functions as parts of another program, traced once for all layers of the type."""
-
-    forward: Callable
-    backward: Callable
-    apply: Callable
 
 
 class LayerFunctions:
@@ -59,7 +50,6 @@ class LayerFunctions:
         self.backward = jit(self._backward, donate_argnames="accumulated")
         self.apply = jit(self._apply)
         self.replay, self.restore = jit(self._replay), jit(self._restore)
-        self.nested = NestedFunctions(jax.jit(self._forward), jax.jit(self._backward), jax.jit(self._apply))
 
     def _apply(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext, ahead: Any = None):
         """Return (y, the next layer's gathered weights)."""

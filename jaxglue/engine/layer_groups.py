@@ -43,27 +43,29 @@ def check_grouped(size: int, policies: Sequence[RematPolicy], *, devices: int, s
 class GroupFunctions:
     """Compiled `forward`, `backward` and `apply` of consecutive layers on one device.
 
-    Trees of layers are lists. Contexts are those of the group's layers, which differ in their dropout key only.
+    Trees of layers are lists. Contexts are those of the group's layers, as `_share` splits them.
     """
 
     def __init__(self, layers: Sequence[LayerFunctions]):
-        self._layers = [layer.nested for layer in layers]
+        self._layers = layers
         self._recomputes = [layer.policy.saved is not None for layer in layers]
-        self.forward = jit_step(self._forward)
-        self.backward = jit_step(self._backward, donate_argnames="accumulated")
-        self.apply = jit_step(self._apply)
+        self.forward = jit_step(self._forward, static_argnames="treedefs")
+        self.backward = jit_step(self._backward, static_argnames="treedefs", donate_argnames="accumulated")
+        self.apply = jit_step(self._apply, static_argnames="treedefs")
 
-    def _apply(self, trainable: _Layers, frozen: _Layers, x: Array, context: Any, keys: list) -> Array:
+    def _apply(self, trainable: _Layers, frozen: _Layers, x: Array, shared: list, keys: list, treedefs: tuple) -> Array:
         """Return the last layer's output."""
-        for layer, *inputs, key in zip(self._layers, trainable, frozen, keys, strict=True):
-            x, _ = layer.apply(*inputs, x, replace(context, dropout_key=key))
+        contexts = _contexts(shared, keys, treedefs)
+        for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
+            x, _ = layer.apply(*weights, x, context)
         return x
 
-    def _forward(self, trainable: _Layers, frozen: _Layers, x: Array, context: Any, keys: list):
+    def _forward(self, trainable: _Layers, frozen: _Layers, x: Array, shared: list, keys: list, treedefs: tuple):
         """Return (the last layer's output, every layer's saved values without the first one's input)."""
         saved: list[SavedLayer] = []
-        for layer, *inputs, key in zip(self._layers, trainable, frozen, keys, strict=True):
-            y, residuals, _ = layer.forward(*inputs, x, replace(context, dropout_key=key))
+        contexts = _contexts(shared, keys, treedefs)
+        for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
+            y, residuals, _ = layer.forward(*weights, x, context)
             saved.append(SavedLayer(x if saved else None, residuals))
             x = y
         return x, saved
@@ -74,18 +76,20 @@ class GroupFunctions:
         trainable: _Layers,
         frozen: _Layers,
         x: Array,
-        context: Any,
+        shared: list,
         keys: list,
+        treedefs: tuple,
         dy: Array,
         accumulated: _Sums,
     ):
         """Return (dx, every layer's accumulated + dtrainable)."""
         gradients: list[Params] = []
+        contexts = _contexts(shared, keys, treedefs)
         for i in reversed(range(len(self._layers))):
             own = saved[i] if i else SavedLayer(x, saved[0].residuals)
             if self._recomputes[i]:  # or XLA would recompute several layers' values at once
                 own, dy = jax.lax.optimization_barrier((own, dy))
-            inputs = trainable[i], frozen[i], own.x, replace(context, dropout_key=keys[i])
+            inputs = trainable[i], frozen[i], own.x, contexts[i]
             dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, dy, accumulated[i])
             gradients.append(gradient)
         return dy, gradients[::-1]
@@ -133,7 +137,7 @@ class LayerGroups:
     ) -> Float[Array, "B T D"]:
         """Return the output of the last layer, or of the reference's; keep nothing for a backward pass."""
         for group in self._groups:
-            arguments = frozen[group.layers], x, *_shared(contexts[group.layers])
+            arguments = frozen[group.layers], x, *_share(contexts[group.layers])
             if reference and group.reference:
                 x = group.reference.apply(_nothing(arguments[0]), *arguments)
             else:
@@ -146,7 +150,7 @@ class LayerGroups:
         """Run all layers, and on `z` the reference's; return both outputs, and between them each group's values."""
         saved: list[list[SavedLayer]] = []
         for group in self._groups:
-            arguments = frozen[group.layers], x, *_shared(contexts[group.layers])
+            arguments = frozen[group.layers], x, *_share(contexts[group.layers])
             y, values = group.functions.forward(trainable[group.layers], *arguments)
             if z is not None and group.reference:
                 z = group.reference.apply(_nothing(arguments[0]), arguments[0], z, *arguments[2:])
@@ -171,7 +175,7 @@ class LayerGroups:
         dx = dy.pop()
         for group in reversed(self._groups):
             (first, *others), part = saved.pop(), group.layers
-            inputs = trainable[part], frozen[part], first.x, *_shared(contexts[part])
+            inputs = trainable[part], frozen[part], first.x, *_share(contexts[part])
             accumulated, sums[part] = sums[part], [None] * len(sums[part])
             values = [first._replace(x=None), *others]
             dx, gradients = group.functions.backward(values, *inputs, dx, accumulated)
@@ -181,9 +185,16 @@ class LayerGroups:
         return dx
 
 
-def _shared(contexts: list) -> tuple[Any, list]:
-    """Split contexts into the first one without its dropout key, and all keys."""
-    return replace(contexts[0], dropout_key=None), [context.dropout_key for context in contexts]
+def _share(contexts: list) -> tuple[list[Array], list, tuple]:
+    """Split contexts, which share all arrays but dropout keys, into these arrays, the keys, and every treedef."""
+    flat = [jax.tree.flatten(replace(context, dropout_key=None)) for context in contexts]
+    return flat[0][0], [context.dropout_key for context in contexts], tuple(treedef for _, treedef in flat)
+
+
+def _contexts(shared: list[Array], keys: list, treedefs: tuple) -> list:
+    """Return the contexts that `_share` split."""
+    contexts = [jax.tree.unflatten(treedef, shared) for treedef in treedefs]
+    return [replace(context, dropout_key=key) for context, key in zip(contexts, keys, strict=True)]
 
 
 def _nothing(frozen: _Layers) -> _Layers:

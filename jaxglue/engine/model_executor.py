@@ -65,6 +65,7 @@ class Executor(LayerExecutor):
     def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
         """Say which layers, and whether the head, multiply matrices for FP8 products so; at first all do."""
         self._embed_head.fp8_layers, self._embed_head.fp8_head = list(layers), head
+        self._whole = self._make_whole()
 
     def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
         """Return the log-probabilities of a batch's answers."""

@@ -8,6 +8,7 @@ from itertools import islice, repeat
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxglue.models.file_param import FileParam
 
@@ -67,9 +68,9 @@ def pinned_host(device: jax.Device) -> jax.sharding.Sharding:
 
 
 def is_on_host(tree: Any) -> bool:
-    """Return whether a tree's arrays are in host memory or in files, judged by the first."""
-    first = jax.tree.leaves(tree)[:1]
-    return any(isinstance(leaf, FileParam) or leaf.sharding.memory_kind == PINNED for leaf in first)
+    """Return whether a tree's arrays are in host memory or in files, judged by the first; none inside a program is."""
+    first = [leaf for leaf in jax.tree.leaves(tree)[:1] if not isinstance(leaf, jax.core.Tracer)]
+    return any(isinstance(leaf, FileParam | np.ndarray) or leaf.sharding.memory_kind == PINNED for leaf in first)
 
 
 def to_host(tree: Any) -> Any:

@@ -18,8 +18,8 @@ _FIRST_PROGRAM = 0.6e-3
 """Seconds in which the GPU waits for a step's first programs."""
 _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
-_LARGEST_GROUP = 14
-"""Most layers in a program: more compile longer and save little."""
+_LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
+"""Most layers in a micro-batch's only program, and in one of several: more compile longer."""
 _SERIAL, _GROUPED_SERIAL = 0.05, 0.5
 """Shares of the shorter one of GPU's and host's time that are not hidden under the longer one; the latter's where
 programs have several layers, as one starts once the host has passed all their parameters."""
@@ -31,11 +31,18 @@ _PINNING = 1.2 * GIB
 """Bytes of host memory pinned in a second where a virtual machine's memory grows as it is touched."""
 
 
-def choose_group(costs: Sequence[LayerCost]) -> int:
-    """Return the layers to dispatch as one program: one, unless their passes are short."""
+def choose_group(costs: Sequence[LayerCost], *, whole: bool) -> int:
+    """Return the layers to dispatch as one program: one, unless their passes are short.
+
+    Args:
+        costs: of all layers.
+        whole: a program of all layers can have embedding and head too, and is a micro-batch's only one.
+    """
     layers = len(costs)
     if sum(cost.forward.seconds + cost.backward.seconds for cost in costs) > 2 * layers * _SHORT_PASS:
         return 1
+    if whole and layers <= _LARGEST_WHOLE:
+        return layers
     even = [size for size in range(1, _LARGEST_GROUP + 1) if layers % size == 0]
     return even[-1] if even[-1] > _LARGEST_GROUP // 2 else min(layers, _LARGEST_GROUP)
 
@@ -52,9 +59,25 @@ class LayerArrays(NamedTuple):
 
 
 def with_dispatch(
-    gpu_seconds: float, layers: Sequence[LayerArrays], layers_per_program: int = 1, passes: int = 2
+    gpu_seconds: float,
+    layers: Sequence[LayerArrays],
+    layers_per_program: int = 1,
+    passes: int = 2,
+    *,
+    whole: bool = False,
 ) -> float:
-    """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`; layers are run `passes` times."""
+    """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`.
+
+    Args:
+        gpu_seconds: of kernels and copies.
+        layers: arrays of each.
+        layers_per_program: consecutive layers dispatched as one program.
+        passes: runs of each layer.
+        whole: embedding, layers and head are one program.
+    """
+    if whole:
+        host_seconds = _GROUPED_ENDS + _GROUPED_ARRAY * sum(_handled(layer, 1) for layer in layers)
+        return max(gpu_seconds, host_seconds) + _SERIAL * min(gpu_seconds, host_seconds)
     if layers_per_program > 1:
         arrays = sum(_handled(layer, passes) for layer in layers)
         host_seconds = _GROUPED_ENDS + _GROUPED_ARRAY * arrays

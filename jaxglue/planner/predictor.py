@@ -140,7 +140,9 @@ class Predictor:
         work, streams = self.workload, any(setting.streamed)
         if why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams):
             return 1
-        return self._grouped or (1 if work.update_in_backward else choose_group(setting.costs))
+        if self._grouped or work.update_in_backward:
+            return self._grouped or 1
+        return choose_group(setting.costs, whole=not work.host_embeddings)
 
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""
@@ -154,7 +156,8 @@ class Predictor:
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes = 3 if self.workload.reference else 2
-        micro_batch = with_dispatch(layers + head, self._arrays(setting), size, passes)
+        whole = 1 < self._model.layers <= size and not self.workload.host_embeddings
+        micro_batch = with_dispatch(layers + head, self._arrays(setting), size, passes, whole=whole)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:

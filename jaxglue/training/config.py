@@ -76,8 +76,8 @@ class ModelConfig(Config):
     """Tokens that pass through a layer at a time, apart from attention; by default all, or as many as fit where whole
     rows do not."""
     layers_per_program: PositiveInt | None = None
-    """Consecutive layers dispatched as one program; by default one, or several where dispatch takes longer than a small
-    model's layers and everything stays on one GPU."""
+    """Consecutive layers dispatched as one program, which with all of them has embedding and head too; by default one,
+    or all where dispatch takes longer than a small model's layers and everything stays on one GPU."""
     memory_limit: PositiveFloat | None = None
     """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
     weights: str = "device"

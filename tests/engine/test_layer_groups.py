@@ -4,6 +4,9 @@ import chex
 import jax
 import pytest
 
+from jaxglue.engine import layer_groups
+from jaxglue.models.context import PackedContext
+
 LAYERS = 5
 """Two groups of two and one layer; fewer where groups are larger or slow to compile."""
 
@@ -23,6 +26,7 @@ def results(parts, batches, key=None, **options):
         ("lora", 3, 3, {"policy": "2 x full + 1 x dots", "batches": 2}),
         ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
         ("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
+        ("full", 2, 9, {"dropout": 0.5, "policy": "full", "batches": 3}),
     ],
 )
 def test_groups_change_no_value(split_parts, random_batch, kind, layers, size, options):
@@ -34,6 +38,23 @@ def test_groups_change_no_value(split_parts, random_batch, kind, layers, size, o
     chex.assert_trees_all_close(
         results(parts, batches, key, **options, layers_per_program=size), expected, rtol=1e-5, atol=1e-6
     )
+
+
+def test_a_program_of_all_layers_is_a_micro_batchs_only_one(split_parts, random_batch):
+    parts = split_parts("lora", num_hidden_layers=2)
+    executor, batch = parts.executor("none", layers_per_program=2), random_batch([[5, 1, 7], [12]], 14)
+    visited: list = []
+    for batches, programs in (([batch], 1), ([batch, batch], 2), ([batch], 2)):  # without and with sums of gradients
+        visited.clear()
+        update = lambda key, _: visited.append(key)  # noqa: E731
+        executor.loss_and_update(parts.trainable, parts.frozen, batches, 13.0, update)
+        assert executor.compilations() == programs
+    assert visited == ["lm_head", "norm", 1, 0, "embed_tokens"]
+
+
+def test_layers_of_a_group_keep_their_own_choice_of_fp8():
+    contexts = [PackedContext(segments=None, cos=1.0, sin=2.0, fp8=fp8) for fp8 in (True, False)]
+    assert contexts == layer_groups._contexts(*layer_groups._share(contexts))
 
 
 def test_equal_groups_share_programs(split_parts, random_batch):

@@ -23,14 +23,17 @@ def test_short_steps_take_the_hosts_time():
     assert with_dispatch(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.2 * plain
     assert with_dispatch(0.001, _layers(32, offloaded=1)) > plain
     assert with_dispatch(0.001, _layers(32, streamed=True)) > with_dispatch(0.001, _layers(32, offloaded=1))
-    assert with_dispatch(0.001, _layers(32), 8) < plain
+    grouped = with_dispatch(0.001, _layers(32), 8)
+    assert with_dispatch(0.001, _layers(32), 32, whole=True) < grouped < plain
 
 
 @pytest.mark.parametrize(("layers", "size"), [(2, 2), (28, 14), (36, 12), (32, 8), (61, 14), (19, 14)])
 def test_only_short_layers_share_programs(layers, size):
     short, long = (SimpleNamespace(seconds=seconds) for seconds in (1e-3, 2e-3))
-    assert choose_group([SimpleNamespace(forward=short, backward=short)] * layers) == size
-    assert choose_group([SimpleNamespace(forward=short, backward=long)] * layers) == 1
+    costs = [SimpleNamespace(forward=short, backward=short)] * layers
+    assert choose_group(costs, whole=False) == size
+    assert choose_group(costs, whole=True) == (size if layers > 36 else layers)
+    assert choose_group([SimpleNamespace(forward=short, backward=long)] * layers, whole=True) == 1
 
 
 def test_compiling_takes_longer_for_more_kinds_of_layers():
