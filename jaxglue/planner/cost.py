@@ -36,6 +36,8 @@ _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
 """Kernels of experts' matmuls, and their share of the matmul rate."""
 _FUSED_SHARE = 0.92
 """Share of the memory's rate at which kernels without matmuls move their bytes."""
+_KERNEL_SHARES = {"gradients_kernel": 0.73}
+"""The same by kernel: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
 _FP8_SHARE = 0.55
 """The same of kernels that read or write FP8 codes."""
 
@@ -228,8 +230,9 @@ class _Trace:
         codes = any(_is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
         whole = sum(value.bytes for value in {*inputs, *outputs})
         moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
-        copied = self._copy(moved) / (_FP8_SHARE if codes else _FUSED_SHARE)
-        share = _EXPERTS_SHARE if getattr(eqn.params["fn"], "__name__", "") in _EXPERTS_KERNELS else 1.0
+        name = getattr(eqn.params["fn"], "__name__", "")
+        copied = self._copy(moved) / (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE))
+        share = _EXPERTS_SHARE if name in _EXPERTS_KERNELS else 1.0
         return max(flops / (share * self._dot_rate(eqn)), copied)
 
     def _accumulate(self, left: Value, right: Value) -> Value:

@@ -49,7 +49,8 @@ class TritonLora(Launcher):
         tiles = self.gradient_tiles or fitting_tiles(M, N)
         grid = triton.cdiv(M, tiles.block_m), triton.cdiv(N, tiles.columns)
         sums = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((grid[1], M, R), (grid[0], N, R))]
-        codes = jax.ShapeDtypeStruct((M, N) if quantizer else (1,), E4M3)
+        # FP8 arrays, even unused ones, do not compile before compute capability 8.9.
+        codes = jax.ShapeDtypeStruct((M, N), E4M3) if quantizer else jax.ShapeDtypeStruct((1,), dy.dtype)
         sizes = {"M": M, "N": N, "R": R, "STRIDE": hidden.shape[1], "FIRST": first}
         constants = sizes | block_constants(tiles, R, dy.dtype)
         constants |= {"COLUMNS": tiles.columns, "QUANTIZE": quantizer is not None}

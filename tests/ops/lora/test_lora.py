@@ -122,20 +122,22 @@ def test_bf16_matches_float32_on_a_gpu(case):
     assert_close(outputs_and_gradients(lora_expand, arguments, cotangents), expected, 1e-2)
 
 
-def test_only_kernels_write_wide_arrays(h200):
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_only_kernels_write_wide_arrays(gpu_target, capability):
     # two adapters of one input
     M, D, N, R = 2048, 512, 1024, 16
+    sharding = gpu_target(capability)
 
     def step(x, down, up, cotangents):
         products, pull = jax.vjp(lambda x, down, up: lora_expand(lora_shrink(x, down), up), x, down, up)
         return products, pull(cotangents)
 
     def shaped(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=h200)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     narrow = [shaped(N, R, dtype=jnp.float32)] * 2
     arguments = shaped(M, D), shaped(2 * R, D, dtype=jnp.float32), narrow, [shaped(M, N)] * 2
-    with tracing_for((9, 0)):
+    with tracing_for(capability):
         text = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*arguments).compile().as_text()
     program = text[text.index("ENTRY") :]
     assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2 + 2
