@@ -405,4 +405,6 @@ class DecoderLayer(nnx.Module):
         if context.attention_out is not None:
             return map_tiles(leave, context, x, context.attention_out)
         q, k, v = map(checkpoint_name, map_tiles(enter, context, x), values)
-        return map_tiles(leave, context, x, self.self_attn.attend(q, k, v, context))
+        out = self.self_attn.attend(q, k, v, context)
+        # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
+        return map_tiles(leave, context, x, out.reshape(*x.shape[:2], -1))

@@ -53,7 +53,7 @@ _WORKSPACE_SHARE = 0.12
 def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[str, KernelCost]:
     """Return the costs of a layer's attention, mean over the micro-batches, by the function's name in a trace."""
     forward = backward = 0.0
-    workspace = 0
+    workspace, in_place = 0, True
     for batches in workload.micro_batches:
         backend = attention_backend(workload, gpu, batches.kind, window)
         rates, reserved = _rates(workload, backend, batches.kind), _workspace(workload, backend, batches.kind)
@@ -62,9 +62,10 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
         if backend == "cudnn":
             backward += batches.share * reserved / gpu.copy  # written before it is used
         workspace = max(workspace, reserved)
+        in_place = in_place and backend == "hopper" and _heads_at_once(workload) < workload.config.num_key_value_heads
     return {
         ATTENTION_FORWARD: KernelCost(seconds=forward),
-        ATTENTION_BACKWARD: KernelCost(seconds=backward, workspace=workspace),
+        ATTENTION_BACKWARD: KernelCost(seconds=backward, workspace=workspace, in_place=in_place),
     }
 
 
@@ -136,8 +137,17 @@ def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
 
 def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
     config = workload.config
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if backend == "hopper":
-        one = 4 * workload.tokens * (heads // kv_heads) * config.head_dim
-        return one * heads_summed_at_once(kv_heads, one)
+        return _head_bytes(workload) * _heads_at_once(workload)
+    heads = config.num_attention_heads
     return _WORKSPACE * kind.slots * workload.tokens * heads * config.head_dim if backend == "cudnn" else 0
+
+
+def _head_bytes(workload: Workload) -> int:
+    """Return the bytes of the gradients of queries, float32, of a key/value head."""
+    config = workload.config
+    return 4 * workload.tokens * (config.num_attention_heads // config.num_key_value_heads) * config.head_dim
+
+
+def _heads_at_once(workload: Workload) -> int:
+    return heads_summed_at_once(workload.config.num_key_value_heads, _head_bytes(workload))

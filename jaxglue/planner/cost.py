@@ -65,6 +65,8 @@ class KernelCost:
     seconds: float
     workspace: int = 0
     """Temporary bytes."""
+    in_place: bool = False
+    """Results take the places of the first arrays that the kernel reads."""
 
 
 class Sizes:
@@ -173,7 +175,7 @@ class _Trace:
         if name == "scan":
             return self._scan(eqn, inputs, outputs)
         if (attention := self._attention.get(eqn.params.get("name"))) is not None:
-            return self._opaque(inputs, outputs, attention.seconds, attention.workspace)
+            return self._attend(attention, inputs, outputs)
         if (inner := called(eqn)) is not None:
             return self.run(inner.jaxpr, inputs) if len(inner.jaxpr.invars) == len(inputs) else outputs
         if name == "cond":
@@ -200,6 +202,13 @@ class _Trace:
         if name == "convert_element_type" and _is_fp8(eqn.outvars[0].aval):
             return [self._round_to_fp8(inputs[0], outputs[0])]
         return self._fuse(inputs, outputs)
+
+    def _attend(self, cost: KernelCost, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+        """Run a kernel of attention as a whole."""
+        if cost.in_place:
+            outputs = [new if old.is_argument else old for old, new in zip(inputs, outputs, strict=False)]
+        self._opaque(inputs, [value for value in outputs if value not in inputs], cost.seconds, cost.workspace)
+        return outputs
 
     def _round_to_fp8(self, value: Value, output: Value) -> Value:
         """Return a matmul's float32 result as its own FP8 one, as cuBLAS writes it; fuse any other value."""

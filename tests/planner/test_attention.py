@@ -74,13 +74,17 @@ def test_long_documents_are_costed_as_their_kernels(workload):
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
 def test_workspaces_are_costed(workload):
-    def workspace(**changes):
+    def backward(**changes):
         work = replace(workload, document_lengths=(8192,), **changes)
-        return attention_costs(work, H200, None)[ATTENTION_BACKWARD].workspace
+        return attention_costs(work, H200, None)[ATTENTION_BACKWARD]
+
+    def workspace(**changes):
+        return backward(**changes).workspace
 
     assert workspace() == 8 * 2 * 16_384 * 32 * 128
     assert workspace(attention="hopper") == 4 * 16_384 * 32 * 128
     assert workspace(attention="hopper", seq_len=524_288) == 2**30  # of one key/value head after another
+    assert [backward(attention="hopper", seq_len=n).in_place for n in (16_384, 524_288)] == [False, True]
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")

@@ -56,6 +56,18 @@ def test_attention_takes_the_given_time():
     assert foreseen.temporary == 7
 
 
+def test_attention_gradients_take_the_places_of_values_but_not_of_arguments():
+    @jax.jit
+    def kernel(x, y):
+        return x * y, y * x
+
+    def temporary(in_place: bool) -> int:
+        attention = {"kernel": KernelCost(seconds=0.0, in_place=in_place)}
+        return cost(lambda x, y: sum(z.sum() for z in kernel(x @ x, y)), *[(64, 64)] * 2, attention=attention).temporary
+
+    assert temporary(False) - temporary(True) == SQUARE
+
+
 def test_platform_choice_counts_the_cuda_branch():
     def either(x, w):
         return jax.lax.platform_dependent(x, w, cuda=jnp.dot, default=lambda x, w: x)

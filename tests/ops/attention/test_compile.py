@@ -80,6 +80,25 @@ def test_forked_segments_take_the_same_kernels(h200, window):
     assert kernels(compile_step(h200, **shape, policy=saved)) == 3
 
 
+def test_hopper_gradients_take_the_places_of_their_arrays(h200, monkeypatch):
+    from jaxglue.ops.attention import hopper
+
+    monkeypatch.setattr(hopper, "heads_summed_at_once", lambda kv_heads, _: 1)
+    T, N, K, H = 8192, 16, 4, 128
+
+    def gradients(scale, out, lse, per_token):
+        segments = PackedSegments(**dict.fromkeys(("segment_ids", "positions", "starts", "ends"), per_token),
+                                  cu_seqlens=jnp.zeros((1, 33), jnp.int32))  # fmt: skip
+        q, k, v = (jnp.full((1, T, n, H), scale, out.dtype) for n in (N, K, K))
+        dq, dk, dv, _ = hopper_backend().backward(q, k, v, None, segments, out, lse, out, window=None)
+        return sum(x.astype(jnp.float32).sum() for x in (dq, dk, dv))
+
+    shapes = ((), jnp.bfloat16), ((1, T, N, H), jnp.bfloat16), ((1, K, T, N // K), jnp.float32), ((1, T), jnp.int32)
+    compiled = jax.jit(gradients).lower(*(jax.ShapeDtypeStruct(*s, sharding=h200) for s in shapes)).compile()
+    one_head = 4 * T * (N // K) * H
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * T * (N + 2 * K) * H + 1.6 * one_head
+
+
 def assembler_notes(ptx: str, folder) -> str:
     """Return the remarks of the assembler, in which it says where it makes matmuls wait for each other."""
     from triton import knobs

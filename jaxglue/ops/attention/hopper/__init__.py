@@ -43,23 +43,24 @@ class HopperAttention(Launcher):
         delta = _per_tile((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), sizes)
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
-        arrays = _cube(q, sizes.P), _rows(k), _rows(v), segments.ends, *statistics, _cube(dout, sizes.P)
+        others = segments.ends, *statistics, _cube(dout, sizes.P)
         used = segments.segment_ids[:, :, None, None] > 0
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
-        def some(first) -> tuple[jax.Array, ...]:
+        def some(first, q, k, v) -> tuple[jax.Array, ...]:
+            arrays = _cube(q, sizes.P), _rows(k), _rows(v), *others
             return self._gradients(arrays, used, first, sizes, heads, window)
 
-        def add(i, gradients):
+        def replace(i, arrays):
             update = jax.lax.dynamic_update_slice_in_dim
             first = i * heads
-            firsts = first * sizes.G, first, first
-            return tuple(update(x, y, at, axis=2) for x, y, at in zip(gradients, some(first), firsts, strict=True))
+            gradients = zip(arrays, some(first, *arrays), (first * sizes.G, first, first), strict=True)
+            return tuple(update(x, gradient, at, axis=2) for x, gradient, at in gradients)
 
         if heads == sizes.K:
-            dq, dk, dv = some(0)
-        else:
-            dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, add, tuple(jnp.zeros_like(x) for x in (q, k, v)))
+            dq, dk, dv = some(0, q, k, v)
+        else:  # gradients take the places of their arrays, whose heads are read once
+            dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, replace, (q, k, v))
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
     def _gradients(self, arrays, used, first_head, sizes: KernelSizes, heads: int, window: int | None):
