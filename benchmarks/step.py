@@ -289,8 +289,10 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
         begun = time.perf_counter()
         loss, gradients = jax.block_until_ready(step())
         first = time.perf_counter() - begun
+        report(f"{args.steps} steps; the first took {first:.1f} s")
     del gradients
-    report(" ".join([f"{args.steps} steps; the first took {first:.1f} s", *(f"{k} {v}" for k, v in found.items())]))
+    if found:
+        report(" ".join(f"{k} {v}" for k, v in found.items()))
     ready()
     if args.warm_up:
         jax.block_until_ready(step())
