@@ -49,6 +49,10 @@ class Program:
         """Trace the program on arrays or `ShapeDtypeStruct`s."""
         return self._alone.trace(*args, **kwargs)
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the shapes and dtypes of the results for arrays or `ShapeDtypeStruct`s."""
+        return self._alone.eval_shape(*args, **kwargs)
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the program for arrays or `ShapeDtypeStruct`s."""
         return self._alone.lower(*args, **kwargs)

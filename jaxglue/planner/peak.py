@@ -38,6 +38,8 @@ class PeakMemory:
     """Dispatched layers that the host does not wait for."""
     restored: Sequence[int]
     """Bytes of dropped inputs and values on the device in each layer's backward pass."""
+    scattered: bool
+    """A micro-batch is one program that recomputes layers' values, and these do not fill the gap of the head's."""
 
     def total(self) -> int:
         """Return the peak with everything resident, bytes."""
@@ -45,6 +47,7 @@ class PeakMemory:
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
         peak = _WORKSPACE + always + max(self._forward(), self._backward())
+        peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
         return int(peak + max(min(_SCATTERED * largest, _MOST_SCATTERED) - _SPARE * peak, 0))
 

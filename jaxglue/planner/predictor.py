@@ -122,6 +122,7 @@ class Predictor:
         )
 
     def _predict_memory(self, setting: Setting) -> Memory:
+        recomputes = any(policy.saved is not None for policy in setting.policies)
         peak = PeakMemory(
             workload=self.workload,
             model=self._model,
@@ -131,6 +132,7 @@ class Predictor:
             depth=setting.depth,
             run_ahead=self._run_ahead,
             restored=restored_bytes(setting.policies, setting.depth, self._model),
+            scattered=recomputes and self._is_whole(self._layers_per_program(setting)),
         )
         host_bytes = self._resident.host_ends + setting.weight_bytes + setting.offloaded
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
@@ -144,6 +146,10 @@ class Predictor:
             return self._grouped or 1
         return choose_group(setting.costs, whole=not work.host_embeddings)
 
+    def _is_whole(self, size: int) -> bool:
+        """Return whether a micro-batch is one program when `size` layers are."""
+        return 1 < self._model.layers <= size and not self.workload.host_embeddings
+
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
@@ -156,8 +162,8 @@ class Predictor:
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes = 3 if self.workload.reference else 2
-        whole = 1 < self._model.layers <= size and not self.workload.host_embeddings
-        micro_batch = with_dispatch(layers + head, self._arrays(setting), size, passes, whole=whole)
+        arrays, whole = self._arrays(setting), self._is_whole(size)
+        micro_batch = with_dispatch(layers + head, arrays, size, passes, whole=whole)
         return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:

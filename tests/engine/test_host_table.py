@@ -41,10 +41,9 @@ def test_trained_or_tied_table_is_refused(split_parts):
 def test_planner_leaves_out_a_host_table(split_parts):
     parts = split_parts("lora")
     work = Workload(config=parts.config, batch_size=1, seq_len=64, lora=LoraConfig(rank=4))
-    on_device, on_host = (
-        Planner(replace(work, host_embeddings=host), find_gpu("H200")).plan(parse_policy("full")).device_bytes
-        for host in (False, True)
-    )
+    places = (replace(work, host_embeddings=host) for host in (False, True))
+    planners = (Planner(each, find_gpu("H200"), layers_per_program=1) for each in places)
+    on_device, on_host = (planner.plan(parse_policy("full")).device_bytes for planner in planners)
     table = 2 * parts.config.vocab_size * parts.config.hidden_size
     assert on_device - on_host in (table, 2 * table)  # the head is on the GPU only at the end of the forward pass
     with pytest.raises(ValueError, match="need a frozen table"):

@@ -100,7 +100,7 @@ def residuals_of(split_parts, random_batch):
         executor = parts.executor(policy)
         x, contexts = executor._entry_head.embed(parts.trainable, parts.frozen, batch, None)
         layers = parts.trainable["layers"][0], parts.frozen["layers"][0]
-        return jax.eval_shape(executor._layers[0].forward, *layers, x, contexts[0])[1]
+        return executor._layers[0].forward.eval_shape(*layers, x, contexts[0])[1]
 
     return make
 

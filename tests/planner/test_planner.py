@@ -69,7 +69,7 @@ def test_auto_gets_leaner_as_memory_shrinks(planner):
     roomy = _with_memory(planner, none / (1 - MARGIN) + 0.01).choose(host_memory=HOST)
     middling = _with_memory(planner, (dots + full) / 2 / (1 - MARGIN)).choose(host_memory=HOST)
     assert roomy.remat == "none"
-    assert len(set(middling.policies)) == 2
+    assert middling.device_bytes < roomy.device_bytes and middling.remat != "full"
     assert roomy.seconds < middling.seconds < planner.plan(parse_policy("full")).seconds
     assert parse_policies(middling.remat, 6) == middling.policies
 
@@ -115,7 +115,7 @@ def test_recomputation_is_counted(planner):
         layer = LayerFunctions(graphdefs.layers[0], parse_policy(policy))
         trees = trainable["layers"][0], frozen["layers"][0]
         x, context = abstract_input(planner.workload)
-        y, residuals, _ = jax.eval_shape(layer.forward, *trees, x, context)
+        y, residuals, _ = layer.forward.eval_shape(*trees, x, context)
         program = layer.backward.trace(residuals, *trees, x, context, y, None).jaxpr.jaxpr
         return sum(n * _dot_flops(eqn) for eqn, n in equations(program) if eqn.primitive.name == "dot_general")
 
@@ -154,7 +154,8 @@ def test_pinned_limit_is_raised_where_memory_is_free(monkeypatch, free, given, l
 def test_update_in_backward_holds_one_layers_gradients(workload):
     gpu, policy = find_gpu("H200"), parse_policy("full")
     at_end, in_backward = (
-        Planner(replace(workload, lora=None, seq_len=256, update_in_backward=updates), gpu) for updates in (False, True)
+        Planner(replace(workload, lora=None, seq_len=256, update_in_backward=updates), gpu, layers_per_program=1)
+        for updates in (False, True)
     )
     saved = at_end.plan(policy).device_bytes - in_backward.plan(policy).device_bytes
     layer = 4 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
