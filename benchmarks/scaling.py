@@ -90,9 +90,9 @@ class Case:
         for file in self.files:
             file.seek(0)
         printed, errors = (file.read().strip() for file in self.files)
-        row = {"case": self.name, "gpus": len(self.gpus)} | last_row(printed)
+        took = time.monotonic() - self.begun
+        row = {"case": self.name, "gpus": len(self.gpus)} | last_row(printed) | {"seconds": round(took)}
         if status := self.process.returncode:
-            took = time.monotonic() - self.begun
             late = f", killed after {self.seconds:.0f} s" if took > self.seconds else ""
             lines = [line for line in errors.splitlines() if not line.lstrip().startswith("@ ")]  # the stack
             row["error"] = f"exit {status}{late}: " + "\n".join(lines)[-600:]

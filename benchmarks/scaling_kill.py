@@ -14,6 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,31 +101,27 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def measure(case: str, gpus: list[str], scratch: Path) -> dict:
-    """Return the case's row."""
+def measure(case: str, gpus: list[str], scratch: Path) -> Iterator[dict]:
+    """Yield the case's row once the others have named the dead process, and again with the resumed runs' losses."""
     count = gpus_of(case)
     runs = Runs(scratch)
     group = ProcessesPerGpu(runs, count, gpus)
     try:
-        # Named as runs that share their programs: two that compile at once may tune them to different algorithms.
-        expected = group.train("all", count)
+        # First and alone: runs that share its programs and compile at once may tune them to different algorithms.
         seconds, named = group.kill_one("all-killed", count)
+        row = {"case": case, "gpus": count, "ended_s": seconds, "named_by": named}
+        yield row
         for name in ("all-moved", "half"):
             shutil.copytree(runs.folder("all-killed"), runs.folder(name))
         with ThreadPoolExecutor() as pool:
+            undisturbed = pool.submit(group.train, "all", count)
             resumed = [pool.submit(group.train, "all-moved", count, resume=True)]
             resumed += [pool.submit(group.train, "half", count // 2, resume=True)]
-            on_all, on_half = (future.result() for future in resumed)
+            expected, on_all, on_half = (future.result() for future in (undisturbed, *resumed))
     finally:
         group.stop()
-    return {
-        "case": case,
-        "gpus": count,
-        "ended_s": seconds,
-        "named_by": named,
-        "resumed_on_all": difference(expected, on_all) or "equal",
-        "resumed_on_half": largest_difference(expected, on_half),
-    }
+    resumed_on_all = difference(expected, on_all) or "equal"
+    yield row | {"resumed_on_all": resumed_on_all, "resumed_on_half": largest_difference(expected, on_half)}
 
 
 def largest_difference(expected: Path, found: Path) -> float:
@@ -141,7 +138,8 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     gpus = [] if os.environ.get("JAX_PLATFORMS") == "cpu" else visible_gpus()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(args.case, gpus, Path(folder))))
+        for row in measure(args.case, gpus, Path(folder)):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

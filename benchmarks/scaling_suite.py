@@ -51,7 +51,7 @@ def verdicts(results: list[dict], gpus: int) -> list[dict]:
 
 
 def _verdict(target: Target, row: dict) -> dict:
-    if not row.keys() & {"ms", "ended_s"}:
+    if not row.keys() & {"ms", "resumed_on_half"}:
         found, met = ("failed", False) if "error" in row else ("not run", None)
     else:
         found, met = target.found(row), None if is_shortened(row) else target.met(row)

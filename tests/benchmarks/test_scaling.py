@@ -79,7 +79,7 @@ def test_verdicts_say_what_was_not_measured():
         {"case": "8b-lora:data=4", "ms": 1, "efficiency": 0.96},
         {"case": "8b-full:fsdp=4", "ms": 1, "mfu": 0.5, **layers},
         {"case": "30b-a3b-lora:data=2,expert=2", "ms": 1, "efficiency": None},
-        {"case": "kill:data=4", "error": "exit 1: out of memory"},
+        {"case": "kill:data=4", "ended_s": 1.0, "named_by": 3, "error": "exit -9, killed after 100 s: "},
     ]
     found = [(row["found"], row["met"]) for row in verdicts(rows, 4)]
     assert found == [
