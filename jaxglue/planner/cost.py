@@ -30,6 +30,8 @@ _ALIASES = {
 }
 _CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_in_dim", "transpose"}
 """Operations by which kernels' weights are made of quantized ones."""
+_SCALAR, _TABLE = 8, 1024
+"""Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
 _KERNEL_SECONDS = 1.5e-6
 """Fixed time of a kernel."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
@@ -91,7 +93,13 @@ class Sizes:
 
 
 def program_cost(
-    jaxpr: ClosedJaxpr, gpu: Gpu, *, attention: dict[str, KernelCost], sizes: Sizes | None = None, slices: int = 0
+    jaxpr: ClosedJaxpr,
+    gpu: Gpu,
+    *,
+    attention: dict[str, KernelCost],
+    sizes: Sizes | None = None,
+    slices: int = 0,
+    in_loop: bool = False,
 ) -> Cost:
     """Return the cost of a program.
 
@@ -101,9 +109,10 @@ def program_cost(
         attention: costs of attention's kernels, by their function's name.
         sizes: of the program; by default its own.
         slices: of a loop's body, the number of last arguments that are slices.
+        in_loop: the program is a loop's body.
     """
     jaxpr, sizes = live_program(jaxpr), sizes or Sizes()
-    trace = _Trace(gpu, attention, sizes)
+    trace = _Trace(gpu, attention, sizes, in_loop=in_loop)
     variables = jaxpr.jaxpr.invars
     arguments = [Value(sizes.of(var), is_argument=True, of_arguments=True, in_memory=True) for var in variables]
     for value in arguments[len(arguments) - slices :]:
@@ -114,7 +123,8 @@ def program_cost(
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
-    temporary = peak_bytes(trace.kernels, without={*made, *in_place})
+    in_order = in_loop or trace.has_loop
+    temporary = peak_bytes(trace.kernels, without={*made, *in_place}, in_order=in_order)
     return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul)
 
 
@@ -129,8 +139,9 @@ def program_sizes(jaxpr: ClosedJaxpr) -> tuple[int, ...]:
 class _Trace:
     """Collects the kernels of a program in order."""
 
-    def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes):
+    def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes, *, in_loop: bool):
         self.seconds, self.matmul = 0.0, 0
+        self.has_loop, self._constant = False, _TABLE if in_loop else _SCALAR
         self._gpu, self._attention, self._sizes = gpu, attention, sizes
         self.kernels: list[Kernel] = []
         self._formed: dict[tuple, list[Value]] = {}
@@ -138,12 +149,12 @@ class _Trace:
     def run(self, jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         env: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var in jaxpr.constvars:
-            env[var] = Value(self._sizes.of(var), is_argument=True, in_memory=True)
+            env[var] = Value(self._sizes.of(var), is_argument=True, of_arguments=self._is_constant(var), in_memory=True)
 
-        unused = Value(0)
+        literal = Value(0, of_arguments=True)
 
         def read(atom) -> Value:
-            return env.get(atom, unused) if isinstance(atom, Var) else unused
+            return env.get(atom, literal) if isinstance(atom, Var) else literal
 
         for eqn in jaxpr.eqns:
             outputs = self._once(eqn, [read(atom) for atom in eqn.invars])
@@ -162,12 +173,16 @@ class _Trace:
         name = eqn.primitive.name
         if name not in _CONVERSIONS or not all(value.of_arguments for value in inputs):
             return self._equation(eqn, inputs)
-        key = name, eqn.params.get("fn"), *inputs, *(var.aval for var in eqn.outvars)
+        arrays = (value for value, var in zip(inputs, eqn.invars, strict=True) if not self._is_constant(var))
+        key = name, eqn.params.get("fn"), *arrays, *(var.aval for var in eqn.outvars)
         if key not in self._formed:
             self._formed[key] = self._equation(eqn, inputs)
             for value in self._formed[key]:
                 value.of_arguments = True
         return self._formed[key]
+
+    def _is_constant(self, var) -> bool:
+        return aval_bytes(var.aval) <= self._constant
 
     def _equation(self, eqn, inputs: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -278,9 +293,11 @@ class _Trace:
         for value in inputs:
             self.materialize(value)
         body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
+        self.has_loop = True
         pairs = zip(body.jaxpr.invars, eqn.invars, strict=True)
         slices = sum(var.aval.shape != whole.aval.shape for var, whole in pairs) if length > 1 else 0
-        cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices)
+        inner = {"attention": self._attention, "sizes": self._sizes, "slices": slices, "in_loop": True}
+        cost = program_cost(body, self._gpu, **inner)
         self.matmul = max(self.matmul, cost.matmul)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
         per_step = sum(self._sizes.of(var) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)

@@ -1,7 +1,7 @@
 """Memory of a program's kernels: arrays are in memory from the kernel that writes them to the last that reads them.
 
 XLA keeps the best of several orders; here those of the trace, of what each result needs, result by result, and of the
-kernel that adds least.
+kernel that adds least. Loops and programs that have some keep the order of the trace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,14 +45,19 @@ class Kernel:
     """Writes one value that is computed element by element."""
 
 
-def peak_bytes(kernels: Sequence[Kernel], *, without: set[Value]) -> int:
-    """Return the most bytes of values in memory at once, without arguments and results, in the best order."""
-    joined = list(_joined(kernels))
-    if joined:  # which other orders would part
-        return _peak_bytes(kernels, without, joined)
-    needs = _needs(kernels)
-    orders = range(len(kernels)), _by_result(needs), _by_growth(kernels, needs, without)
-    return min(_peak_bytes([kernels[index] for index in order], without) for order in orders)
+def peak_bytes(kernels: Sequence[Kernel], *, without: set[Value], in_order: bool = False) -> int:
+    """Return the most bytes of values in memory at once, without arguments and results.
+
+    Args:
+        kernels: in the order of the trace.
+        without: results, which are not counted.
+        in_order: the kernels run in this order, not in the best one.
+    """
+    joined, needs = list(_joined(kernels)), _needs(kernels)
+    orders: list[Sequence[int]] = [range(len(kernels))]
+    if not in_order:
+        orders += _by_result(needs), _by_growth(kernels, needs, without)
+    return min(_peak_bytes([kernels[index] for index in order], without, joined) for order in orders)
 
 
 def _needs(kernels: Sequence[Kernel]) -> list[set[int]]:
@@ -109,13 +114,15 @@ def _by_growth(kernels: Sequence[Kernel], needs: Sequence[set[int]], without: se
     return order
 
 
-def _peak_bytes(kernels: Sequence[Kernel], without: set[Value], joined: Sequence[tuple[Value, int]] = ()) -> int:
+def _peak_bytes(kernels: Sequence[Kernel], without: set[Value], joined: Sequence[tuple[Value, Value]]) -> int:
     last: dict[Value, int] = {}
+    written: dict[Value, int] = {}
     for index, kernel in enumerate(kernels):
         for value in (*kernel.inputs, *kernel.outputs):
             last[value] = max(last.get(value, index), index)
-    for value, index in joined:
-        last[value] = max(last[value], index)
+        written |= dict.fromkeys(kernel.outputs, index)
+    for one, other in joined:
+        last[one], last[other] = max(last[one], written[other]), max(last[other], written[one])
     live, peak = 0, 0
     dying: dict[int, int] = {}
     for index, kernel in enumerate(kernels):
@@ -128,15 +135,16 @@ def _peak_bytes(kernels: Sequence[Kernel], without: set[Value], joined: Sequence
     return peak
 
 
-def _joined(kernels: Sequence[Kernel]) -> Iterator[tuple[Value, int]]:
-    """Yield values that XLA forms in a later kernel, which reads the same array to form one as large, and its index."""
+def _joined(kernels: Sequence[Kernel]) -> Iterator[tuple[Value, Value]]:
+    """Yield values of the same size that XLA forms in one kernel, since it reads the same array for both."""
     before: dict[Value, int] = {}
     fused: list[tuple[int, Kernel]] = []
     for index, kernel in enumerate(kernels):
         needed = reduce(or_, (before.get(value, 0) for value in kernel.inputs), 0)
         before |= dict.fromkeys(kernel.outputs, needed | 1 << index)
         if kernel.fused:
-            yield from ((k.outputs[0], index) for at, k in fused if not needed >> at & 1 and _read_alike(k, kernel))
+            (own,) = kernel.outputs
+            yield from ((k.outputs[0], own) for at, k in fused if not needed >> at & 1 and _read_alike(k, kernel))
             fused.append((index, kernel))
 
 
