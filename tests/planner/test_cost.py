@@ -1,7 +1,10 @@
 """Cost of small programs against hand-computed seconds and bytes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxglue.planner.cost import KernelCost, program_cost
@@ -13,9 +16,12 @@ SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=
 SQUARE = 64 * 64 * 4
 
 
-def cost(function, *shapes, attention=None):
+TABLE = np.arange(64.0, dtype=np.float32)
+
+
+def cost(function, *shapes, attention=None, gpu=SLOW_MATMULS):
     arguments = [jnp.zeros(shape) for shape in shapes]
-    return program_cost(jax.make_jaxpr(function)(*arguments), SLOW_MATMULS, attention=attention or {})
+    return program_cost(jax.make_jaxpr(function)(*arguments), gpu, attention=attention or {})
 
 
 def test_matmuls_take_their_flops():
@@ -94,6 +100,7 @@ def test_kernels_of_one_result_run_before_the_next():
         Kernel((small,), (second,), 0),
     ]
     assert peak_bytes(kernels, without={first, second}) == 100
+    assert peak_bytes(kernels, without={first, second}, in_order=True) == 110
     assert peak_bytes(kernels[:1] + kernels[3:], without={second}) == 11
 
 
@@ -107,6 +114,20 @@ def test_values_of_one_large_array_are_formed_together():
         Kernel((left, right), (other,), 0, fused=True),
     ]
     assert peak_bytes(kernels, without={gradient, other}) == 200
+
+
+@pytest.mark.parametrize(("constant", "loop", "formed"), [(2.0, False, 1), (TABLE, False, 2), (TABLE, True, 1)])
+def test_equal_conversions_of_weights_are_formed_once(constant, loop, formed):
+    def products(x, codes):
+        return x @ (codes * np.array(constant)) + x @ (codes * np.array(constant))
+
+    def repeated(x, codes):
+        return jax.lax.scan(lambda x, _: (products(x, codes), None), x, length=1)[0]
+
+    slow_copies = replace(SLOW_MATMULS, matmul=1e18, copy=1e6)
+    found = cost(repeated if loop else products, (64, 64), (64, 64), gpu=slow_copies).seconds
+    plain = cost(lambda x, w: x @ w + x @ w, (64, 64), (64, 64), gpu=slow_copies).seconds
+    assert found - plain == pytest.approx(formed * 2 * SQUARE / 0.92e6, rel=0.1)
 
 
 def test_attention_needs_all_that_it_is_given():
