@@ -296,9 +296,7 @@ class _Trace:
         self.has_loop = True
         pairs = zip(body.jaxpr.invars, eqn.invars, strict=True)
         slices = sum(var.aval.shape != whole.aval.shape for var, whole in pairs) if length > 1 else 0
-        cost = program_cost(
-            body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices, in_loop=True
-        )
+        cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices, in_loop=True)
         self.matmul = max(self.matmul, cost.matmul)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)
         per_step = sum(self._sizes.of(var) for var, stacked in pairs if var.aval.shape != stacked.aval.shape)
