@@ -5,11 +5,11 @@ the last to the first, which one warp loads through TMA. Scores are transposed, 
 their gradients are operands in registers. The next tile's scores are multiplied while a tile's gradient of queries is
 handed over.
 
-The gradient of a tile of queries is a sum over programs: another warp stores the first program's share in global memory
-and adds the others', in the order of keys, by a number for each tile that says whose turn it is. Results are therefore
-the same in every run. Programs start in the order of keys, so none waits for one that has not started. They begin with
-their last queries, which they share, so that each follows the one before it by a tile; from the first queries on, it
-would wait until that one came to its own keys.
+The gradient of a tile of queries is a sum over programs: two other warps, in turns, store the first program's share in
+global memory and add the others', in the order of keys, by a number for each tile that says whose turn it is. Results
+are therefore the same in every run. Programs start in the order of keys, so none waits for one that has not started.
+They begin with their last queries, which they share, so that each follows the one before it by a tile; from the first
+queries on, it would wait until that one came to its own keys.
 """
 
 from triton.experimental import gluon
@@ -269,8 +269,9 @@ def backward_kernel(
             (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 0)),
             (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 1)),
             (_load_tiles, source),
-            (add_shares, (dq, turns, tiles.dq, dq_plane, tile, before, bounds, sizes)),
+            (add_shares, (dq, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 0)),
+            (add_shares, (dq, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 1)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )
