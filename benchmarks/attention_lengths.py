@@ -64,7 +64,7 @@ def _one_long(tokens: int) -> list[int]:
 
 def programs() -> Iterator[tuple[Heads, int, dict[str, list[int]]]]:
     """Yield (heads, tokens, document lengths), the ones that matter most first."""
-    for tokens in (16_384, 65_536, 8192, 32_768, 4096, 131_072, 1024, 256):
+    for tokens in (65_536, 16_384, 8192, 32_768, 4096, 131_072, 1024, 256):
         yield LLAMA, tokens, documents(tokens)
     for tokens in (16_384, 65_536, 8192):
         for heads in OTHERS:
