@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,8 @@ MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
 """Parts of kernels' names."""
 UNEXPECTED = 0.07
 """Relative error of an expected time from which a step is traced."""
+STEPS_AHEAD = 2
+"""Steps by which the host is ahead where dispatch takes as long as a step, as in training."""
 LENGTHS_SEED = 0
 DOCUMENTS = 64, 1024
 """Least and most tokens of a document."""
@@ -296,7 +299,8 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     ready()
     if args.warm_up:
         jax.block_until_ready(step())
-    times = step_times(step, args.steps) or [(found["busy_ms"] / 1e3, first)]
+    ahead = STEPS_AHEAD if args.layers_per_program > 1 else 0
+    times = step_times(step, args.steps, ahead) or [(found["busy_ms"] / 1e3, first)]
     row = {
         "setting": {name: value for name, value in vars(args).items() if value is not None},
         "gpu": device.device_kind,
@@ -325,18 +329,19 @@ def is_unexpected(ms: float, expected: float | None) -> bool:
     return expected is None or abs(ms / expected - 1) > UNEXPECTED
 
 
-def step_times(step: Callable, steps: int) -> list[tuple[float, float]]:
-    """Return seconds of each step and of its dispatch."""
-    times = []
-    for _ in range(steps):
-        begun = time.perf_counter()
-        result = step()
-        dispatched = time.perf_counter() - begun
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - begun, dispatched))
-        del result
-        report(f"a step of {times[-1][0] * 1e3:,.0f} ms")
-    return times
+def step_times(step: Callable, steps: int, ahead: int = 0) -> list[tuple[float, float]]:
+    """Return seconds of each step and of its dispatch; the host dispatches `ahead` steps before it waits for one."""
+    dispatched, ended, in_flight = [], [time.perf_counter()], deque()
+    for index in range(steps + ahead):
+        if index < steps:
+            begun = time.perf_counter()
+            in_flight.append(step()[: 1 if ahead else None])  # without gradients, which training donates
+            dispatched.append(time.perf_counter() - begun)
+        if index >= ahead:
+            jax.block_until_ready(in_flight.popleft())
+            ended.append(time.perf_counter())
+            report(f"a step of {(ended[-1] - ended[-2]) * 1e3:,.0f} ms")
+    return list(zip(np.diff(ended).tolist(), dispatched, strict=True))
 
 
 @contextmanager

@@ -32,8 +32,8 @@ _CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_
 """Operations by which kernels' weights are made of quantized ones."""
 _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
-_KERNEL_SECONDS = 1.5e-6
-"""Fixed time of a kernel."""
+_KERNEL_SECONDS, _SHORTEST_KERNEL = 1.5e-6, 1.4e-6
+"""Time between kernels, and of the shortest one."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
 """Kernels of experts' matmuls, and their share of the matmul rate."""
 _FUSED_SHARE = 0.92
@@ -316,7 +316,7 @@ class _Trace:
     def _kernel(self, inputs, outputs, seconds: float, inner: int = 0, *, fused: bool = False) -> None:
         for output in outputs:
             output.in_memory = True
-        self.seconds += seconds + _KERNEL_SECONDS
+        self.seconds += max(seconds, _SHORTEST_KERNEL) + _KERNEL_SECONDS
         self.kernels.append(Kernel(tuple(inputs), tuple(outputs), seconds, inner, fused))
 
     def _fused_copy(self, moved: int) -> float:
