@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from traces import copy_overlap, kernel_milliseconds
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
+from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.host_table import embeddings_to_host
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
@@ -167,6 +168,7 @@ def choose(args, planner: Planner) -> dict:
     plan = planner.choose(host_memory=pinned_gib(args) * GIB, weights=AUTO if args.memory_limit else DEVICE)
     args.remat, args.weights, args.tile = plan.remat, plan.places, plan.tile
     args.attention, args.layers_per_program = planner.workload.attention, plan.layers_per_program
+    args.host_buffers = args.host_buffers or plan.offloaded_bytes / GIB
     foreseen = {"predicted_ms": plan.seconds * 1e3, "predicted_gib": plan.device_bytes / GIB}
     return {"remat": args.remat, "weights": args.weights, "tile": args.tile, **foreseen}
 
@@ -187,7 +189,15 @@ def pinned_gib(args) -> float:
     return host_memory() / GIB
 
 
-def executor_step(args, work, graphdefs, trainable, frozen, batch):
+def open_buffers(args) -> HostBuffers | None:
+    """Return buffers for offloaded values, as a run has them; None for JAX's pool."""
+    device = jax.devices()[0]
+    if args.jax_pool or "offload" not in args.remat or args.executor != "layers" or device.platform == "cpu":
+        return None
+    return HostBuffers(device, round(args.host_buffers * GIB))
+
+
+def executor_step(args, work, graphdefs, trainable, frozen, batch, buffers=None):
     """Return a function of no arguments that dispatches a step."""
     executor = Executor(
         graphdefs,
@@ -198,6 +208,7 @@ def executor_step(args, work, graphdefs, trainable, frozen, batch):
         tile=args.tile,
         attention=args.attention,
         layers_per_program=args.layers_per_program,
+        host_buffers=buffers,
     )
     return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
 
@@ -275,6 +286,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     chosen = {}
     if args.remat == AUTO:
         chosen = choose(args, Planner(work, device_gpu(jax.devices()[0]).limited(args.memory_limit)))
+    buffers = open_buffers(args)
     report("weights")
     begun = time.perf_counter()
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
@@ -286,7 +298,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     pinned = pinned_bytes(parts[2]) / 2**30
     report(f"first step; {pinned:.1f} GiB of weights in pinned memory")
     others = hold_idle_layers(args, work) if args.of_layers else None
-    build = executor_step if args.executor == "layers" else whole_step
+    build = partial(executor_step, buffers=buffers) if args.executor == "layers" else whole_step
     step = build(args, work, *parts, batch)
     with traced(args, args.trace_first) as found:
         begun = time.perf_counter()
@@ -391,6 +403,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--remat", default="full", help="as of scripts/train.py; auto chooses where weights are, too")
     parser.add_argument("--memory-limit", type=float, help="GiB that auto plans with")
     parser.add_argument("--pinned-gib", type=float, help="host memory that auto plans with; by default what JAX pins")
+    parser.add_argument("--host-buffers", type=float, default=0, help="GiB to take ahead for offloaded values")
+    parser.add_argument("--jax-pool", action="store_true", help="leave offloaded values to JAX's pinned memory")
     parser.add_argument("--weights", default=DEVICE, help="as of scripts/train.py")
     parser.add_argument(
         "--depth",

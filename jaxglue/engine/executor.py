@@ -20,6 +20,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import Program, jit_step
 from jaxglue.engine.embed_head import EntryHead
+from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, check_grouped
 from jaxglue.engine.policy import RematPolicy
@@ -58,6 +59,7 @@ class LayerExecutor:
             and layers one after another; None chooses (`default_prefetch_depth`).
         layers_per_program: consecutive layers dispatched as one program, on one device that keeps everything. With all
             of several layers it is the micro-batch's only program, unless embeddings are on the host.
+        host_buffers: of the device, for offloaded values; JAX's pool by default.
 
     Raises:
         ValueError: the number of policies differs from the number of layers, the policy or the weights need pinned host
@@ -75,6 +77,7 @@ class LayerExecutor:
         reference: Sequence[nnx.GraphDef] | None = None,
         prefetch_depth: int | None = None,
         layers_per_program: int = 1,
+        host_buffers: HostBuffers | None = None,
     ):
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(layers):
@@ -102,6 +105,7 @@ class LayerExecutor:
         self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
         if self._uses_host:
             transfer.check_pinned_memory(jax.local_devices()[0])
+        self._offload = partial(offload, buffers=host_buffers)
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
         self._zero_partials = jax.jit(partial(zero_partials, layout), keep_unused=True)
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
@@ -294,7 +298,7 @@ class LayerExecutor:
                     y, z = self._join((y, z))
             stays = transfer.keep_on_device(i, len(self._layers), self._prefetch_depth)
             kept.append(weights if stays else (trainable["layers"][i], frozen["layers"][i]))
-            saved.append(SavedLayer(x, residuals) if stays else offload(layer.policy, x, residuals))
+            saved.append(SavedLayer(x, residuals) if stays else self._offload(layer.policy, x, residuals))
             if self._uses_host:
                 running.add((saved[-1].x, saved[-1].residuals.offloaded) if layer.policy.offloaded or stays else y)
             x = y

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from jaxglue.engine import transfer
+from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Residuals
@@ -25,13 +26,15 @@ class SavedLayer(NamedTuple):
     residuals: Residuals
 
 
-def offload(policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals) -> SavedLayer:
+def offload(
+    policy: RematPolicy, x: Float[Array, "B T D"], residuals: Residuals, buffers: HostBuffers | None = None
+) -> SavedLayer:
     """Drop a layer's input or start the copies of its values to the host, as its policy has them."""
     kept = None if policy.drops_input else x
     if not policy.offloaded:
         return SavedLayer(kept, residuals)
     sent = x if policy.offloads_input else None
-    sent, offloaded = transfer.to_host((sent, residuals.offloaded))
+    sent, offloaded = transfer.to_host((sent, residuals.offloaded), buffers)
     return SavedLayer(kept if sent is None else sent, residuals.with_offloaded(offloaded))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxglue.engine.host_buffers import HostBuffers, HostValue
 from jaxglue.models.file_param import FileParam
 
 FILE_READERS = 8
@@ -73,9 +74,11 @@ def is_on_host(tree: Any) -> bool:
     return any(isinstance(leaf, FileParam | np.ndarray) or leaf.sharding.memory_kind == PINNED for leaf in first)
 
 
-def to_host(tree: Any) -> Any:
-    """Start copying a tree's arrays to pinned host memory, keeping their shardings."""
-    return _move(tree, PINNED)
+def to_host(tree: Any, buffers: HostBuffers | None = None) -> Any:
+    """Start copying a tree's arrays to pinned host memory, keeping their shardings: JAX's, or that of buffers."""
+    if buffers is None:
+        return _move(tree, PINNED)
+    return jax.tree.map(lambda array: buffers.store(array, array.sharding.with_memory_kind(PINNED)), tree)
 
 
 def to_device(tree: Any) -> Any:
@@ -111,8 +114,8 @@ def _move(tree: Any, kind: str) -> Any:
     """Copy in one batch. Shardings, not `jax.memory.Space`: that would run each copy on the compute stream."""
     leaves, treedef = jax.tree.flatten(tree)
     moving = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
-    arrays = [leaves[i] for i in moving]
-    shardings = [array.sharding.with_memory_kind(kind) for array in arrays]
+    shardings = [leaves[i].sharding.with_memory_kind(kind) for i in moving]
+    arrays = [leaves[i].content if isinstance(leaves[i], HostValue) else leaves[i] for i in moving]
     for i, array in zip(moving, jax.device_put(arrays, shardings), strict=True):
         leaves[i] = array
     return jax.tree.unflatten(treedef, leaves)

@@ -42,6 +42,8 @@ class Plan:
     """At the peak."""
     host_bytes: int
     """Bytes of pinned host memory."""
+    offloaded_bytes: int = 0
+    """Bytes of values among them."""
     mapped_bytes: int = 0
     """Bytes of weights that are read from their files."""
     tile: int | None = None

@@ -91,6 +91,7 @@ class Predictor:
             tile=self.workload.tile,
             layers_per_program=size,
             host_bytes=memory.host_bytes,
+            offloaded_bytes=setting.offloaded,
             mapped_bytes=sum(setting.mapped),
             compile_seconds=compile_seconds(self.workload.config, setting.policies, size),
             pinning_seconds=pinning_seconds(setting.offloaded),

@@ -49,6 +49,8 @@ class RematChoice:
     """Frozen embedding table and output projection are in host memory."""
     host_bytes: int = 0
     """Bytes of pinned host memory that are predicted."""
+    offloaded_bytes: int = 0
+    """Bytes of values among them."""
     compile_seconds: float = 0.0
     """Predicted time of compiling all programs; 0 if unknown."""
     files: float = 0.0
@@ -98,6 +100,7 @@ def choose_remat(
         layers_per_program=plan.layers_per_program,
         host_embeddings=planner.workload.host_embeddings,
         host_bytes=plan.host_bytes,
+        offloaded_bytes=plan.offloaded_bytes,
         compile_seconds=plan.compile_seconds,
         files=planner.gpu.files,
         note=note,

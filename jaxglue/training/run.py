@@ -10,6 +10,7 @@ from rich.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import Processes
+from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.hf.files import write_json
 from jaxglue.recipe import as_dict, to_toml
 from jaxglue.sharding.mesh import make_mesh
@@ -55,13 +56,14 @@ class Trainer:
         timer: StartupTimer,
         processes: Processes,
         interrupt: Interrupt,
+        host_buffers: HostBuffers | None = None,
     ):
         self._setup, self._run, self._processes, self._identity = setup, setup.config.run, processes, identity
         self._console, self._timer, self._interrupt = console, timer, interrupt
         self._output = RunFolder(self._run.output, overwrite=self._run.overwrite, processes=processes)
         self._folder = folder = self._run.output
         mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
-        self._model = TrainStep(setup, mesh)
+        self._model = TrainStep(setup, mesh, host_buffers)
         timer.stage("weights")
         if note := add_reference(setup, self._model, mesh, processes):
             console.print(note, highlight=False)

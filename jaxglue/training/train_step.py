@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.executor import Update
+from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_errors import fp8_errors
 from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import ParamKey, Params
@@ -35,9 +36,10 @@ class TrainStep:
     Args:
         setup: the run.
         mesh: devices that share the work; None for one device.
+        host_buffers: for offloaded values; None for JAX's pool.
     """
 
-    def __init__(self, setup: Setup, mesh: Mesh | None):
+    def __init__(self, setup: Setup, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
         self._setup, self._config, self._mesh = setup, setup.config, mesh
         self.layout = Layout(mesh, setup.config.model.compute_dtype)
         self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
@@ -56,6 +58,7 @@ class TrainStep:
             reference=reference_layers(setup, self.graphdefs, self.trainable, self.frozen),
             neftune_alpha=setup.config.model.neftune_alpha,
             mesh=mesh,
+            host_buffers=host_buffers,
         )
         self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         self._optimizer_state = self._optimizer.init(self.trainable)

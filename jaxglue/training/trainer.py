@@ -18,7 +18,7 @@ from jaxglue.training.finished import finished_run
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.out_of_memory import explained_out_of_memory
 from jaxglue.training.output import check_inputs, shared_output_folder
-from jaxglue.training.pinned import size_pool
+from jaxglue.training.pinned import open_buffers, size_pool
 from jaxglue.training.plan_view import plan_rows
 from jaxglue.training.run import Trainer
 from jaxglue.training.setup import prepare
@@ -73,8 +73,8 @@ def train(
         timer.stage("data")
         print_panel(console, "plan", plan_rows(setup))
         size_pool(setup.workload, setup.remat, os.environ)
-        with explained_out_of_memory(setup):
-            return Trainer(setup, identity, console, timer, processes, interrupt).run()
+        with explained_out_of_memory(setup), open_buffers(setup.workload, setup.remat) as buffers:
+            return Trainer(setup, identity, console, timer, processes, interrupt, buffers).run()
 
 
 def pinned_model(config: TrainConfig) -> ModelConfig:

@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from jaxglue.engine.pinning import pin
 from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
@@ -64,16 +63,10 @@ def renewed(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("setting", "ahead"), [(("host",), []), (("device", "offload"), [5 * GIB - pinned._GROWN])])
-def test_pool_has_the_plans_size_and_is_pinned_ahead_of_values(workload, renewed, monkeypatch, setting, ahead):
-    asked: list[int] = []
-    monkeypatch.setattr(pinned, "pin", asked.append)
+def test_pool_has_the_size_of_streamed_weights(workload, renewed):
     environ = {HOST_LIMIT: "90"}
-    assert pinned.size_pool(workload, choice(*setting), environ) == 5
-    for thread in threading.enumerate():
-        if thread.name == "pinning":
-            thread.join()
-    assert renewed == [True] and environ == {HOST_LIMIT: "5"} and asked == ahead
+    assert pinned.size_pool(workload, choice("host"), environ) == 5
+    assert renewed == [True] and environ == {HOST_LIMIT: "5"}
 
 
 @pytest.mark.parametrize("case", ["resident", "mapped", "mesh", "preallocated", "arrays"])
@@ -87,8 +80,18 @@ def test_pool_is_left_to_grow(workload, renewed, monkeypatch, case):
     assert pinned.size_pool(workload, choice(weights), environ) == 0 and not renewed and HOST_LIMIT not in environ
 
 
-def test_a_region_is_pinned_without_values():
-    pin(2**20)
+def test_values_have_buffers_unless_the_hosts_memory_was_taken(workload, renewed, monkeypatch):
+    made: list[int] = []
+    monkeypatch.setattr(pinned, "HostBuffers", lambda device, size: made.append(size) or nullcontext())
+    offloading = replace(choice("device", "offload"), offloaded_bytes=3 * GIB)
+    for free in (4 * GIB, 2 * GIB):
+        monkeypatch.setattr(pinned, "available_memory", lambda free=free: free)
+        with (
+            pytest.raises(ValueError, match="3.0 GiB.* of which 2.0 GiB are free") if free < 3 * GIB else nullcontext()
+        ):
+            pinned.open_buffers(workload, offloading)
+    pinned.open_buffers(workload, choice("device"))
+    assert made == [3 * GIB] and not renewed
 
 
 RENEWAL = """
