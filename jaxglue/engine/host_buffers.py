@@ -47,7 +47,8 @@ class HostBuffers:
         self._copying = ThreadPoolExecutor(_COPYING, "copying")
         self._free: dict[int, list[_Buffer]] = defaultdict(list)
         self._locked: list[_Buffer] = []
-        self._grow(size)
+        self._can_lock = True
+        self._region = _Region(size, self._touching)
 
     def __enter__(self) -> "HostBuffers":
         return self
@@ -63,17 +64,18 @@ class HostBuffers:
 
     def store(self, array: jax.Array, sharding: jax.sharding.Sharding) -> "HostValue":
         """Start copying a device's array; the result has the sharding of such an array on the host."""
-        buffer = self._take(-(-array.nbytes // _HUGE_PAGE) * _HUGE_PAGE)
+        buffer = self._take(max(-(-array.nbytes // _HUGE_PAGE), 1) * _HUGE_PAGE)
         value = HostValue(array, sharding, buffer, self._free[buffer.bytes.size])
-        value.start(self._copying.submit(self._fill, value, array))
+        value.start(self._copying.submit(self._fill, value, [array]))
         return value
 
-    def _fill(self, value: "HostValue", array: jax.Array) -> None:
-        """Copy an array into its value's buffer once it is computed.
+    def _fill(self, value: "HostValue", arrays: list[jax.Array]) -> None:
+        """Copy the one array, taken from the list, into its value's buffer once it is computed.
 
-        The buffer's last reader, a copy to the device, is done by then: programs before the array's waited for it.
+        The buffer's last reader, a copy to the device, is done by then: programs before the array's waited for it. The
+        array's memory is free on return.
         """
-        array.block_until_ready()
+        array = arrays.pop().block_until_ready()
         buffer = value.buffer
         if not buffer.is_locked:
             self._lock(buffer)
@@ -81,31 +83,43 @@ class HostBuffers:
 
     def _lock(self, buffer: "_Buffer") -> None:
         wait(buffer.touched)
+        buffer.is_locked = True
+        if not self._can_lock:
+            return
         try:
             self._client.dma_map(buffer.bytes.ctypes.data, buffer.bytes.size)
             self._locked.append(buffer)
         except jax.errors.JaxRuntimeError as error:
-            _log.warning("values leave the GPU more slowly, as CUDA cannot pin their memory: %s", error)
-        buffer.is_locked = True
+            self._can_lock = False
+            _log.warning("offloading is slower, as host memory cannot be pinned: %s", error)
 
     def _take(self, size: int) -> "_Buffer":
         if self._free[size]:
             return self._free[size].pop()
-        if self._region.size - self._begun < size:
-            self._grow(max(size, _GROWTH))
-        end = self._begun + size
-        touched = self._touched[self._begun // _CHUNK : -(-end // _CHUNK)]
-        buffer = _Buffer(self._region[self._begun : end], touched)
-        self._begun = end
-        return buffer
+        if self._region.left < size:
+            self._region = _Region(max(size, _GROWTH), self._touching)
+        return self._region.take(size)
 
-    def _grow(self, size: int) -> None:
-        """Begin a region, whose pages threads touch; numpy asks for huge ones."""
+
+class _Region:
+    """Memory from which buffers are cut, its pages touched by threads; numpy asks for huge ones."""
+
+    def __init__(self, size: int, threads: ThreadPoolExecutor):
         memory = np.empty(size + _HUGE_PAGE, np.uint8)
-        region = memory[-memory.ctypes.data % _HUGE_PAGE :][:size]
-        chunks = (region[first : first + _CHUNK] for first in range(0, size, _CHUNK))
-        self._region, self._begun = region, 0
-        self._touched = [self._touching.submit(_touch, chunk) for chunk in chunks]
+        self._bytes = memory[-memory.ctypes.data % _HUGE_PAGE :][:size]
+        self._touched = [threads.submit(_touch, self._bytes[i : i + _CHUNK]) for i in range(0, size, _CHUNK)]
+        self._begun = 0
+
+    @property
+    def left(self) -> int:
+        """Return the bytes of which no buffer is made."""
+        return self._bytes.size - self._begun
+
+    def take(self, size: int) -> "_Buffer":
+        """Return the next bytes."""
+        begun, end = self._begun, self._begun + size
+        self._begun = end
+        return _Buffer(self._bytes[begun:end], self._touched[begun // _CHUNK : -(-end // _CHUNK)])
 
 
 class _Buffer:
