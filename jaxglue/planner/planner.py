@@ -28,11 +28,18 @@ _LEAN = ("full", "offload")
 
 
 class Planner(Predictor):
-    """Chooses the fastest setting that fits the GPU and the host."""
+    """Chooses the fastest setting that fits the GPU and the host.
 
-    def __init__(self, workload: Workload, gpu: Gpu, **options: Any):
+    Args:
+        workload: what is trained.
+        gpu: rates and memory.
+        steps: of the run, whose start is weighed against them; None for so many that it does not matter.
+        options: of `Predictor`.
+    """
+
+    def __init__(self, workload: Workload, gpu: Gpu, *, steps: int | None = None, **options: Any):
         super().__init__(workload, gpu, **options)
-        self._options = options
+        self._steps, self._options = steps, {"steps": steps, **options}
         self._plans: dict[tuple[float, str], list[Plan]] = {}
         self._longest: dict[tuple[float, str], int | None] = {}
         self._variants: dict[Workload, Planner] = {}
@@ -99,10 +106,10 @@ class Planner(Predictor):
         found: list[Plan] = []
         for planner in self._by_tile():
             if planner.least_load(host_memory, weights) <= 1:
-                found += soonest(planner.fitting_plans(host_memory, weights))
+                found += soonest(planner.fitting_plans(host_memory, weights), self._steps)
             # Tiles leave more memory to inputs that an untiled plan drops.
             if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
-                return min(found, key=by_time)
+                return min(found, key=lambda plan: (plan.run_seconds(self._steps), plan.device_bytes))
         if found:
             return found[0]
         if weights == AUTO and (mapped := self._map_lean(host_memory)):

@@ -60,6 +60,10 @@ class Plan:
         """Return the seconds that the first step takes longer than others."""
         return self.compile_seconds + self.pinning_seconds
 
+    def run_seconds(self, steps: int | None) -> float:
+        """Return the seconds of a run's start and steps; those of a step where their number is unknown."""
+        return self.seconds if steps is None else self.start_seconds + steps * self.seconds
+
     @property
     def start(self) -> str:
         """Return the text of these seconds, of compilation first."""

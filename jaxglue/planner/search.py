@@ -7,12 +7,16 @@ from functools import cache
 from jaxglue.planner.plans import Plan, by_time
 
 _AS_FAST = 0.01
-"""Share by which a step may be slower where the first one begins sooner: less than predictions are off by."""
+"""Share by which a run may be slower where its first step begins sooner: less than predictions are off by."""
 
 
-def soonest(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plan, if any, that compiles and pins for the shortest time among those as fast as the first."""
-    as_fast = [plan for plan in plans if plan.seconds <= (1 + _AS_FAST) * plans[0].seconds]
+def soonest(plans: Sequence[Plan], steps: int | None = None) -> list[Plan]:
+    """Return the plan, if any, that starts first among those with which a run is as fast as with the fastest.
+
+    A run is its start and its steps; without their number, the steps alone.
+    """
+    times = [plan.run_seconds(steps) for plan in plans]
+    as_fast = [plan for plan, time in zip(plans, times, strict=True) if time <= (1 + _AS_FAST) * min(times)]
     return [min(as_fast, key=lambda plan: plan.start_seconds)] if as_fast else []
 
 

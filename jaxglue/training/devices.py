@@ -15,7 +15,7 @@ from jaxglue.training.remat import RematChoice, choose_remat
 
 
 def choose_mesh(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...]
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], steps: int | None = None
 ) -> tuple[MeshShape, RematChoice]:
     """Return the run's mesh, or the first of `auto`'s candidates that fits, with the remat policy on it.
 
@@ -23,6 +23,7 @@ def choose_mesh(
         config: of the run.
         model: the model's shape.
         document_lengths: of `Workload`.
+        steps: of the run, about; None for many.
 
     Raises:
         ValueError: the mesh does not fit the devices, the batch or the model.
@@ -37,10 +38,10 @@ def choose_mesh(
     *others, last = shapes
     for shape in others:
         try:
-            return shape, choose_remat(config, model, document_lengths, shape)
+            return shape, choose_remat(config, model, document_lengths, shape, steps)
         except DoesNotFit:
             continue
-    return last, choose_remat(config, model, document_lengths, last)
+    return last, choose_remat(config, model, document_lengths, last, steps)
 
 
 def with_global_batch(config: TrainConfig) -> TrainConfig:
@@ -54,11 +55,15 @@ def with_global_batch(config: TrainConfig) -> TrainConfig:
 
 
 def agree_on_mesh(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], processes: Processes
+    config: TrainConfig,
+    model: DecoderConfig,
+    document_lengths: tuple[int, ...],
+    processes: Processes,
+    steps: int | None = None,
 ) -> tuple[MeshShape, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
-        mesh, remat = choose_mesh(config, model, document_lengths)
+        mesh, remat = choose_mesh(config, model, document_lengths, steps)
         processes.all_gather_object(
             [str(mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
         )

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import jax
 
@@ -69,7 +70,11 @@ class RematChoice:
 
 @without_collection()
 def choose_remat(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
+    config: TrainConfig,
+    model: DecoderConfig,
+    document_lengths: tuple[int, ...],
+    mesh: MeshShape,
+    steps: int | None = None,
 ) -> RematChoice:
     """Return the run's remat policy, checked against the GPU's memory, or the fastest that fits.
 
@@ -78,6 +83,7 @@ def choose_remat(
         model: the model's shape.
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
+        steps: of the run, about; None for many.
 
     Raises:
         DoesNotFit: it needs more memory than there is; names the nearest setting that fits.
@@ -89,8 +95,9 @@ def choose_remat(
     if config.model.matmul == "fp8":
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
-    planner, plan = _fastest(config, workload)
-    note = f"{' (auto)' if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
+    planner, plan = _fastest(config, workload, steps)
+    auto = " (auto)" if steps is None else f" (auto, for {steps:,} steps)"
+    note = f"{auto if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     return RematChoice(
         policies=plan.policies,
         weights=plan.weights,
@@ -112,32 +119,35 @@ def host_memory() -> float:
     return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
 
 
-def _fastest(config: TrainConfig, workload: Workload) -> tuple[Planner, Plan]:
+def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) -> tuple[Planner, Plan]:
     """Return the fastest plan over the embeddings' places."""
     device = jax.local_devices()[0]
     gpu, files = device_gpu(device).limited(config.model.memory_limit), cache(lambda: measure_files(device))
     places = embedding_places(workload, config.model.embeddings)
-    return fastest_place(places, lambda placed: _resolve(config, placed, gpu, files))
+    return fastest_place(places, lambda placed: _resolve(config, placed, gpu, files, steps))
 
 
-def _resolve(config: TrainConfig, workload: Workload, gpu: Gpu, files: Callable[[], float]) -> tuple[Planner, Plan]:
+def _resolve(
+    config: TrainConfig, workload: Workload, gpu: Gpu, files: Callable[[], float], steps: int | None
+) -> tuple[Planner, Plan]:
     """Return the plan; weights may stay in files where it asks for that, or where the host's memory is short.
 
     `files` measures the rate of these.
     """
     model, pinned = config.model, host_memory()
+    options: dict[str, Any] = {"steps": steps, "layers_per_program": model.layers_per_program}
     refused = refuse_mapped(config, workload.mesh)
     if MAPPED in model.weights and refused:
         raise ValueError(refused)
     if MAPPED in model.weights:
         gpu = replace(gpu, files=files())
-    planner = Planner(workload, gpu, layers_per_program=model.layers_per_program)
+    planner = Planner(workload, gpu, **options)
     try:
         return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
     except DoesNotFit:
         if refused or gpu.files or model.weights != AUTO:
             raise
-    planner = Planner(workload, replace(gpu, files=files()), layers_per_program=model.layers_per_program)
+    planner = Planner(workload, replace(gpu, files=files()), **options)
     return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
 
 

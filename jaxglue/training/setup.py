@@ -95,7 +95,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
         data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
     lengths = sample_lengths(data.train.document_lengths)
-    mesh, remat = agree_on_mesh(config, model, lengths, processes)
+    mesh, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
     batches, eval_batches = _make_batches(config, data, mesh)
     total_steps = config.run.steps or batches.total_steps
     assert total_steps is not None
@@ -115,6 +115,13 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         total_steps=total_steps,
         adapter=adapter,
     )
+
+
+def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
+    """Return the run's optimizer steps, about: as if every row were full."""
+    run, tokens = config.run, int(data.train.document_lengths.sum())
+    row = config.data.seq_len * run.batch_size * run.gradient_accumulation_steps
+    return run.steps or max(1, -(-run.epochs * tokens // row))
 
 
 def read_model(config: TrainConfig) -> DecoderConfig:

@@ -15,7 +15,7 @@ def choose(make_config, tiny_config, monkeypatch):
     """choose(method, fitting meshes, **changes to config.json) → the mesh on eight GPUs, as text."""
 
     def make(method: str, fitting: set[str], **changes):
-        def choose_remat(config, model, document_lengths, mesh):
+        def choose_remat(config, model, document_lengths, mesh, steps):
             if str(mesh) not in fitting:
                 raise DoesNotFit(f"{mesh} does not fit")
             return "dots"
@@ -48,7 +48,7 @@ def test_auto_spreads_experts_over_the_fewest_gpus(choose):
 
 
 def test_other_errors_try_no_further_mesh(make_config, tiny_config, monkeypatch):
-    def choose_remat(config, model, document_lengths, mesh):
+    def choose_remat(config, model, document_lengths, mesh, steps):
         raise ValueError(f"bad policy on {mesh}")
 
     monkeypatch.setattr(devices, "choose_remat", choose_remat)
