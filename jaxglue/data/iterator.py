@@ -158,6 +158,11 @@ class BatchIterator(Iterator[Step]):
                 self._start(self._epoch + 1, self._next_plan.result())
 
     @property
+    def first(self) -> Step:
+        """Return the first step of the epoch."""
+        return self._epoch_steps[0]
+
+    @property
     def dataset(self) -> TokenDataset:
         """Return the documents."""
         return self._dataset
@@ -199,7 +204,8 @@ class BatchIterator(Iterator[Step]):
         """Begin an epoch and plan the next in the background."""
         shape: dict[str, Any] = {"seq_len": self._seq_len, "max_segments": self.max_segments}
         self._epoch = epoch
-        self._steps = read_ahead(Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes))
+        self._epoch_steps = Steps(dataset=self._dataset, plan=plan, **shape, **self._sizes, **self._processes)
+        self._steps = read_ahead(self._epoch_steps)
         self._next_plan: Future[PackPlan] | None = None
         if self._epochs is None or epoch + 1 < self._epochs:
             self._next_plan = self._planner.submit(self._plan, epoch + 1, self.max_segments)

@@ -16,6 +16,7 @@ from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.host_table import needed_rows
 from jaxglue.engine.layer import add_trees
+from jaxglue.engine.lowering import on_device
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.noise import add_noise
@@ -108,11 +109,24 @@ class EmbedHead:
         """
         table, tokens = needed_rows(frozen["embed_tokens"], batch.tokens)
         weights = trainable["embed_tokens"], table
-        x, cos, sin, keys, router_losses = self._embed_program(*weights, tokens, batch.without_lengths(), key, scale)
+        x, *shared = self._embed_program(*weights, tokens, batch.without_lengths(), key, scale)
+        return x, self._contexts(batch, *shared)
+
+    def trace_embed(
+        self, trainable: Params, frozen: Params, batch: Batch, key: PRNGKeyArray | None, scale=None
+    ) -> tuple[Traced, Any, list[PackedContext]]:
+        """Trace `embed` on `ShapeDtypeStruct`s of parameters on one device; return the shapes of its results, too."""
+        weights = trainable["embed_tokens"], frozen["embed_tokens"]
+        traced = self._embed_program.trace(*weights, batch.tokens, batch.without_lengths(), key, scale)
+        x, *shared = on_device(traced.out_info)
+        return traced, x, self._contexts(batch, *shared)
+
+    def _contexts(self, batch: Batch, cos, sin, keys: list, router_losses: RouterLosses | None) -> list[PackedContext]:
+        """Return every layer's context; they differ in their dropout key, and where FP8 is used."""
         shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention, "tile": self._tile}
         shared["router_losses"] = router_losses
         layers = zip(keys, self.fp8_layers, strict=True)
-        return x, [PackedContext(**shared, dropout_key=layer_key, fp8=fp8) for layer_key, fp8 in layers]
+        return [PackedContext(**shared, dropout_key=layer_key, fp8=fp8) for layer_key, fp8 in layers]
 
     def embed_backward(
         self,

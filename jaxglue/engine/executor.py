@@ -148,7 +148,9 @@ class LayerExecutor:
         """
         trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
-        sums = self._zero_partials(trainable) if len(micro_batches) > 1 else self._empty_tree(trainable)
+        sums = (
+            transfer.commit(self._zero_partials(trainable)) if len(micro_batches) > 1 else self._empty_tree(trainable)
+        )
         losses = []
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)

@@ -1,17 +1,21 @@
 """The executor of a causal language model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float
+from jax.stages import Traced
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import LayerExecutor
+from jaxglue.engine.lowering import on_device
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.scores import ScoreHead
 from jaxglue.models.config import DecoderConfig
@@ -61,6 +65,39 @@ class Executor(LayerExecutor):
         self._embed_head = embed_head
         self._scores = ScoreHead(embed_head, layout)
         super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
+
+    def trace_step(
+        self,
+        trainable: Params,
+        frozen: Params,
+        micro_batches: Sequence[Batch],
+        key: PRNGKeyArray | None = None,
+    ) -> Iterator[Traced]:
+        """Trace the programs of a step on one device that keeps all weights, each layer in a program of its own.
+
+        Args:
+            trainable, frozen: parameters' shapes, of any arrays.
+            micro_batches: of the step, on the device.
+            key: for dropout and noise.
+        """
+        trainable, frozen = on_device((trainable, frozen))
+        sums = self._empty_tree(trainable)
+        if len(micro_batches) > 1:
+            sums = on_device(jax.eval_shape(self._zero_partials, trainable))
+        head, scale = self._embed_head, np.float32(1)
+        for batch in {jax.tree.structure(batch): batch for batch in micro_batches}.values():
+            traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
+            yield traced
+            layers = zip(self._layers, trainable["layers"], frozen["layers"], contexts, sums["layers"], strict=True)
+            first = {layer: inputs for layer, *inputs in reversed(list(layers))}
+            backward = []
+            for layer, (*weights, context, accumulated) in reversed(first.items()):
+                traced = layer.forward.trace(*weights, x, context, None)
+                yield traced
+                x, residuals, _ = on_device(traced.out_info)
+                backward.append((layer, (residuals, *weights, x, context, x, accumulated, None)))
+            yield head.trace_head_backward(trainable, frozen, x, batch, scale, sums)
+            yield from (layer.backward.trace(*inputs) for layer, inputs in reversed(backward))
 
     def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
         """Say which layers, and whether the head, multiply matrices for FP8 products so; at first all do."""

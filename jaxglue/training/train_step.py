@@ -7,15 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
+from jaxglue.data.stream_iterator import StreamIterator
 from jaxglue.engine.executor import Update
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_errors import fp8_errors
+from jaxglue.engine.lowering import Lowering
 from jaxglue.engine.model_executor import Executor
-from jaxglue.models.parameters import ParamKey, Params
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
+from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.fp8_check import choose_fp8
@@ -42,10 +46,26 @@ class TrainStep:
     def __init__(self, setup: Setup, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
         self._setup, self._config, self._mesh = setup, setup.config, mesh
         self.layout = Layout(mesh, setup.config.model.compute_dtype)
+        self._objective, self._host_buffers = setup.workload.objective, host_buffers
+        self.step = 0
+        """Optimizer steps done."""
+        self._lowering: Lowering | None = None
+        foreseen = self._lower_ahead()
         self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
-        self._objective = setup.workload.objective
-        self.executor = Executor(
-            self.graphdefs,
+        if foreseen != self.graphdefs:
+            self._lowering = None
+            reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)
+            self.executor = self._make_executor(self.graphdefs, reference)
+        self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
+        self._optimizer_state = self._optimizer.init(self.trainable)
+        self._norm = jax.jit(optax.tree.norm)
+        self._compiled: set[bool] = set()
+        self._fp8: dict[str, Any] | None = None
+
+    def _make_executor(self, graphdefs: ModelGraphDefs, reference: list[nnx.GraphDef] | None = None) -> Executor:
+        setup = self._setup
+        return Executor(
+            graphdefs,
             setup.model,
             policy=setup.remat.policies,
             dtype=setup.config.model.compute_dtype,
@@ -55,18 +75,22 @@ class TrainStep:
             stream_weights=setup.remat.streams_weights,
             router_losses=setup.config.model.router_losses,
             objective=self._objective,
-            reference=reference_layers(setup, self.graphdefs, self.trainable, self.frozen),
+            reference=reference,
             neftune_alpha=setup.config.model.neftune_alpha,
-            mesh=mesh,
-            host_buffers=host_buffers,
+            mesh=self._mesh,
+            host_buffers=self._host_buffers,
         )
-        self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
-        self._optimizer_state = self._optimizer.init(self.trainable)
-        self._norm = jax.jit(optax.tree.norm)
-        self._compiled: set[bool] = set()
-        self._fp8: dict[str, Any] | None = None
-        self.step = 0
-        """Optimizer steps done."""
+
+    def _lower_ahead(self) -> ModelGraphDefs | None:
+        """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
+        setup, batches = self._setup, self._setup.batches
+        several = self._mesh is not None or setup.remat.layers_per_program > 1
+        if several or setup.workload.host_embeddings or setup.workload.reference or isinstance(batches, StreamIterator):
+            return None
+        graphdefs, trainable, frozen = abstract_parts(setup.workload)
+        self.executor, rows = self._make_executor(graphdefs), self.place(batches.first)
+        self._lowering = Lowering(self.executor.trace_step(trainable, frozen, rows, self._micro_batch_key()))
+        return graphdefs
 
     def dispatch(self, batch: Step, accepts: Accepts | None = None) -> StepResult:
         """Run one optimizer step; its values may still be computing on return.
@@ -76,6 +100,9 @@ class TrainStep:
             accepts: asked with step, loss and gradient norm before the update; if it refuses, nothing is updated and
                 the values have `skipped`. The host then waits for the gradients.
         """
+        if self._lowering:
+            self._lowering.compile()
+            self._lowering = None
         compilations = self.executor.compilations()
         in_backward = self._config.optimizer.update_in_backward
         loss, values = self._update_in_backward(batch) if in_backward else self._update(batch, accepts)
@@ -108,6 +135,8 @@ class TrainStep:
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
             self._fp8 = fp8
             self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
+            if not all(fp8["layers"]) or fp8["head"] != self._setup.model.fp8_head:
+                self._lowering = None  # of other programs
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds."""
@@ -169,6 +198,10 @@ class TrainStep:
 
     def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
         return self.trainable, self.frozen, self.place(batch), float(batch.targets)
+
+    def _micro_batch_key(self) -> jax.Array | None:
+        """Return a key as a step's first micro-batch gets it."""
+        return None if (key := self._step_key()) is None else jax.random.fold_in(key, 0)
 
     def _step_key(self) -> jax.Array | None:
         """Return the key of dropout and noise; None without either."""
