@@ -33,6 +33,7 @@ from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.host_table import embeddings_to_host
+from jaxglue.engine.lowering import Lowering
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
@@ -197,8 +198,9 @@ def open_buffers(args) -> HostBuffers | None:
     return HostBuffers(device, round(args.host_buffers * GIB))
 
 
-def executor_step(args, work, graphdefs, trainable, frozen, batch, buffers=None):
-    """Return a function of no arguments that dispatches a step."""
+def executor_step(args, work, batch) -> Callable[..., Callable]:
+    """Begin to lower the step's programs, as a run does; return a function of the model: → a step's dispatch."""
+    graphdefs, *shapes = abstract_parts(work)
     executor = Executor(
         graphdefs,
         work.config,
@@ -208,12 +210,20 @@ def executor_step(args, work, graphdefs, trainable, frozen, batch, buffers=None)
         tile=args.tile,
         attention=args.attention,
         layers_per_program=args.layers_per_program,
-        host_buffers=buffers,
+        host_buffers=open_buffers(args),
     )
-    return lambda: executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
+    alone = args.layers_per_program == 1 and args.embeddings == "device"
+    lowerings = [Lowering(executor.trace_step(*shapes, [batch]))] if alone else []
+
+    def dispatch(trainable, frozen):
+        while lowerings:
+            lowerings.pop().compile()
+        return executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
+
+    return lambda _, *trees: partial(dispatch, *trees)
 
 
-def whole_step(args, work, graphdefs, trainable, frozen, batch):
+def whole_step(args, work, batch, graphdefs, trainable, frozen):
     """Compile the whole step as one program, its layers unrolled or scanned, with XLA's own offloading."""
 
     def apply(train, froze, x, context):
@@ -286,20 +296,19 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     chosen = {}
     if args.remat == AUTO:
         chosen = choose(args, Planner(work, device_gpu(jax.devices()[0]).limited(args.memory_limit)))
-    buffers = open_buffers(args)
+    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, document_range(args)))
+    build = executor_step(args, work, batch) if args.executor == "layers" else partial(whole_step, args, work, batch)
     report("weights")
     begun = time.perf_counter()
     parts = parameters(work, parse_weights(args.weights, work.config.num_hidden_layers), args.embeddings)
     moments = [jax.tree.map(jnp.zeros_like, parts[1]) for _ in range(2)]  # AdamW's, so that the peak is a run's
-    batch = jax.device_put(random_batch(args.tokens, work.config.vocab_size, document_range(args)))
     device = jax.devices()[0]
     jax.block_until_ready(moments)
     filled, weights = time.perf_counter() - begun, memory(device, "bytes_in_use")
     pinned = pinned_bytes(parts[2]) / 2**30
     report(f"first step; {pinned:.1f} GiB of weights in pinned memory")
     others = hold_idle_layers(args, work) if args.of_layers else None
-    build = partial(executor_step, buffers=buffers) if args.executor == "layers" else whole_step
-    step = build(args, work, *parts, batch)
+    step = build(*parts)
     with traced(args, args.trace_first) as found:
         begun = time.perf_counter()
         loss, gradients = jax.block_until_ready(step())

@@ -4,6 +4,7 @@ Compile time is one layer's at any depth, and the executor, not the compiler, de
 they are copied: XLA delays copies to the host until they save nothing, or serializes them.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -105,7 +106,7 @@ class LayerExecutor:
         self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
         if self._uses_host:
             transfer.check_pinned_memory(jax.local_devices()[0])
-        self._offload = partial(offload, buffers=host_buffers)
+        self._host_buffers, self._offload = host_buffers, partial(offload, buffers=host_buffers)
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
         self._zero_partials = jax.jit(partial(zero_partials, layout), keep_unused=True)
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
@@ -204,6 +205,14 @@ class LayerExecutor:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay, layer.restore]
         programs += [self._whole] if self._whole else []
         return sum(program.compilations() for program in programs)
+
+    def _prepare_buffers(self, layer: LayerFunctions, x: Any, residuals: Any) -> None:
+        """Pin buffers for the values of all layers of a type, by the shapes of one's."""
+        if self._host_buffers is None or not layer.policy.offloaded:
+            return
+        sent = jax.tree.leaves((x if layer.policy.offloads_input else None, residuals.offloaded))
+        leaving = self._layers[: len(self._layers) - 1 - self._prefetch_depth].count(layer)
+        self._host_buffers.prepare([math.prod(value.shape) * value.dtype.itemsize for value in sent] * leaving)
 
     def _empty_tree(self, trainable: Params) -> Params:
         return {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}

@@ -6,10 +6,10 @@ threads have touched are pinned ten times as fast.
 
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class HostBuffers:
     """Context with page-locked buffers of one device, each used again for values of its size.
 
-    Pages are touched in the background from the beginning; a buffer is pinned when it is first used.
+    Pages are touched in the background from the beginning, and buffers pinned as soon as their sizes are known.
 
     Args:
         device: from which values come.
@@ -44,9 +44,10 @@ class HostBuffers:
         self._client = device.client
         self._copy = copy or CudaCopies(device.local_hardware_id)
         self._touching = ThreadPoolExecutor(min(_TOUCHING, os.cpu_count() or 1), "touching")
+        self._locking = ThreadPoolExecutor(1, "pinning")
         self._copying = ThreadPoolExecutor(_COPYING, "copying")
-        self._free: dict[int, list[_Buffer]] = defaultdict(list)
-        self._locked: list[_Buffer] = []
+        self._free: dict[int, deque[_Buffer]] = defaultdict(deque)
+        self._locked: list[int] = []
         self._can_lock = True
         self._region = _Region(size, self._touching)
 
@@ -54,18 +55,23 @@ class HostBuffers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._touching.shutdown(cancel_futures=True)
-        self._copying.shutdown(cancel_futures=True)
+        for threads in (self._touching, self._locking, self._copying):
+            threads.shutdown(cancel_futures=True)
         if isinstance(self._copy, CudaCopies):
             self._copy.finish()  # copies to the device may still read
-        for buffer in self._locked:
-            self._client.dma_unmap(buffer.bytes.ctypes.data)
-        self._locked.clear()
+        while self._locked:
+            self._client.dma_unmap(self._locked.pop())
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Pin buffers for values of so many bytes, in the order of their use, in the background."""
+        for size in map(_whole_pages, sizes):
+            self._free[size].append(self._cut(size))
 
     def store(self, array: jax.Array, sharding: jax.sharding.Sharding) -> "HostValue":
         """Start copying a device's array; the result has the sharding of such an array on the host."""
-        buffer = self._take(max(-(-array.nbytes // _HUGE_PAGE), 1) * _HUGE_PAGE)
-        value = HostValue(array, sharding, buffer, self._free[buffer.bytes.size])
+        size = _whole_pages(array.nbytes)
+        free = self._free[size]
+        value = HostValue(array, sharding, free.popleft() if free else self._cut(size), free)
         value.start(self._copying.submit(self._fill, value, [array]))
         return value
 
@@ -76,29 +82,26 @@ class HostBuffers:
         array's memory is free on return.
         """
         array = arrays.pop().block_until_ready()
-        buffer = value.buffer
-        if not buffer.is_locked:
-            self._lock(buffer)
-        self._copy(buffer.bytes.ctypes.data, array.unsafe_buffer_pointer(), array.nbytes)
+        value.buffer.locked.result()
+        self._copy(value.buffer.bytes.ctypes.data, array.unsafe_buffer_pointer(), array.nbytes)
 
-    def _lock(self, buffer: "_Buffer") -> None:
-        wait(buffer.touched)
-        buffer.is_locked = True
+    def _lock(self, data: np.ndarray, touched: list[Future[None]]) -> None:
+        wait(touched)
         if not self._can_lock:
             return
         try:
-            self._client.dma_map(buffer.bytes.ctypes.data, buffer.bytes.size)
-            self._locked.append(buffer)
+            self._client.dma_map(data.ctypes.data, data.size)
+            self._locked.append(data.ctypes.data)
         except jax.errors.JaxRuntimeError as error:
             self._can_lock = False
             _log.warning("offloading is slower, as host memory cannot be pinned: %s", error)
 
-    def _take(self, size: int) -> "_Buffer":
-        if self._free[size]:
-            return self._free[size].pop()
+    def _cut(self, size: int) -> "_Buffer":
+        """Return a new buffer, which is being pinned."""
         if self._region.left < size:
             self._region = _Region(max(size, _GROWTH), self._touching)
-        return self._region.take(size)
+        data, touched = self._region.take(size)
+        return _Buffer(data, self._locking.submit(self._lock, data, touched))
 
 
 class _Region:
@@ -115,24 +118,25 @@ class _Region:
         """Return the bytes of which no buffer is made."""
         return self._bytes.size - self._begun
 
-    def take(self, size: int) -> "_Buffer":
-        """Return the next bytes."""
+    def take(self, size: int) -> tuple[np.ndarray, list[Future[None]]]:
+        """Return the next bytes, and the futures of touching them."""
         begun, end = self._begun, self._begun + size
         self._begun = end
-        return _Buffer(self._bytes[begun:end], self._touched[begun // _CHUNK : -(-end // _CHUNK)])
+        return self._bytes[begun:end], self._touched[begun // _CHUNK : -(-end // _CHUNK)]
 
 
-class _Buffer:
-    """Bytes of a region, with the futures of touching them."""
+class _Buffer(NamedTuple):
+    """Memory of a value."""
 
-    def __init__(self, data: np.ndarray, touched: list[Future[None]]):
-        self.bytes, self.touched, self.is_locked = data, touched, False
+    bytes: np.ndarray
+    locked: Future[None]
+    """Done once the memory is pinned."""
 
 
 class HostValue:
     """Copy of a device's array in a buffer, which is free again once nothing refers to the value."""
 
-    def __init__(self, array: jax.Array, sharding: jax.sharding.Sharding, buffer: _Buffer, free: list[_Buffer]):
+    def __init__(self, array: jax.Array, sharding: jax.sharding.Sharding, buffer: _Buffer, free: deque[_Buffer]):
         self.shape, self.dtype, self.nbytes, self.sharding = array.shape, array.dtype, array.nbytes, sharding
         self.buffer, self._free = buffer, free
         self._done: Future[Any]
@@ -154,6 +158,10 @@ class HostValue:
         """Return the complete copy, in the buffer."""
         self._done.result()
         return self.buffer.bytes[: self.nbytes].view(self.dtype).reshape(self.shape)
+
+
+def _whole_pages(size: int) -> int:
+    return max(-(-size // _HUGE_PAGE), 1) * _HUGE_PAGE
 
 
 def _touch(chunk: np.ndarray) -> None:

@@ -1,19 +1,23 @@
 """Preparation of a step's programs from the shapes of its arrays, while their values are on their way."""
 
-import logging
-import time
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import jax
 from jax.stages import Lowered, Traced
 
-_log = logging.getLogger(__name__)
+from jaxglue.engine.equations import equations
+
+_KERNEL = "triton_kernel_call"
+_LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
+"""Parameters of a kernel's call that its compilation does not read."""
 
 
 class Lowering:
-    """Programs that a thread traces and lowers, with their Triton kernels, from the beginning on.
+    """Programs that threads trace and lower from the beginning on, their Triton kernels side by side.
 
     Args:
         programs: traced one by one.
@@ -21,9 +25,9 @@ class Lowering:
 
     def __init__(self, programs: Iterator[Traced]):
         self._programs = programs
-        threads = ThreadPoolExecutor(1, "lowering")
-        self._lowered = threads.submit(self._lower)
-        threads.shutdown(wait=False)
+        thread = ThreadPoolExecutor(1, "lowering")
+        self._lowered = thread.submit(copy_context().run, self._lower)
+        thread.shutdown(wait=False)
 
     def compile(self) -> None:
         """Compile the programs; JAX's calls of the same functions with arrays of these shapes find them."""
@@ -31,10 +35,16 @@ class Lowering:
             lowered.compile()
 
     def _lower(self) -> list[Lowered]:
-        begun = time.monotonic()
-        lowered = [program.lower() for program in self._programs]
-        _log.debug("lowered %d programs in %.1f s", len(lowered), time.monotonic() - begun)
-        return lowered
+        traced: list[Traced] = []
+        kernels: set[tuple[Any, ...]] = set()
+        with ThreadPoolExecutor(os.cpu_count(), "kernels") as threads:
+            for program in self._programs:
+                traced.append(program)
+                for call, _ in equations(program.jaxpr.jaxpr):
+                    if call.primitive.name == _KERNEL and (kernel := _kernel(call)) not in kernels:
+                        kernels.add(kernel)
+                        threads.submit(_compile_kernel, call)
+        return [program.lower() for program in traced]
 
 
 def on_device(tree: Any) -> Any:
@@ -46,3 +56,14 @@ def on_device(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
     return jax.tree.map(shape, tree)
+
+
+def _kernel(call: Any) -> tuple[Any, ...]:
+    """Return a key that calls of the same compiled kernel share."""
+    constants = {name: value for name, value in call.params.items() if name not in _LAUNCH_ONLY}
+    return call.params["fn"], *(str(value.aval) for value in call.invars), str(constants)
+
+
+def _compile_kernel(call: Any) -> None:
+    """Lower a call alone: its kernel is found when the program is lowered, or fails once more."""
+    jax.jit(lambda *values: call.primitive.bind(*values, **call.params)).lower(*(value.aval for value in call.invars))

@@ -73,7 +73,7 @@ class Executor(LayerExecutor):
         micro_batches: Sequence[Batch],
         key: PRNGKeyArray | None = None,
     ) -> Iterator[Traced]:
-        """Trace the programs of a step on one device that keeps all weights, each layer in a program of its own.
+        """Trace the programs of a step on one device, each layer in a program of its own; pin buffers for its values.
 
         Args:
             trainable, frozen: parameters' shapes, of any arrays.
@@ -85,7 +85,7 @@ class Executor(LayerExecutor):
         if len(micro_batches) > 1:
             sums = on_device(jax.eval_shape(self._zero_partials, trainable))
         head, scale = self._embed_head, np.float32(1)
-        for batch in {jax.tree.structure(batch): batch for batch in micro_batches}.values():
+        for kind, batch in enumerate({jax.tree.structure(batch): batch for batch in micro_batches}.values()):
             traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
             yield traced
             layers = zip(self._layers, trainable["layers"], frozen["layers"], contexts, sums["layers"], strict=True)
@@ -94,7 +94,10 @@ class Executor(LayerExecutor):
             for layer, (*weights, context, accumulated) in reversed(first.items()):
                 traced = layer.forward.trace(*weights, x, context, None)
                 yield traced
-                x, residuals, _ = on_device(traced.out_info)
+                y, residuals, _ = on_device(traced.out_info)
+                if not kind:
+                    self._prepare_buffers(layer, x, residuals)
+                x = y
                 backward.append((layer, (residuals, *weights, x, context, x, accumulated, None)))
             yield head.trace_head_backward(trainable, frozen, x, batch, scale, sums)
             yield from (layer.backward.trace(*inputs) for layer, inputs in reversed(backward))

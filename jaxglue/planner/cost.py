@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.planner.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
+from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 

@@ -9,12 +9,12 @@ import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from jaxglue.engine.equations import equations
 from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer, result_names
 from jaxglue.models.parameters import Params
 from jaxglue.planner.cost import aval_bytes, program_sizes
-from jaxglue.planner.equations import equations
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout

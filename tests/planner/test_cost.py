@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxglue.planner.cost import KernelCost, program_cost
-from jaxglue.planner.equations import live_program
+from jaxglue.engine.equations import live_program
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 

@@ -107,7 +107,7 @@ def test_recomputation_is_counted(planner):
     """`full` recomputes the forward pass's matmuls but the last one, which the backward pass does not need."""
     from jaxglue.engine.layer import LayerFunctions
     from jaxglue.planner.cost import _dot_flops
-    from jaxglue.planner.equations import equations
+    from jaxglue.engine.equations import equations
 
     graphdefs, trainable, frozen = abstract_parts(planner.workload)
 
