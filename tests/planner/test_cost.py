@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.planner.cost import KernelCost, program_cost
 from jaxglue.engine.equations import live_program
+from jaxglue.planner.cost import KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
