@@ -19,15 +19,23 @@ _LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
 class Lowering:
     """Programs that threads trace and lower from the beginning on, their Triton kernels side by side.
 
+    As a context it stops at an error inside.
+
     Args:
         programs: traced one by one.
     """
 
     def __init__(self, programs: Iterator[Traced]):
-        self._programs = programs
+        self._programs, self._stopped = programs, False
         thread = ThreadPoolExecutor(1, "lowering")
         self._lowered = thread.submit(copy_context().run, self._lower)
         thread.shutdown(wait=False)
+
+    def __enter__(self) -> "Lowering":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._stopped = error is not None
 
     def compile(self) -> None:
         """Compile the programs; JAX's calls of the same functions with arrays of these shapes find them."""
@@ -39,12 +47,15 @@ class Lowering:
         kernels: set[tuple[Any, ...]] = set()
         with ThreadPoolExecutor(os.cpu_count(), "kernels") as threads:
             for program in self._programs:
+                if self._stopped:
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    return []
                 traced.append(program)
                 for call, _ in equations(program.jaxpr.jaxpr):
                     if call.primitive.name == _KERNEL and (kernel := _kernel(call)) not in kernels:
                         kernels.add(kernel)
                         threads.submit(_compile_kernel, call)
-        return [program.lower() for program in traced]
+        return [program.lower() for program in traced if not self._stopped]
 
 
 def on_device(tree: Any) -> Any:

@@ -30,8 +30,9 @@ _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 7.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED = 0.15
 """Seconds to compile each further layer of a program."""
-_PINNING = 1.2 * GIB
-"""Bytes of host memory pinned in a second where a virtual machine's memory grows as it is touched."""
+_PINNING, _JAX_PINNING = 8 * GIB, 1.2 * GIB
+"""Bytes of host memory that a run pins in a second, by threads beside compilation (`engine/host_buffers.py`), and that
+JAX does, where a virtual machine's memory grows as it is touched."""
 
 
 def choose_group(costs: Sequence[LayerCost], *, whole: bool) -> int:
@@ -117,6 +118,6 @@ def compile_seconds(config: DecoderConfig, policies: Sequence[RematPolicy], laye
     return _COMPILE_ENDS + layer * programs
 
 
-def pinning_seconds(size: int) -> float:
-    """Predict the time of pinning bytes of host memory, which every start takes."""
-    return size / _PINNING
+def pinning_seconds(size: int, compiling: float, *, devices: int = 1) -> float:
+    """Predict the time by which pinning values' bytes on each of some devices lengthens a start that compiles."""
+    return max(size / _PINNING - compiling, 0.0) if devices == 1 else size / _JAX_PINNING

@@ -11,7 +11,7 @@ from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, pa
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights, stream_evenly
 from jaxglue.engine.saved import check_dropped_inputs
 from jaxglue.planner.candidates import candidates, tile_sizes
-from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.gpus import GIB, Gpu
 from jaxglue.planner.groups import SIZES, group_policies
 from jaxglue.planner.longest import longest_row
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Memory, Plan, by_time, gib
@@ -23,6 +23,8 @@ from jaxglue.planner.workload import Workload
 
 MARGIN = 0.05
 """Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
+_WORTH_COMPILING = 1.2 * GIB
+"""Bytes of host memory whose use is as bad as a second of compilation."""
 _LEAN = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 
@@ -348,9 +350,9 @@ class Planner(Predictor):
         return fastest(plan, range(1, layers), fits)
 
     def _keep_on_device(self, plan: Plan, host_memory: float) -> Plan:
-        """Return the plan with what it offloads kept on the GPU, for as many layers as fit: pinning takes time.
+        """Return the plan with what it offloads kept on the GPU, for as many layers as fit, to pin less host memory.
 
-        So do further programs to compile: several policies are doubled only where host memory is short.
+        Further programs to compile take time: several policies are doubled only where host memory is short.
         """
         layers, short = self._model.layers, plan.host_bytes > host_memory
         if not self.fits(plan, math.inf) or (not short and (not plan.host_bytes or len(set(plan.policies)) > 1)):
@@ -367,4 +369,7 @@ class Planner(Predictor):
 
         count = most(range(1, layers + 1), fits)
         kept = self.plan(keep(count), weights=plan.weights) if count else None
-        return kept if kept and (short or kept.start_seconds < plan.start_seconds) else plan
+        if kept is None or short:
+            return kept or plan
+        compiling = kept.compile_seconds - plan.compile_seconds
+        return kept if plan.host_bytes - kept.host_bytes > _WORTH_COMPILING * compiling else plan

@@ -53,7 +53,7 @@ class Plan:
     compile_seconds: float = 0.0
     """Seconds of compilation, with nothing compiled before."""
     pinning_seconds: float = 0.0
-    """Seconds of pinning host memory for values, at every start."""
+    """Seconds of pinning host memory for values that compilation does not hide."""
 
     @property
     def start_seconds(self) -> float:

@@ -83,6 +83,7 @@ class Predictor:
         setting = self._setting(policies, weights)
         memory = self._memory_of(setting)
         size = layers_per_program or self._layers_per_program(setting)
+        compiling = compile_seconds(self.workload.config, setting.policies, size)
         return Plan(
             policies=setting.policies,
             weights=setting.weights,
@@ -93,8 +94,8 @@ class Predictor:
             host_bytes=memory.host_bytes,
             offloaded_bytes=setting.offloaded,
             mapped_bytes=sum(setting.mapped),
-            compile_seconds=compile_seconds(self.workload.config, setting.policies, size),
-            pinning_seconds=pinning_seconds(setting.offloaded),
+            compile_seconds=compiling,
+            pinning_seconds=pinning_seconds(setting.offloaded, compiling, devices=self.workload.mesh.devices),
         )
 
     def memory(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Memory:

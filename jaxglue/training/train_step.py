@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -51,7 +52,8 @@ class TrainStep:
         """Optimizer steps done."""
         self._lowering: Lowering | None = None
         foreseen = self._lower_ahead()
-        self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
+        with self._lowering or nullcontext():
+            self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
         if foreseen != self.graphdefs:
             self._lowering = None
             reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)

@@ -84,10 +84,15 @@ def test_own_buffers_change_no_bit(split_parts, batches, host_buffers, policy):
     parts = split_parts("lora")
     pooled = parts.executor(policy, prefetch_depth=0).loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
     executor = parts.executor(policy, prefetch_depth=0, host_buffers=host_buffers)
+    list(executor.trace_step(parts.trainable, parts.frozen, batches))
+    prepared = {size: list(free) for size, free in host_buffers._free.items()}
+    assert prepared
     for _ in range(2):
         own = executor.loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
         chex.assert_trees_all_equal(own, pooled)
-    assert all(len(free) <= 4 for free in host_buffers._free.values())  # used again
+    assert {size: set(map(id, free)) for size, free in host_buffers._free.items()} == {
+        size: set(map(id, free)) for size, free in prepared.items()
+    }
 
 
 def _recorded(function, record):

@@ -43,7 +43,12 @@ def test_compiling_takes_longer_for_more_kinds_of_layers():
 
     assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
     assert seconds("full") < seconds("full", layers_per_program=4)
-    assert pinning_seconds(12 * GIB) == pytest.approx(10)
+
+
+def test_one_gpus_host_memory_is_pinned_beside_compilation():
+    assert pinning_seconds(80 * GIB, 20) == 0
+    assert pinning_seconds(80 * GIB, 4) == pytest.approx(6)
+    assert pinning_seconds(12 * GIB, 20, devices=2) == pytest.approx(10)
 
 
 def test_of_plans_as_fast_the_one_that_starts_soonest_is_chosen():
