@@ -4,7 +4,9 @@ JAX has CUDA pin pages that do not exist yet, one after another: 2 GiB/s, while 
 threads have touched are pinned ten times as fast.
 """
 
+import contextlib
 import logging
+import mmap
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -105,10 +107,14 @@ class HostBuffers:
 
 
 class _Region:
-    """Memory from which buffers are cut, its pages touched by threads; numpy asks for huge ones."""
+    """Memory from which buffers are cut, its pages, huge where the system has them, touched by threads."""
 
     def __init__(self, size: int, threads: ThreadPoolExecutor):
-        memory = np.empty(size + _HUGE_PAGE, np.uint8)
+        mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_DONTFORK)  # the kernel would copy pinned pages for a forked process
+        with contextlib.suppress(OSError):  # no huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(mapping, np.uint8)
         self._bytes = memory[-memory.ctypes.data % _HUGE_PAGE :][:size]
         self._touched = [threads.submit(_touch, self._bytes[i : i + _CHUNK]) for i in range(0, size, _CHUNK)]
         self._begun = 0
