@@ -1,7 +1,9 @@
 """Copies from the GPU to memory of this process by CUDA's driver, outside of JAX."""
 
 import ctypes
+import os
 import threading
+from pathlib import Path
 
 _NON_BLOCKING_STREAM, _BLOCKING_EVENT = 1, 3
 """A stream apart from the default one; an event without a time, on which a thread sleeps."""
@@ -24,6 +26,10 @@ class CudaCopies:
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(device), ordinal)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        bus = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", bus, len(bus), device)
+        self.cpus = local_cpus(Path("/sys/bus/pci/devices") / bus.value.decode().lower())
+        """Of this process, those beside the GPU."""
 
     def __call__(self, target: int, source: int, size: int) -> None:
         """Copy bytes from the GPU's address to the host's; return once they are there."""
@@ -51,3 +57,14 @@ class CudaCopies:
     def _call(self, name: str, *arguments: object) -> None:
         if status := getattr(self._cuda, name)(*arguments):
             raise RuntimeError(f"CUDA's {name} failed with status {status}")
+
+
+def local_cpus(device: Path) -> set[int]:
+    """Return this process's CPUs on the NUMA node of a PCI device, given by its folder; all where it names none."""
+    own = os.sched_getaffinity(0)
+    try:
+        ranges = (part.partition("-") for part in (device / "local_cpulist").read_text().strip().split(","))
+        near = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):  # not Linux's, or hidden in a container
+        return own
+    return near & own or own

@@ -45,7 +45,9 @@ class HostBuffers:
     def __init__(self, device: jax.Device, size: int, copy: Callable[[int, int, int], None] | None = None):
         self._client = device.client
         self._copy = copy or CudaCopies(device.local_hardware_id)
-        self._touching = ThreadPoolExecutor(min(_TOUCHING, os.cpu_count() or 1), "touching")
+        cpus = self._copy.cpus if isinstance(self._copy, CudaCopies) else os.sched_getaffinity(0)
+        threads = min(_TOUCHING, len(cpus))  # on the GPU's NUMA node, on which they take memory
+        self._touching = ThreadPoolExecutor(threads, "touching", os.sched_setaffinity, (0, cpus))
         self._locking = ThreadPoolExecutor(1, "pinning")
         self._copying = ThreadPoolExecutor(_COPYING, "copying")
         self._free: dict[int, deque[_Buffer]] = defaultdict(deque)
