@@ -45,7 +45,7 @@ class Lowering:
     def _lower(self) -> list[Lowered]:
         traced: list[Traced] = []
         kernels: set[tuple[Any, ...]] = set()
-        with ThreadPoolExecutor(os.cpu_count(), "kernels") as threads:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kernels") as threads:
             for program in self._programs:
                 if self._stopped:
                     threads.shutdown(wait=False, cancel_futures=True)
