@@ -97,7 +97,7 @@ class LayerExecutor:
         check_grouped(layers_per_program, policies, devices=devices, stream_weights=stream_weights)
         if layers_per_program > 1:
             self._groups = LayerGroups(self._layers, self._reference, layers_per_program)
-        self._shares_one = 1 < len(layers) <= layers_per_program
+        self._is_whole = 1 < len(layers) <= layers_per_program
         self._whole = self._make_whole()
         self._stream_weights = stream_weights
         self._prefetch_depth = (
@@ -222,7 +222,7 @@ class LayerExecutor:
 
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
-        if self._whole is None or not self.is_whole(frozen):
+        if self._whole is None or transfer.is_on_host(frozen[self._entry_head.entry]):
             return self._run_micro_batch(trainable, frozen, batch, scale, key, sums, finish)
         loss, gradients = self._whole(trainable, frozen, batch, scale, key, sums)
         layers, entry = gradients.pop("layers"), gradients.pop(self._entry_head.entry)
@@ -233,17 +233,9 @@ class LayerExecutor:
         finish(self._entry_head.entry, entry)
         return loss
 
-    def is_whole(self, frozen: Params) -> bool:
-        """Return whether a micro-batch is one program: of all layers, with the embedding on the device."""
-        return self._whole is not None and not transfer.is_on_host(frozen[self._entry_head.entry])
-
-    def micro_batch(self, trainable: Params, frozen: Params, batch: Batch, scale, key) -> tuple[Array, Params]:
-        """Return scale · Σ loss of a micro-batch and its gradient, inside a program of the caller's."""
-        return self._loss_and_sums(trainable, frozen, batch, scale, key, self._empty_tree(trainable))
-
     def _make_whole(self) -> Program | None:
         """Return the program of a whole micro-batch, for an executor with one; it is traced when it is called."""
-        return jit_step(self._loss_and_sums, donate_argnames="sums") if self._shares_one else None
+        return jit_step(self._loss_and_sums, donate_argnames="sums") if self._is_whole else None
 
     def _loss_and_sums(self, trainable, frozen, batch, scale, key, sums: Params) -> tuple[Array, Params]:
         """Return the loss, and `sums` plus the gradients."""

@@ -77,8 +77,7 @@ class OptaxOptimizer(Optimizer):
             return optax.chain(scale_by_muon(beta=_MUON_MOMENTUM, mu_dtype=mu_dtype), optax.scale(scale))
         return optax.scale_by_adam(config.beta1, config.second_decay, config.epsilon, mu_dtype=mu_dtype)
 
-    def kernels(self, parts: Any) -> None:
-        """Return None: XLA compiles the update."""
+    def _kernels(self, parts: list[Params]) -> None:
         return None
 
 

@@ -89,7 +89,7 @@ class Optimizer:
         """
         keys = param_keys(trainable)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
-        if kernels := self.kernels(old):
+        if kernels := self._kernels(old):
             new, new_states, values = self._update_fused(old, states, gradient, np.int32(step), kernels=kernels)
         else:
             batches = [list(batch) for batch in itertools.batched(range(len(old)), self.parts_per_program)]
@@ -101,19 +101,6 @@ class Optimizer:
                 new, new_states = new + some[0], new_states + some[1]
         return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
 
-    def update_inside(
-        self, trainable: Params, state: Params, gradients: Params, step: Array, kernels: "TritonAdam | None"
-    ) -> tuple[Params, Params, dict[str, Float[Array, ""]]]:
-        """Compute `update` as a part of a program, with the kernels that `kernels` returned."""
-        keys = param_keys(trainable)
-        old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
-        if kernels:
-            new, new_states, values = self._fused_step(old, states, gradient, step, kernels=kernels)
-        else:
-            scalars, values = self._step_scalars([optax.tree.norm(gradient, squared=True)], step)
-            new, new_states = self._update_parts(old, states, gradient, scalars)
-        return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
-
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
         """Return the learning rate after `step` optimizer steps, as `update` reports it."""
         return {"learning_rate": self._learning_rate(np.int32(step))}
@@ -123,7 +110,7 @@ class Optimizer:
     ) -> tuple[Params, Params]:
         """Update one part without clipping; return trainable and state. The part's old arrays are donated."""
         parts = [get_part(trainable, key)], [get_part(state, key)], [gradient]
-        if kernels := self.kernels(parts[0]):
+        if kernels := self._kernels(parts[0]):
             new, new_states, _ = self._update_fused(*parts, np.int32(step), kernels=kernels, clips=False)
         else:
             new, new_states = self._update(*parts, self._scalars(None, np.int32(step))[0])
@@ -166,8 +153,7 @@ class Optimizer:
         parameters, mus, nus, slopes = flat
         return *rebuild(*kernels.update(parameters, mus, nus, slopes, decays(parts), scalars)), values
 
-    def kernels(self, parts: Any) -> "TritonAdam | None":
-        """Return the kernels of the update of these parameters; None where XLA compiles it."""
+    def _kernels(self, parts: list[Params]) -> "TritonAdam | None":
         devices = {device for leaf in jax.tree.leaves(parts) for device in leaf.sharding.device_set}
         return ADAM.load(self._adam, len(devices))
 

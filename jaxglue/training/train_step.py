@@ -19,13 +19,11 @@ from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_errors import fp8_errors
 from jaxglue.engine.lowering import Lowering
 from jaxglue.engine.model_executor import Executor
-from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.fp8_check import choose_fp8
-from jaxglue.training.fused_step import FusedStep
 from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optax_optimizer import make_optimizer
 from jaxglue.training.reference import reference_layers
@@ -55,15 +53,13 @@ class TrainStep:
         self._lowering: Lowering | None = None
         foreseen = self._lower_ahead()
         with self._lowering or nullcontext():
-            self.graphdefs, *parameters = build_parameters(setup, self.layout)
-        self.trainable, self.frozen = commit(parameters)
+            self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
         if foreseen != self.graphdefs:
             self._lowering = None
             reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)
             self.executor = self._make_executor(self.graphdefs, reference)
         self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         self._optimizer_state = self._optimizer.init(self.trainable)
-        self._fused = self._make_fused()
         self._norm = jax.jit(optax.tree.norm)
         self._compiled: set[bool] = set()
         self._fp8: dict[str, Any] | None = None
@@ -109,16 +105,12 @@ class TrainStep:
         if self._lowering:
             self._lowering.compile()
             self._lowering = None
-        compilations = self._compilations()
-        if self._config.optimizer.update_in_backward:
-            loss, values = self._update_in_backward(batch)
-        elif self._fused and accepts is None:
-            loss, values = self._update_fused(self._fused, batch)
-        else:
-            loss, values = self._update(batch, accepts)
+        compilations = self.executor.compilations()
+        in_backward = self._config.optimizer.update_in_backward
+        loss, values = self._update_in_backward(batch) if in_backward else self._update(batch, accepts)
         self.step += 1
         kinds = {micro_batch.segments.long for micro_batch in batch.micro_batches}
-        if kinds <= self._compiled and self._compilations() > compilations:
+        if kinds <= self._compiled and self.executor.compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._compiled |= kinds
         return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
@@ -145,7 +137,6 @@ class TrainStep:
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
             self._fp8 = fp8
             self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
-            self._fused = self._make_fused()
             if not all(fp8["layers"]) or fp8["head"] != self._setup.model.fp8_head:
                 self._lowering = None  # of other programs
 
@@ -155,7 +146,7 @@ class TrainStep:
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Continue from the state of a checkpoint after `step` optimizer steps."""
-        self.trainable, self._optimizer_state, self.step = commit(state["trainable"]), commit(state["optimizer"]), step
+        self.trainable, self._optimizer_state, self.step = state["trainable"], state["optimizer"], step
 
     def release(self) -> None:
         """Free the state, before `restore` or `restart`."""
@@ -165,8 +156,7 @@ class TrainStep:
         """Return to the state before step 1."""
         self.release()
         self.frozen = {}
-        _, *parameters = build_parameters(self._setup, self.layout)
-        self.trainable, self.frozen = commit(parameters)
+        _, self.trainable, self.frozen = build_parameters(self._setup, self.layout)
         self._optimizer_state, self.step = self._optimizer.init(self.trainable), 0
 
     def place(self, batch: Step) -> tuple[Batch, ...]:
@@ -176,27 +166,6 @@ class TrainStep:
     def visit_gradients(self, batch: Step, visit: Update) -> jax.Array:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
         return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
-
-    def _make_fused(self) -> FusedStep | None:
-        """Return the program of a whole step; None where it has several micro-batches or programs."""
-        config = self._config
-        several = config.run.gradient_accumulation_steps > 1 or config.optimizer.update_in_backward
-        if several or not self.executor.is_whole(self.frozen):
-            return None
-        return FusedStep(self.executor, self._optimizer, self.trainable)
-
-    def _compilations(self) -> int:
-        return self.executor.compilations() + (self._fused.program.compilations() if self._fused else 0)
-
-    def _update_fused(self, fused: FusedStep, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Compute gradients and update all parameters in one program; return as `_update`."""
-        trainable, frozen, (micro_batch,), weight = self._arguments(batch)
-        arguments = micro_batch, weight, self._step_key(), self.step
-        sums, self.trainable, self._optimizer_state, values = fused(
-            trainable, self._optimizer_state, frozen, *arguments
-        )
-        loss, metrics = self._divided(sums)
-        return loss, metrics | values
 
     def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""

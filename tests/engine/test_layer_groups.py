@@ -2,15 +2,10 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxglue.engine import layer_groups
-from jaxglue.engine.transfer import commit
 from jaxglue.models.context import PackedContext
-from jaxglue.training.fused_step import FusedStep
-from jaxglue.training.optax_optimizer import make_optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 LAYERS = 5
 """Two groups of two and one layer; fewer where groups are larger or slow to compile."""
@@ -76,21 +71,3 @@ def test_equal_groups_share_programs(split_parts, random_batch):
 def test_layers_that_need_programs_of_their_own_are_refused(split_parts, policy):
     with pytest.raises(ValueError, match=r"--layers-per-program 2 is for one GPU that keeps everything.*: use 1"):
         split_parts("lora", num_hidden_layers=LAYERS).executor(policy, layers_per_program=2)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_fused_step_changes_no_value(split_parts, random_batch, optimizer):
-    parts = split_parts("lora", dropout=0.5, num_hidden_layers=2)
-    executor, batch = parts.executor("none", layers_per_program=2), random_batch([[5, 1, 7], [12]], 14)
-    config = OptimizerConfig(optimizer=optimizer, clip_norm=0.01, weight_decay=0.1, learning_rate=1e-2)
-    optimizer, key = make_optimizer(config, 10), jax.random.key(1)
-    trainable, frozen = commit((parts.trainable, parts.frozen))
-    states = [(jax.tree.map(jnp.copy, trainable), optimizer.init(trainable)) for _ in range(2)]
-    fused = FusedStep(executor, optimizer, trainable)
-    for step in range(2):
-        (trainable, state), own = states
-        loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], 25.0, key)
-        *states[0], values = optimizer.update(trainable, state, gradients, step)
-        other, *states[1], others = fused(*own, frozen, batch, 25.0, key, step)
-        chex.assert_trees_all_close((other, others, states[1]), (loss, values, states[0]), rtol=1e-5, atol=1e-7)
-    assert fused.program.compilations() == 1
