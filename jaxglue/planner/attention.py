@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.attention.tiles import heads_summed_at_once
-from jaxglue.ops.segments import FEW_DOCUMENTS, BatchKind
+from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, KernelCost
 from jaxglue.planner.documents import MicroBatches
 from jaxglue.planner.gpus import Gpu
@@ -70,15 +70,10 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
-    """Return the workload with our kernels in place of `auto` where cuDNN's workspace would take too much memory."""
+    """Return the workload with Triton kernels in place of `auto` where others' workspace would take too much memory."""
     if workload.attention != "auto" or _fits(workload, gpu):
         return workload
-    many = {
-        attention_backend(workload, gpu, batches.kind._replace(slots=FEW_DOCUMENTS + 1), window)
-        for batches, window in _attention_calls(workload)
-    }
-    hopper = replace(workload, attention="hopper")
-    return hopper if many == {"hopper"} and _fits(hopper, gpu) else replace(workload, attention="triton")
+    return replace(workload, attention="triton")
 
 
 def _fits(workload: Workload, gpu: Gpu) -> bool:

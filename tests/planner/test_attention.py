@@ -67,8 +67,9 @@ def test_long_documents_are_costed_as_their_kernels(workload):
         work = replace(workload, **changes)
         return [attention_backend(work, find_gpu(gpu), batches.kind, window) for batches in work.micro_batches]
 
-    assert kernel() == kernel(document_lengths=(8192,)) == kernel(gpu="B200") == ["cudnn"]
+    assert kernel() == kernel(document_lengths=(8192,)) == ["hopper"]
     assert kernel(seq_len=65_536, document_lengths=(8192,)) == ["hopper"]
+    assert kernel(gpu="B200") == ["cudnn"]
     assert kernel(document_lengths=(2048,)) == kernel(gpu="A100") == kernel(window=128) == ["triton"]
 
 
@@ -81,14 +82,14 @@ def test_workspaces_are_costed(workload):
     def workspace(**changes):
         return backward(**changes).workspace
 
-    assert workspace() == 8 * 2 * 16_384 * 32 * 128
-    assert workspace(attention="hopper") == 4 * 16_384 * 32 * 128
+    assert workspace(attention="cudnn") == 8 * 2 * 16_384 * 32 * 128
+    assert workspace() == 4 * 16_384 * 32 * 128
     assert workspace(attention="hopper", seq_len=524_288) == 2**30  # of one key/value head after another
     assert [backward(attention="hopper", seq_len=n).in_place for n in (16_384, 524_288)] == [False, True]
 
 
 @pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
-def test_cudnns_workspace_is_bounded_by_the_gpus_memory(workload):
+def test_workspaces_are_bounded_by_the_gpus_memory(workload):
     two = replace(workload, document_lengths=(8192,))
-    chosen = [with_fitting_attention(two, H200.limited(gib)).attention for gib in (10, 7, 2)]
-    assert chosen == ["auto", "hopper", "triton"]
+    for gpu, kernels in ((H200, ["auto", "auto", "triton"]), (find_gpu("B200"), ["auto", "triton", "triton"])):
+        assert [with_fitting_attention(two, gpu.limited(gib)).attention for gib in (10, 7, 2)] == kernels

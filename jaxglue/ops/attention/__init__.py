@@ -103,7 +103,7 @@ def _order(shape: AttentionShape) -> tuple[str, ...]:
     unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
     if shape.long and unbounded and shape.head_dim > 64:
         few = shape.segment_slots <= FEW_DOCUMENTS
-        return ("cudnn", "hopper", "triton") if few else ("hopper", "triton", "cudnn")
+        return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
     return "triton", "cudnn", "hopper"
 
 
@@ -112,7 +112,7 @@ ATTENTION = Operation(
     backends={
         "cudnn": Backend(check=_check_cudnn, load=_load_cudnn, advantage="few long documents leave nothing to skip"),
         "hopper": Backend(
-            check=_check_hopper, load=_load_hopper, advantage="many long documents keep the tensor cores busy"
+            check=_check_hopper, load=_load_hopper, advantage="long documents keep the tensor cores busy"
         ),
         "triton": Backend(
             check=_check_triton, load=_load_triton, advantage="skips tiles outside of segments and windows"
