@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,15 @@ from jaxglue.models.dora import rescale, row_norms
 from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.collectives import axis_size, copy_to, reduce_from
+from jaxglue.ops.collectives import BATCH_AXES, axis_size, copy_to, reduce_from
 from jaxglue.ops.fp8 import Rows, add_adapted_fp8, branch_norm_fp8, project_adapted_fp8, project_fp8, swiglu_fp8
 from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
-from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu, projected_lora_swiglu
+from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
+from jaxglue.ops.small_layer import LayerSpec, Weights, small_layer
 
 Normed = Float[Array, "B T D"] | Rows
 """A norm's output, as e4m3 codes where FP8 products read it."""
@@ -282,7 +284,7 @@ class Attention(nnx.Module):
             self._heads(checkpoint_name(y, name))
             for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         )
-        return *context.rotate(q, k, self._head_norms()), v
+        return *context.rotate(q, k, self.head_norms), v
 
     def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
@@ -296,7 +298,14 @@ class Attention(nnx.Module):
     def _heads(self, x):
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
-    def _head_norms(self) -> HeadNorms | None:
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """Return the projections to queries, keys and values, and that of attention's output."""
+        return self.q_proj, self.k_proj, self.v_proj, self.o_proj
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """Return the norms of queries and keys; None without."""
         if self.q_norm is None or self.k_norm is None:
             return None
         return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
@@ -317,8 +326,8 @@ class GatedMLP(nnx.Module):
         normed = _copy_to(normed)
         if (matrices := self._swiglu_matrices(context)) is not None:
             if self.reads_codes(context) and (last := self.down_proj.scaled_b) is not None:
-                weights: Any = tuple(linear.weight.get_value() for linear in self._linears)
-                return swiglu_fp8(x, normed, weights, _first_matrices(self._linears[:2]), matrices, last)
+                weights: Any = tuple(linear.weight.get_value() for linear in self.linears)
+                return swiglu_fp8(x, normed, weights, _first_matrices(self.linears[:2]), matrices, last)
             assert not isinstance(normed, Rows)
             return _add_projection(x, self.down_proj, *self._lora_swiglu(normed, matrices, context))
         gate, up = project_together((self.gate_proj, self.up_proj), normed, context)
@@ -328,10 +337,11 @@ class GatedMLP(nnx.Module):
     def reads_codes(self, context: LayerContext) -> bool:
         """Return whether the norm's e4m3 codes are multiplied."""
         fused = self.down_proj.bias is None and self._swiglu_matrices(context) is not None
-        return fused and _have_fp8_adapters(self._linears, context)
+        return fused and _have_fp8_adapters(self.linears, context)
 
     @property
-    def _linears(self) -> tuple[Linear, Linear, Linear]:
+    def linears(self) -> tuple[Linear, Linear, Linear]:
+        """Return gate, up and down."""
         return self.gate_proj, self.up_proj, self.down_proj
 
     def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
@@ -346,10 +356,7 @@ class GatedMLP(nnx.Module):
 
     def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> tuple[list[Array], Array]:
         """Return down's output and low-rank values as `_project_base` does; other products are formed in kernels."""
-        linears = self._linears
-        if (parts := _joinable(linears[:2], context)) and (found := projected_lora_swiglu(x, *parts, matrices)):
-            return [self.down_proj.base(found[0], context)], checkpoint_name(found[1], names.LORA_HIDDEN)
-        (gate, up), hidden = _project_base(linears[:2], x, context)
+        (gate, up), hidden = _project_base(self.linears[:2], x, context)
         assert hidden is not None
         y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
         return [self.down_proj.base(y, context)], checkpoint_name(hidden, names.LORA_HIDDEN)
@@ -380,9 +387,27 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(x, names.LAYER_INPUT)
         if context.tile is not None:
             return self._by_tiles(x, context)
+        if (y := self._as_small(x, context)) is not None:
+            return y
         x, normed = self.input_layernorm.branch(x, coded=self.self_attn.reads_codes(context))
         x = checkpoint_name(self.self_attn.add_to(x, normed, context), names.ATTENTION_RESIDUAL)
         return self._feed_forward(x, context)
+
+    def _as_small(self, x, context: LayerContext) -> Float[Array, "B T D"] | None:
+        """Return the layer's output where kernels of small layers serve, on one device; None elsewhere."""
+        attention, mlp = self.self_attn, self.mlp
+        if not isinstance(mlp, GatedMLP) or not isinstance(context, PackedContext) or attention.sinks is not None:
+            return None
+        linears = *attention.linears, *mlp.linears
+        several = axis_size("tensor", *BATCH_AXES) > 1
+        if several or context.attention_out is not None or not (parts := _joinable(linears, context)):
+            return None
+        norms = self.input_layernorm, self.post_attention_layernorm
+        weights = Weights((norms[0].weight[...], norms[1].weight[...]), attention.head_norms, parts[0])
+        ups = (up for linear in linears if (up := linear.scaled_b) is not None)
+        spec = LayerSpec(head_dim=attention.head_dim, eps=norms[0].eps, window=attention.window)
+        context = replace(context, dropout_key=None, router_losses=None)
+        return small_layer(spec, x, weights, list(zip(parts[1], ups, strict=True)), context)
 
     def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         if isinstance(self.mlp, GatedMLP):

@@ -15,14 +15,14 @@ EXPERT_GATE_UP = "expert_gate_up"
 
 LAYER_VALUES = {
     LAYER_INPUT: "the layer's input, the residual stream [B, T, D]",
-    QUERY: "the query projection, before its norm and rotation [B, T, N·H]",
+    QUERY: "the query projection, before its norm and rotation [B, T, N·H]; in small layers keys and values beside it",
     KEY: "the key projection, before its norm and rotation [B, T, K·H]",
     VALUE: "the value projection [B, T, K·H]",
     ATTENTION_OUT: "attention's output, before its projection [B, T, N·H]",
     ATTENTION_LSE: "attention's log-sum-exp, float32, of the size of [B, N, T]; only in fused backends",
     ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]",
     GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]; in small layers"
-    " up's and the adapters' ranks beside it",
+    " with it, and up's beside it",
     UP: "the up projection of the feed-forward, likewise [B, T, F]",
     LORA_HIDDEN: "the adapters' inputs projected to their ranks, one for all adapters of an input [B, T, ΣR]",
     ROUTING: "the assignments of tokens to experts in the experts' order, int32 [B·T·X]",

@@ -22,6 +22,10 @@ class PlannedContext(PackedContext):
         spec = FlashSpec(backend=_ShapesOnly(), window=window)
         return flash_attention(spec, q, k, v, sinks, self.segments)
 
+    def attend_joined(self, q, k, joined, *, window=None):
+        """Do as `attend`; values are part of `joined`."""
+        return self.attend(q, k, joined, window=window)
+
 
 @dataclass(frozen=True)
 class _ShapesOnly:

@@ -21,7 +21,7 @@ from jaxglue.ops.backend import (
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
-__all__ = ["ATTENTION", "AttentionShape", "packed_attention"]
+__all__ = ["ATTENTION", "AttentionShape", "joined_attention", "packed_attention"]
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 _HOPPER_HEAD_DIMS = (64, 128)
@@ -152,6 +152,27 @@ def packed_attention(
         out = reference_attention(q, k, v, segments, window=window, sinks=sinks)
         return checkpoint_name(out, ATTENTION_OUT)
     return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
+
+
+def joined_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    joined: Float[Array, "B T heads H"],
+    segments: PackedSegments,
+    *,
+    window: int | None = None,
+    backend: str = "auto",
+) -> Float[Array, "B T N H"]:
+    """Compute `packed_attention` with the last K of the joined heads as values.
+
+    Only they get a gradient: where a backend reads them in place, what the gradient holds for other heads is undefined.
+    """
+    values = joined[:, :, -k.shape[2] :]
+    _check(q, k, values, segments, window, None)
+    kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
+    if kernels is None or not getattr(kernels, "reads_joined_values", False):
+        return packed_attention(q, k, values, segments, window=window, backend=backend)
+    return flash_attention(FlashSpec(backend=kernels, window=window), q, k, joined, None, segments)
 
 
 def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> AttentionShape:

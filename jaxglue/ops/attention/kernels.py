@@ -11,9 +11,9 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691) over packed rows. Three choices ar
   waste less of a tile, and a key's gradient is summed over the group inside one program: without atomics,
   deterministically.
 
-Layout: q, out, dout, dq [B, T, N, H]; k, v, dk, dv [B, T, K, H]; lse, delta [B, N // P, T, P] float32, lse in natural
-units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS (compute capability ≥ 9.0), matmul
-operands come through TMA, which needs no registers for addresses.
+Layout: q, out, dout, dq [B, T, N, H]; k, dk [B, T, K, H]; v, dv are the last K heads of [B, T, V, H]; lse, delta
+[B, N // P, T, P] float32, lse in natural units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS
+(compute capability ≥ 9.0), matmul operands come through TMA, which needs no registers for addresses.
 
 The heads of a tile run consecutively, and the tiles with least to do run last.
 
@@ -107,8 +107,8 @@ def _last_tile(low, stop, BLOCK_N: tl.constexpr):
 @triton.jit
 def forward_kernel(
     q, k, v, sinks, starts, out, lse,
-    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    FORKS: tl.constexpr, SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
+    WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def forward_kernel(
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         if LATE:
-            v_tile = _load(v, row, before, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+            v_tile = _load(v, row, before, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         cut = (j < all_low) | (j + BLOCK_N - 1 > first)
         if FORKS:
@@ -166,14 +166,14 @@ def forward_kernel(
         alpha = tl.exp2(peak - new_peak)
         total = total * alpha + tl.sum(weights, 1)
         if not LATE:
-            v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+            v_tile = _load(v, row, j, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
             acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
         peak = new_peak
     if LATE:
         j = _last_tile(low, stop, BLOCK_N)
         if FORKS:
             j = tl.where(j < bend, j, j + shift)
-        v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+        v_tile = _load(v, row, j, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * alpha[:, None])
 
     seen = (lows <= tokens) & (tokens < T)
@@ -187,9 +187,9 @@ def forward_kernel(
 @triton.jit
 def dq_kernel(
     q, k, v, starts, out, lse, dout, dq, delta,
-    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr,
-    LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
+    WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
@@ -228,7 +228,7 @@ def dq_kernel(
         if FORKS:
             j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
-        v_tile = _load(v, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
+        v_tile = _load(v, row, j, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         scores = tl.dot(q_tile, tl.trans(k_tile))
         dweights = tl.dot(dout_tile, tl.trans(v_tile))
         if LATE:
@@ -260,8 +260,8 @@ def dq_kernel(
 @triton.jit
 def dkdv_kernel(
     q, k, v, ends, lse, delta, dout, dk, dv,
-    T: tl.constexpr, K: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
-    FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
+    WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile, summed over the group of query heads; grid (key tiles · K, B).
@@ -287,7 +287,7 @@ def dkdv_kernel(
     if FORKS:  # a beginning's keys are seen further on than its first continuation's
         stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
     k_tile = _load(k, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
-    v_tile = _load(v, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, False)
+    v_tile = _load(v, row, first, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H, False)
 
     dk_acc = tl.full((BLOCK_N, BLOCK_H), 0.0, tl.float32)
     dv_acc = tl.full((BLOCK_N, BLOCK_H), 0.0, tl.float32)
@@ -316,4 +316,4 @@ def dkdv_kernel(
             dscores = weights * (dweights - row_delta[None, :])
             dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
     _store(dk, dk_acc * SCALE, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H)
-    _store(dv, dv_acc, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H)
+    _store(dv, dv_acc, row, first, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,12 @@ from jaxglue.ops.segments import PackedSegments
 
 @dataclass(frozen=True, kw_only=True)
 class TritonAttention(Launcher):
-    """`AttentionBackend` by our own kernels; lse is [B, N/P, T, P] for tiles of P query heads of one key/value head."""
+    """`AttentionBackend` by our own kernels; lse is [B, N/P, T, P] for tiles of P query heads of one key/value head.
+
+    v may have other heads before the values, of which its gradient has nothing.
+    """
+
+    reads_joined_values: ClassVar[bool] = True
 
     tiles: AttentionKernelTiles
 
@@ -38,12 +44,14 @@ class TritonAttention(Launcher):
             (shape_dtype_of(q), sizes.statistics()),
             (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
             tiles,
-            _constants(sizes, window, segments) | {"HAS_SINKS": sinks is not None, "LATE": tiles.late} | by_descriptor,
+            _constants(sizes, v, window, segments)
+            | {"HAS_SINKS": sinks is not None, "LATE": tiles.late}
+            | by_descriptor,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        constants = _constants(KernelSizes.of(q, k), window, segments)
+        constants = _constants(KernelSizes.of(q, k), v, window, segments)
         dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
         dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
@@ -128,8 +136,8 @@ class KernelSizes:
         return sizes | {"WINDOW": window or 0, "SCALE": self.H**-0.5}
 
 
-def _constants(sizes: KernelSizes, window: int | None, segments: PackedSegments) -> dict:
-    tile = {"BLOCK_H": triton.next_power_of_2(sizes.H), "FORKS": segments.gap_starts is not None}
+def _constants(sizes: KernelSizes, v, window: int | None, segments: PackedSegments) -> dict:
+    tile = {"V": v.shape[2], "BLOCK_H": triton.next_power_of_2(sizes.H), "FORKS": segments.gap_starts is not None}
     return sizes.constants(window) | tile
 
 

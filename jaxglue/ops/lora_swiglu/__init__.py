@@ -5,12 +5,10 @@ from functools import partial
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
-from jaxglue.ops.lora.joined import is_worth_joining
-from jaxglue.ops.lora_swiglu.joined import Pair, joined_lora_swiglu
 from jaxglue.ops.lora_swiglu.reference import reference_lora_swiglu
 from jaxglue.ops.lora_swiglu.vjp import LoraSwigluBackend, Matrices, fused_lora_swiglu
 
-__all__ = ["LORA_SWIGLU", "Matrices", "lora_swiglu", "projected_lora_swiglu"]
+__all__ = ["LORA_SWIGLU", "Matrices", "lora_swiglu"]
 
 _check = partial(check_triton_rank, largest=32)
 
@@ -56,24 +54,3 @@ def lora_swiglu(
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, hidden))
     out, low = fused_lora_swiglu(kernels, *rows, matrices)
     return out.reshape(gate.shape), low.reshape(*gate.shape[:-1], -1)
-
-
-def projected_lora_swiglu(
-    x: Float[Array, "*B D"], weights: Pair, downs: Pair, matrices: Matrices
-) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]] | None:
-    """Return `lora_swiglu` of x's projections; None where separate operations serve better.
-
-    Args:
-        x: the feed-forward's normed input.
-        weights: of gate and up.
-        downs: their adapters' first matrices in float32.
-        matrices: see `lora_swiglu`.
-    """
-    rank, rows = len(matrices[2]), x.reshape(-1, x.shape[-1])
-    if {*map(len, downs)} != {rank} or not is_worth_joining(rows, weights):
-        return None
-    kernels = LORA_SWIGLU.load(x.dtype, rank)
-    if kernels is None:
-        return None
-    out, low = joined_lora_swiglu(kernels, rows, weights, downs, matrices)
-    return out.reshape(*x.shape[:-1], -1), low.reshape(*x.shape[:-1], -1)

@@ -49,9 +49,9 @@ def _forward(
     gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Read gate and up with rows of WIDTH values, and hidden with rows of RANKS."""
+    """Read gate and up with rows of WIDTH values, and hidden with rows of RANKS; write out with rows of OUT."""
     rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     dtype = out.dtype.element_ty
     gate_hidden = _ranks(hidden, rows, lanes, M, R, RANKS, 0)
@@ -60,9 +60,9 @@ def _forward(
     largest = tl.full((BLOCK_M,), 0.0, tl.float32)
     if SCALED:
         row_scale = _vector(row_scales, rows, M)[:, None]
-    origin, out = tl.program_id(0).to(tl.int64) * BLOCK_M * WIDTH, out + tl.program_id(0).to(tl.int64) * BLOCK_M * F
+    origin, out = tl.program_id(0).to(tl.int64) * BLOCK_M * WIDTH, out + tl.program_id(0).to(tl.int64) * BLOCK_M * OUT
     offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
-    to = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    to = tl.arange(0, BLOCK_M)[:, None] * OUT + tl.arange(0, BLOCK_N)[None, :]
     first = tl.program_id(1) * COLUMNS
     for start in tl.range(first, min(first + COLUMNS, F), BLOCK_N, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_N)
@@ -95,20 +95,20 @@ def forward_kernel(
     """Compute out [M, F] and partial sums ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns)."""
     _forward(
         gate, up, hidden, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, F, 2 * R,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, F, 2 * R, F,
     )  # fmt: skip
 
 
 @triton.jit
 def joined_forward_kernel(
     z, gate_b, up_b, down_a, out, ranks,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do as `forward_kernel` for z [M, WIDTH] with gate, up and hidden side by side."""
+    """Do as `forward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; out is [M, OUT]."""
     _forward(
         z, z + F, z + 2 * F, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, WIDTH, WIDTH,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, WIDTH, WIDTH, OUT,
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def scaled_forward_kernel(
     """
     _forward(
         gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, True, F, 2 * R,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, True, F, 2 * R, F,
     )  # fmt: skip
 
 
@@ -134,11 +134,13 @@ def _backward(
     dgate, dup, ddown_a, absmax, dhidden, dgate_b, dup_b,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, JOINED: tl.constexpr,
+    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr, OUT_RANKS: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     """Read gate and up, and write their gradients, with rows of WIDTH values; read hidden with rows of RANKS.
 
-    With JOINED, also compute the partial sums of `joined_backward_kernel`.
+    Read dout with rows of OUT values and dranks with rows of OUT_RANKS. With JOINED, also compute the partial sums of
+    `joined_backward_kernel`.
     """
     lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
     columns = left + tl.arange(0, BLOCK_N)
@@ -150,20 +152,20 @@ def _backward(
     if SCALED:
         gate_scale, up_scale = _vector(gate_scales, columns, F)[None, :], _vector(up_scales, columns, F)[None, :]
     offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
-    out_offsets = tl.arange(0, BLOCK_M)[:, None] * F + tl.arange(0, BLOCK_N)[None, :]
+    out_offsets = tl.arange(0, BLOCK_M)[:, None] * OUT + tl.arange(0, BLOCK_N)[None, :]
     first = tl.program_id(1) * ROWS
-    origin, out_origin = first.to(tl.int64) * WIDTH + left, first.to(tl.int64) * F + left
+    origin, out_origin = first.to(tl.int64) * WIDTH + left, first.to(tl.int64) * OUT + left
     for start in tl.range(first, min(first + ROWS, M), BLOCK_M, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_M)
         at, mask = origin + (start - first) * WIDTH, (rows < M)[:, None] & (columns < F)[None, :]
         g = tl.load(gate + at + offsets, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(up + at + offsets, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dout + out_origin + (start - first) * F + out_offsets, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dout + out_origin + (start - first) * OUT + out_offsets, mask=mask, other=0.0).to(tl.float32)
         if SCALED:
             row_scale = _vector(row_scales, rows, M)[:, None]
             g, u = g * row_scale * gate_scale, u * row_scale * up_scale
             d = d * _vector(dout_scales, rows, M)[:, None]
-        down_ranks = _ranks(dranks, rows, lanes, M, R, R, 0)
+        down_ranks = _ranks(dranks, rows, lanes, M, R, OUT_RANKS, 0)
         gate_ranks = _ranks(hidden, rows, lanes, M, R, RANKS, 0)
         up_ranks = _ranks(hidden, rows, lanes, M, R, RANKS, R)
         g = tl.dot(gate_ranks, tl.trans(b_gate), g, input_precision=PRECISION)
@@ -206,25 +208,27 @@ def backward_kernel(
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
         dgate, dup, ddown_a, ddown_a, ddown_a, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R, False,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R, F, R, False,
     )  # fmt: skip
 
 
 @triton.jit
 def joined_backward_kernel(
-    z, gate_b, up_b, down_a, dout, dranks, dz, dhidden, dgate_b, dup_b, ddown_a,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    z, gate_b, up_b, down_a, dout, dz, dhidden, dgate_b, dup_b, ddown_a,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Do as `backward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; leave out dz's last columns.
+
+    dout is [M, OUT], with the gradient to the ranks from column F on.
 
     Also compute partial sums of the gradients to hidden, dhidden [F / BLOCK_N, M, 2R], and to gate_b and up_b, likewise
     [M / ROWS, F, R].
     """
     _backward(
-        z, z + F, z + 2 * F, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
+        z, z + F, z + 2 * F, gate_b, up_b, down_a, dout, dout + F, gate_b, gate_b, up_b, gate_b,
         dz, dz + F, ddown_a, ddown_a, dhidden, dgate_b, dup_b,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH, True,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH, OUT, OUT, True,
     )  # fmt: skip
 
 
@@ -242,5 +246,5 @@ def scaled_backward_kernel(
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
         dgate, dup, ddown_a, absmax, ddown_a, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R, False,
+        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R, F, R, False,
     )  # fmt: skip

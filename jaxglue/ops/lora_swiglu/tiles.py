@@ -19,4 +19,3 @@ class LoraSwigluTiles(LoraTiles):
 FORWARD_TILES = LoraSwigluTiles(length=1024)
 SCALED_FORWARD_TILES = LoraSwigluTiles(block_n=32, length=1024)
 BACKWARD_TILES = LoraSwigluTiles(block_m=32, length=1024)
-JOINED_TILES = LoraSwigluTiles(length=512)

@@ -12,7 +12,6 @@ from jaxglue.ops.lora_swiglu import kernels
 from jaxglue.ops.lora_swiglu.tiles import (
     BACKWARD_TILES,
     FORWARD_TILES,
-    JOINED_TILES,
     SCALED_FORWARD_TILES,
     LoraSwigluTiles,
 )
@@ -25,7 +24,6 @@ class TritonLoraSwiglu(Launcher):
     forward_tiles: LoraSwigluTiles = FORWARD_TILES
     scaled_forward_tiles: LoraSwigluTiles = SCALED_FORWARD_TILES
     backward_tiles: LoraSwigluTiles = BACKWARD_TILES
-    joined_tiles: LoraSwigluTiles = JOINED_TILES
 
     def forward(self, gate, up, hidden, matrices):
         """See `LoraSwigluBackend`."""
@@ -69,27 +67,6 @@ class TritonLoraSwiglu(Launcher):
         arrays = gate, up, hidden, *matrices, dout, dranks
         dgate, dup, ddown = self._call(kernels.backward_kernel, arrays, out_type, grid, tiles, length, 8 * M * F * R)
         return dgate, dup, ddown.sum(axis=0).T
-
-    def joined_forward(self, z, matrices):
-        """See `JoinedSwigluBackend`."""
-        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.forward_tiles
-        parts = triton.cdiv(F, tiles.length)
-        out_type = jax.ShapeDtypeStruct((M, F), z.dtype), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
-        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "COLUMNS": tiles.length}
-        grid, flops = (triton.cdiv(M, tiles.block_m), parts), 6 * M * F * R
-        out, ranks = self._compile(kernels.joined_forward_kernel, (z, *matrices), out_type, grid, tiles, sizes, flops)
-        return out, ranks.sum(axis=0).astype(z.dtype)
-
-    def joined_backward(self, z, matrices, dout, dranks):
-        """See `JoinedSwigluBackend`."""
-        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.joined_tiles
-        parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
-        sums = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((blocks, M, 2 * R), *[(parts, F, R)] * 3)]
-        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "ROWS": tiles.length}
-        arrays, out_type, flops = (z, *matrices, dout, dranks), (shape_dtype_of(z), *sums), 16 * M * F * R
-        out = self._compile(kernels.joined_backward_kernel, arrays, out_type, (blocks, parts), tiles, sizes, flops)
-        dhidden, dgate, dup, ddown = (partial.sum(axis=0) for partial in out[1:])
-        return out[0], dhidden.astype(z.dtype), (dgate, dup, ddown.T)
 
     def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], flops: int):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]

@@ -141,3 +141,35 @@ def rotate_gradient_kernel(
     k, dk_out, dk = k + token * K * H, dk_out + token * K * H, dk + token * K * H
     _rotate_gradient(q, q_weight, cos, sin, dq_out, dq, N, H, EPS, BLOCK_N, BLOCK_H)
     _rotate_gradient(k, k_weight, cos, sin, dk_out, dk, K, H, EPS, BLOCK_K, BLOCK_H)
+
+
+@triton.jit
+def split_rotate_kernel(
+    z, q_weight, k_weight, cos, sin, q_out, k_out,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Do as `rotate_kernel` for one token of z [M, WIDTH], which begins with q and k side by side; grid (M)."""
+    token = tl.program_id(0).to(tl.int64)
+    cos, sin, z = cos + token * (H // 2), sin + token * (H // 2), z + token * WIDTH
+    q_out, k_out = q_out + token * N * H, k_out + token * K * H
+    _rotate(z, q_weight, cos, sin, q_out, N, H, EPS, HAS_NORM, False, BLOCK_N, BLOCK_H)
+    _rotate(z + N * H, k_weight, cos, sin, k_out, K, H, EPS, HAS_NORM, False, BLOCK_K, BLOCK_H)
+
+
+@triton.jit
+def split_rotate_gradient_kernel(
+    z, q_weight, k_weight, cos, sin, dq_out, dk_out, dz,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Write one token of q's and k's gradients to dz [M, WIDTH], from those of rotated heads; grid (M)."""
+    token = tl.program_id(0).to(tl.int64)
+    cos, sin, z, dz = cos + token * (H // 2), sin + token * (H // 2), z + token * WIDTH, dz + token * WIDTH
+    dq_out, dk_out = dq_out + token * N * H, dk_out + token * K * H
+    if HAS_NORM:
+        _rotate_gradient(z, q_weight, cos, sin, dq_out, dz, N, H, EPS, BLOCK_N, BLOCK_H)
+        _rotate_gradient(z + N * H, k_weight, cos, sin, dk_out, dz + N * H, K, H, EPS, BLOCK_K, BLOCK_H)
+    else:
+        _rotate(dq_out, q_weight, cos, sin, dz, N, H, EPS, False, True, BLOCK_N, BLOCK_H)
+        _rotate(dk_out, k_weight, cos, sin, dz + N * H, K, H, EPS, False, True, BLOCK_K, BLOCK_H)

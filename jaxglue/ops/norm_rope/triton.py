@@ -8,6 +8,7 @@ import triton
 
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import kernels
+from jaxglue.ops.norm_rope.reference import HeadNorms
 from jaxglue.ops.quant.fp8 import E4M3
 
 _ROW_VALUES = 512
@@ -66,3 +67,24 @@ class TritonNormRope(Launcher):
         inputs = (*rows[:2], *weights, *rows[2:])
         out = self._launch(kernel, inputs, out_type, (B * T,), sizes | blocks | constants)
         return out[0].reshape(q.shape), out[1].reshape(k.shape)
+
+    def split_rotate(self, z, heads, norms: HeadNorms | None, cos, sin):
+        """Return `rotate` of the first N·H and the next K·H columns of z [M, width], for heads (N, K, H)."""
+        M, (N, K, H) = len(z), heads
+        out_type = tuple(jax.ShapeDtypeStruct((M, n * H), z.dtype) for n in (N, K))
+        return self._split(kernels.split_rotate_kernel, z, heads, norms, (cos, sin), out_type)
+
+    def split_rotate_gradient(self, z, heads, norms: HeadNorms | None, cos, sin, gradients, dz):
+        """Return dz, the gradient to z, with its first columns from the gradients to `split_rotate`'s results."""
+        out = jax.new_ref(dz)
+        self._split(kernels.split_rotate_gradient_kernel, z, heads, norms, (cos, sin, *gradients), (), out)
+        return jax.freeze(out)
+
+    def _split(self, kernel, z, heads, norms: HeadNorms | None, arrays, out_type, *written):
+        N, K, H = heads
+        rows, eps = [x.reshape(len(z), -1) for x in arrays], 0.0 if norms is None else norms.eps
+        sizes = {"N": N, "K": K, "H": H, "EPS": eps, "HAS_NORM": norms is not None, "WIDTH": z.shape[1]}
+        sizes |= {"BLOCK_N": min(_HEADS, triton.next_power_of_2(N)), "BLOCK_K": min(_HEADS, triton.next_power_of_2(K))}
+        weights = rows[:1] * 2 if norms is None else norms.weights
+        inputs = z, *weights, *rows, *written
+        return self._launch(kernel, inputs, out_type, (len(z),), sizes | {"BLOCK_H": triton.next_power_of_2(H // 2)})

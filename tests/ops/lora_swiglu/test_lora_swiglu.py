@@ -8,8 +8,7 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora.joined import is_worth_joining
-from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu, projected_lora_swiglu
+from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
 CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
@@ -85,48 +84,3 @@ def test_ranks_that_differ_are_refused():
     (gate, up, hidden, matrices), _ = random_case(4, 8, 2)
     with pytest.raises(ValueError, match=r"one rank R, and hidden 2R columns, got ranks 2 and 3 columns"):
         lora_swiglu(gate, up, hidden[..., :3], matrices)
-
-
-def joined_case(M, D, F, R, dtype=jnp.float32):
-    """Return ((x, weights, first matrices, the others), cotangents) of `projected_lora_swiglu`."""
-    (_, _, _, matrices), cotangents = random_case(M, F, R, dtype)
-    x, *rest = (
-        jax.random.normal(key, (n, D)) * D**-0.5
-        for key, n in zip(jax.random.split(jax.random.key(1), 5), (M, F, F, R, R), strict=True)
-    )
-    weights = tuple(weight.astype(dtype) for weight in rest[:2])
-    x = (x * D**0.5).astype(dtype)
-    return (x, weights, tuple(rest[2:]), matrices), jax.tree.map(lambda dy: dy[0], cotangents)
-
-
-def separate(x, weights, downs, matrices):
-    gate, up = (x @ weight.T for weight in weights)
-    return by_definition(gate, up, jnp.concatenate([x @ down.T for down in downs], -1), matrices)
-
-
-def test_joined_projections_match_separate_ones(interpreted):
-    from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
-    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
-
-    case = joined_case(37, 24, 72, 5)
-    tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
-    kernels = interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, joined_tiles=tiles)
-    with LORA_SWIGLU.using(kernels):
-        got = outputs_and_gradients(projected_lora_swiglu, *case)
-    assert_close(got, outputs_and_gradients(separate, *case), 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [(37, 24, 72, 5), (1000, 256, 3072, 16), (300, 64, 1000, 32)])
-def test_joined_bf16_matches_float32_on_a_gpu(case):
-    case = joined_case(*case, jnp.bfloat16)
-    with jax.default_matmul_precision("highest"):
-        expected = outputs_and_gradients(separate, *jax.tree.map(lambda x: x.astype(jnp.float32), case))
-    assert_close(outputs_and_gradients(projected_lora_swiglu, *case), expected, 1.5e-2)
-
-
-def test_long_rows_and_large_weights_stay_separate():
-    short, long, large = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 16), (2**17, 16), (2**20, 16)))
-    assert is_worth_joining(short, [short, short])
-    assert not is_worth_joining(long, [short, short])
-    assert not is_worth_joining(short, [large, large])

@@ -1,0 +1,218 @@
+"""Triton kernels between the matmuls of a small layer; ranks of adapters are further columns of what is multiplied.
+
+Extended values [M, WIDTH] are a matmul's input [M, D], its projections to the ranks of all adapters, R each, and zeros.
+An adapter's first matrix A is [R, D], its second one B [out, R], both float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _select(pointers, which, dtype: tl.constexpr):
+    """Return the pointer of this number, or of these numbers, among a launch's arguments."""
+    address = tl.where(which == 0, pointers[0].to(tl.int64), 0)
+    for i in tl.static_range(1, len(pointers)):
+        address = tl.where(which == i, pointers[i].to(tl.int64), address)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _tile(
+    row, column, M: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Return (base, offsets, mask) of a tile of an array [M, STRIDE] whose first D columns are wanted."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    offsets = rows[:, None] * STRIDE + columns[None, :]  # 32-bit, and the same in every turn of a loop
+    mask = (row + rows < M)[:, None] & (column + columns < D)[None, :]
+    return tl.cast(row, tl.int64) * STRIDE + column, offsets, mask
+
+
+@triton.jit
+def _load(x, row, column, M: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+          COLUMNS: tl.constexpr):  # fmt: skip
+    base, offsets, mask = _tile(row, column, M, D, STRIDE, ROWS, COLUMNS)
+    return tl.load(x + base + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(x, value, row, column, M: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+           COLUMNS: tl.constexpr):  # fmt: skip
+    base, offsets, mask = _tile(row, column, M, D, STRIDE, ROWS, COLUMNS)
+    tl.store(x + base + offsets, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight(weight, columns, D: tl.constexpr):
+    return tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_ranks(out, ranks, product, row, M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+                 BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Store ranks, then zeros, in the last columns of extended values and by themselves."""
+    REST: tl.constexpr = WIDTH - D
+    for start in tl.static_range(0, WIDTH - D, BLOCK_R):
+        value = product if start == 0 else tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+        _store(out + D, value, row, start, M, REST, WIDTH, BLOCK_M, BLOCK_R)
+        _store(ranks, value, row, start, M, REST, REST, BLOCK_M, BLOCK_R)
+
+
+@triton.jit
+def extend_kernel(
+    x, weight, downs, out, ranks,
+    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Extend x [M, D], or its norm, to out [M, WIDTH] by its ranks, which are ranks [M, WIDTH - D] too; grid (M).
+
+    downs [BLOCK_R, D] are first matrices one below the other.
+    """
+    row = tl.program_id(0) * BLOCK_M
+    dtype = out.dtype.element_ty
+    if HAS_NORM:
+        squares = tl.full((BLOCK_M,), 0.0, tl.float32)
+        for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+            tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+            squares += tl.sum(tile * tile, 1)
+        scale = (1.0 / tl.sqrt(squares / D + EPS))[:, None]
+    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+        tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
+        if HAS_NORM:  # rounded where the reference rounds
+            tile = (tile.to(tl.float32) * scale).to(dtype).to(tl.float32)
+            tile = (tile * _weight(weight, start + tl.arange(0, BLOCK_N), D).to(dtype).to(tl.float32)).to(dtype)
+        _store(out, tile, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N)
+        matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
+        product = tl.dot(tile, tl.trans(matrix), product, input_precision=PRECISION)
+    _store_ranks(out, ranks, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+
+
+@triton.jit
+def contract_kernel(
+    x, weight, dresidual, dextended, downs, dx,
+    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of `extend_kernel` to x from that to out; add dresidual [M, D] to it after a norm's."""
+    row = tl.program_id(0) * BLOCK_M
+    dranks = _load(dextended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
+    if HAS_NORM:
+        squares, along = tl.full((BLOCK_M,), 0.0, tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
+        for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+            columns = start + tl.arange(0, BLOCK_N)
+            tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+            gradient = _load(dextended, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
+            matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
+            gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION) * _weight(weight, columns, D)
+            squares += tl.sum(tile * tile, 1)
+            along += tl.sum(gradient * tile, 1)
+        scale = 1.0 / tl.sqrt(squares / D + EPS)
+        along = (along * scale * scale / D)[:, None]
+        scale = scale[:, None]
+    for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+        columns = start + tl.arange(0, BLOCK_N)
+        gradient = _load(dextended, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
+        matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
+        gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION)
+        if HAS_NORM:
+            tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+            gradient = (gradient * _weight(weight, columns, D) - tile * along) * scale
+            gradient += _load(dresidual, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+        _store(dx, gradient, row, start, M, D, D, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def ranks_kernel(
+    partials, out, ranks,
+    M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Extend D columns of out [M, WIDTH] by the sums of its ranks, partials [PARTS, M, R]; grid (M)."""
+    row = tl.program_id(0) * BLOCK_M
+    rows, lanes = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    inside, at = (rows < M)[:, None] & (lanes < R)[None, :], rows[:, None] * R + lanes[None, :]
+    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    for first in range(0, PARTS, BLOCK_P):  # many loads at once, or their latency would add up
+        parts = first + tl.arange(0, BLOCK_P)
+        tile = partials + parts[:, None, None].to(tl.int64) * (M * R) + at[None, :, :]
+        mask = (parts < PARTS)[:, None, None] & inside[None, :, :]
+        product += tl.sum(tl.load(tile, mask=mask, other=0.0).to(tl.float32), 0)
+    _store_ranks(out, ranks, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+
+
+@triton.jit
+def _aligned(number, ALIGNMENT: tl.constexpr):
+    return tl.multiple_of(tl.load(number), ALIGNMENT)
+
+
+@triton.jit
+def extend_weights_kernel(
+    table, weights, ups, downs, outs,
+    R: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Extend the rows of many weights by those of their adapters' second matrices, and round the first ones.
+
+    A row of `table` [n, 9] int32 is (number of the weight, its rows, its columns; the output's number, its columns, the
+    first row there; the adapter's first rank; the program's first row; whether it is a first matrix, of which the rows
+    beyond R are zeros); grid (n).
+    """
+    row = table + 9 * tl.program_id(0)
+    which, count, D = tl.load(row), tl.load(row + 1), _aligned(row + 2, ALIGNMENT)
+    width, first, is_first = _aligned(row + 4, ALIGNMENT), tl.load(row + 6), tl.load(row + 8) > 0
+    rows, lanes = tl.load(row + 7) + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    inside = (rows < count)[:, None]
+    to = _select(outs, tl.load(row + 3), DTYPE) + (tl.load(row + 5) + rows)[:, None].to(tl.int64) * width
+    if is_first:
+        down = _select(downs, which, tl.float32) + rows[:, None] * D
+        for start in tl.range(0, D, BLOCK_N):
+            columns = (start + tl.arange(0, BLOCK_N))[None, :]
+            value = tl.load(down + columns, mask=(rows < R)[:, None] & (columns < D), other=0.0)
+            tl.store(to + columns, value.to(DTYPE), mask=inside & (columns < D))
+    else:
+        weight = _select(weights, which, DTYPE) + rows[:, None].to(tl.int64) * D
+        for start in tl.range(0, D, BLOCK_N):
+            columns = (start + tl.arange(0, BLOCK_N))[None, :]
+            mask = inside & (columns < D)
+            tl.store(to + columns, tl.load(weight + columns, mask=mask), mask=mask)
+        rank = (lanes - first)[None, :]
+        up = _select(ups, which, tl.float32) + rows[:, None] * R + rank
+        ranks = tl.load(up, mask=inside & (rank >= 0) & (rank < R), other=0.0)
+        tl.store(to + D + lanes[None, :], ranks.to(DTYPE), mask=inside & (lanes < width - D)[None, :])
+
+
+@triton.jit
+def gradients_kernel(
+    table, wides, narrows, partials, outs,
+    M: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute wideᵀ·narrow of many pairs, or sum partial results: gradients to adapters; grid (rows of the table).
+
+    A row of `table` [n, 13] int32 is (wide's number, its stride, its first column, its columns; narrow's number, its
+    stride, its first rank; the output's number, strides of its columns and ranks; the program's first column; the
+    number of an array of partial sums [parts, columns, R] and its parts). A row with parts has no pair.
+    """
+    row = table + 13 * tl.program_id(0)
+    lanes = tl.arange(0, BLOCK_R)
+    columns, count = _aligned(row + 10, ALIGNMENT) + tl.arange(0, BLOCK_N), _aligned(row + 3, ALIGNMENT)
+    wide_stride, narrow_stride = _aligned(row + 1, ALIGNMENT), _aligned(row + 5, ALIGNMENT)
+    wide = _select(wides, tl.load(row), DTYPE) + _aligned(row + 2, ALIGNMENT)
+    narrow = _select(narrows, tl.load(row + 4), DTYPE) + _aligned(row + 6, ALIGNMENT)
+    mask = (columns < count)[:, None] & (lanes < R)[None, :]
+    total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
+    partial, parts = _select(partials, tl.load(row + 11), tl.float32), tl.load(row + 12)
+    for part in tl.range(0, parts):
+        at = (part * count + columns[:, None]) * R + lanes[None, :]
+        total += tl.load(partial + at, mask=mask, other=0.0)
+    rows, stop = tl.arange(0, BLOCK_M)[:, None], tl.where(parts > 0, 0, M)
+    wide_at, narrow_at = rows * wide_stride + columns[None, :], rows * narrow_stride + lanes[None, :]
+    for start in tl.range(0, stop, BLOCK_M, num_stages=STAGES):
+        inside, at = rows < M - start, tl.cast(start, tl.int64)
+        values = tl.load(wide + at * wide_stride + wide_at, mask=inside & (columns < count)[None, :], other=0.0)
+        others = tl.load(narrow + at * narrow_stride + narrow_at, mask=inside & (lanes < R)[None, :], other=0.0)
+        total = tl.dot(tl.trans(values), others, total, input_precision=PRECISION)
+    out = _select(outs, tl.load(row + 7), tl.float32)
+    to = out + columns[:, None] * tl.load(row + 8) + lanes[None, :] * tl.load(row + 9)
+    tl.store(to, total, mask=mask)

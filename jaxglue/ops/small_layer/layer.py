@@ -1,0 +1,158 @@
+"""A decoder layer with adapters, differentiated by hand: all adapters' gradients are one launch at its end."""
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.ops import names
+from jaxglue.ops.lora_swiglu import Matrices
+from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.small_layer.pairs import Adapter, Pair, Partials, WeightGroup
+
+_QKV, _OUT, _GATE_UP, _DOWN = _GROUPS = slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)
+"""Linear layers that share an input."""
+
+
+class Weights(NamedTuple):
+    """Frozen parameters."""
+
+    norms: tuple[Float[Array, " D"], Float[Array, " D"]]
+    """Before attention and before the feed-forward."""
+    head_norms: HeadNorms | None
+    linears: tuple[Float[Array, "out in"], ...]
+    """Queries, keys, values, attention's output, gate, up and down."""
+
+
+class Context(Protocol):
+    """Rotary tables of the rows and attention within them; a pytree."""
+
+    @property
+    def cos(self) -> Float[Array, "B T half"]:
+        """Return the cosines."""
+
+    @property
+    def sin(self) -> Float[Array, "B T half"]:
+        """Return the sines."""
+
+    def attend_joined(self, q, k, joined, *, window: int | None) -> Float[Array, "B T N H"]:
+        """See `joined_attention`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """Static, hashable arguments of `small_layer`."""
+
+    head_dim: int
+    eps: float
+    """Of the norms."""
+    window: int | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def fused_layer(
+    kernels: Any,
+    spec: LayerSpec,
+    x: Float[Array, "B T D"],
+    weights: Weights,
+    adapters: tuple[Adapter, ...],
+    context: Context,
+) -> Float[Array, "B T D"]:
+    """Return the layer's output; weights and context get no gradient.
+
+    Args:
+        kernels: `TritonSmallLayer`.
+        spec: of the layer.
+        x: the residual stream.
+        weights: of the layer.
+        adapters: of its linear layers, all of one rank.
+        context: of the rows.
+
+    Raises:
+        ValueError: weights train beside the adapters.
+    """
+    return _run(kernels, spec, x, weights, adapters, context)[0]
+
+
+def _forward(kernels, spec: LayerSpec, x, weights, adapters, context):
+    if any(leaf.perturbed for leaf in jax.tree.leaves(weights)):
+        raise ValueError("a small layer's weights are frozen beside adapters, but some are to train")
+    return _run(kernels, spec, *jax.tree.map(lambda leaf: leaf.value, (x, weights, adapters, context)))
+
+
+def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Context):
+    B, T, D = x.shape
+    rows = x.reshape(-1, D)
+    rank, linears = len(adapters[0][0]), [weight.astype(x.dtype) for weight in weights.linears]
+    groups = [WeightGroup(linears[part], adapters[part], joined=part == _GATE_UP) for part in _GROUPS]
+    qkv, out, gate_up, down = extended = kernels.extend_weights(groups)
+    entered, _ = kernels.extend(rows, weights.norms[0], qkv.downs, 3 * rank, eps=spec.eps)
+    z = checkpoint_name(_times(entered, qkv.whole), names.QUERY)
+    q, k = kernels.split_rotate(z, _heads(spec, weights), weights.head_norms, context.cos, context.sin)
+    attend = partial(context.attend_joined, window=spec.window)
+    attended, attend_back = jax.vjp(attend, *(y.reshape(B, T, -1, spec.head_dim) for y in (q, k, z)))
+    attended = attended.reshape(len(rows), -1)
+    left, out_ranks = kernels.extend(attended, None, out.downs, rank)
+    out_ranks = checkpoint_name(out_ranks, names.LORA_HIDDEN)
+    middle = checkpoint_name(rows + _times(left, out.whole), names.ATTENTION_RESIDUAL)
+    normed = kernels.norm(middle, weights.norms[1], eps=spec.eps)
+    gates = checkpoint_name(_times(normed, gate_up.whole), names.GATE)
+    y, down_ranks = kernels.swiglu(gates, _swiglu_matrices(adapters))
+    down_ranks = checkpoint_name(down_ranks, names.LORA_HIDDEN)
+    kept = rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks
+    return (middle + _times(y, down.whole)).reshape(x.shape), (kept, extended, weights, adapters, context)
+
+
+def _backward(kernels, spec: LayerSpec, residuals, dy):
+    kept, (qkv, out, gate_up, down), weights, adapters, context = residuals
+    rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks = kept
+    (B, T, D), heads, rank = dy.shape, _heads(spec, weights), len(adapters[0][0])
+    dy = dy.reshape(-1, D)
+    dgates, partials = kernels.swiglu_gradient(gates, _swiglu_matrices(adapters), dy @ down.whole)
+    dmiddle = kernels.norm_gradient(middle, weights.norms[1], dy, dgates @ gate_up.whole, eps=spec.eps)
+    dleft = dmiddle @ out.whole
+    dattended = kernels.contract(None, None, None, dleft, out.downs)
+    *dheads, dz = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
+    dz = dz.reshape(z.shape)
+    dz = kernels.split_rotate_gradient(z, heads, weights.head_norms, context.cos, context.sin, dheads, dz)
+    dentered = dz @ qkv.whole
+    dx = kernels.contract(rows, weights.norms[0], dmiddle, dentered, qkv.downs, eps=spec.eps)
+    whole, attending = slice(0, D), attended.shape[1]
+    ends = itertools.accumulate(map(len, weights.linears[_QKV]), initial=0)
+    firsts, columns = [D + i * rank for i in range(3)], sum(map(len, weights.linears[_GATE_UP]))
+    pairs = [
+        *(Pair(entered, whole, dentered, first, False) for first in firsts),
+        *(Pair(dz, slice(*part), entered, i, True) for part, i in zip(itertools.pairwise(ends), firsts, strict=True)),
+        Pair(attended, slice(0, attending), dleft, attending, False),
+        Pair(dmiddle, whole, out_ranks, 0, True),
+        *(Pair(normed, whole, dgates, columns + i * rank, False) for i in range(2)),
+        Pair(dy, whole, down_ranks, 0, True),
+    ]
+    sums = [Partials(partial, second) for partial, second in zip(partials, (True, True, False), strict=True)]
+    gradients = kernels.adapter_gradients(pairs, sums, rank)
+    q, k, v, *seconds, out_a, out_b, gate, up, down_b, gate_b, up_b, down_a = gradients
+    feed_forward = (gate, gate_b), (up, up_b), (down_a, down_b)
+    return dx.reshape(B, T, D), None, (*zip((q, k, v), seconds, strict=True), (out_a, out_b), *feed_forward), None
+
+
+fused_layer.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _swiglu_matrices(adapters: tuple[Adapter, ...]) -> Matrices:
+    """Return what SwiGLU's kernels read of the adapters."""
+    (_, gate), (_, up) = adapters[_GATE_UP]
+    return gate, up, adapters[-1][0]
+
+
+def _times(extended: Float[Array, "M width"], weights: Float[Array, "out width"]) -> Float[Array, "M out"]:
+    return jax.lax.dot_general(extended, weights, (((1,), (1,)), ((), ())))
+
+
+def _heads(spec: LayerSpec, weights: Weights) -> tuple[int, int, int]:
+    """Return the query heads, the key/value heads, and the head dim."""
+    queries, keys, *_ = weights.linears
+    return len(queries) // spec.head_dim, len(keys) // spec.head_dim, spec.head_dim

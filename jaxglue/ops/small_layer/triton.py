@@ -1,0 +1,178 @@
+"""Launches of the kernels in `kernels.py`."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float
+
+from jaxglue.ops.launch import dot_precision, shape_dtype_of
+from jaxglue.ops.lora_swiglu import Matrices
+from jaxglue.ops.lora_swiglu.kernels import joined_backward_kernel, joined_forward_kernel
+from jaxglue.ops.norm_rope.triton import TritonNormRope
+from jaxglue.ops.small_layer import kernels
+from jaxglue.ops.small_layer.pairs import ExtendedWeights, Pair, Partials, WeightGroup, extended_width
+from jaxglue.ops.small_layer.tiles import (
+    CONTRACT_TILES,
+    EXTEND_TILES,
+    GRADIENT_TILES,
+    SWIGLU_GRADIENT_TILES,
+    SWIGLU_TILES,
+    WEIGHT_TILES,
+    RowTiles,
+)
+
+_PARTIAL_SUMS, _PARTS = 8192, 64
+"""Partial sums of ranks that a program adds up at once, and the most parts among them."""
+_TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonSmallLayer(TritonNormRope):
+    """`SmallLayerBackend` by our own kernels."""
+
+    extend_tiles: RowTiles = EXTEND_TILES
+    contract_tiles: RowTiles = CONTRACT_TILES
+    swiglu_tiles: RowTiles = SWIGLU_TILES
+    swiglu_gradient_tiles: RowTiles = SWIGLU_GRADIENT_TILES
+    gradient_tiles: RowTiles = GRADIENT_TILES
+    weight_tiles: RowTiles = WEIGHT_TILES
+
+    def extend_weights(self, groups: Sequence[WeightGroup]) -> list[ExtendedWeights]:
+        """Return the weights and adapters of each group for one matmul."""
+        tiles, dtype = self.weight_tiles, groups[0].weights[0].dtype
+        rank, rows, outs, extended = len(groups[0].adapters[0][0]), list[tuple[int, ...]](), list[jax.Ref](), []
+        numbers = itertools.count()
+        for group in groups:
+            columns, total, width = group.weights[0].shape[1], sum(map(len, group.weights)), group.width(rank)
+            shapes = [(width, columns)] if group.joined else [(total, width), (_lanes(rank, group.adapters), columns)]
+            firsts, below, end = len(outs) + len(shapes) - 1, total if group.joined else 0, shapes[-1][0]
+            above = itertools.accumulate(map(len, group.weights), initial=0)
+            for place, (weight, top, number) in enumerate(zip(group.weights, above, numbers, strict=False)):
+                own = number, len(weight), columns, len(outs), shapes[0][1], top, place * rank
+                rows += [(*own, first, 0) for first in range(0, len(weight), tiles.block_m)]
+                here = below + place * rank
+                count = rank if place < len(group.weights) - 1 else end - here
+                own = number, count, columns, firsts, columns, here, 0
+                rows += [(*own, first, 1) for first in range(0, count, tiles.block_m)]
+            made = [jax.new_ref(jax.lax.empty(shape, dtype)) for shape in shapes]
+            outs, extended = [*outs, *made], [*extended, made]
+        most = max(group.width(rank) - group.weights[0].shape[1] for group in groups if not group.joined)
+        constants = {"R": rank, "DTYPE": _TYPES[dtype.name], "BLOCK_R": triton.next_power_of_2(most)}
+        constants |= {"ALIGNMENT": math.gcd(16, *(row[i] for row in rows for i in (2, 4)))}
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        weights = tuple(weight for group in groups for weight in group.weights)
+        downs, ups = zip(*(adapter for group in groups for adapter in group.adapters), strict=True)
+        arrays = jnp.asarray(np.array(rows, np.int32)), weights, ups, downs, tuple(outs)
+        self._run(kernels.extend_weights_kernel, arrays, (), (len(rows),), constants, tiles)
+        return [ExtendedWeights(*map(jax.freeze, made)) for made in extended]
+
+    def extend(self, x, weight, downs, ranks: int, *, eps: float = 0.0):
+        """Return x, or its norm where there is a weight, with its ranks and zeros beside it; and these alone."""
+        (M, D), tiles = x.shape, self.extend_tiles
+        width = extended_width(D, ranks)
+        out_type = [jax.ShapeDtypeStruct((M, columns), x.dtype) for columns in (width, width - D)]
+        sizes = {"WIDTH": width, "EPS": eps, "HAS_NORM": weight is not None}
+        arrays = x, x if weight is None else weight, downs
+        return self._extended(kernels.extend_kernel, arrays, out_type, tiles, sizes, downs)
+
+    def contract(self, x, weight, dresidual, dextended, downs, *, eps: float = 0.0):
+        """Return the gradient to x of `extend`, plus dresidual where there is a norm."""
+        (M, width), D, tiles = dextended.shape, downs.shape[1], self.contract_tiles
+        normed = (dextended,) * 3 if weight is None else (x, weight, dresidual)
+        out_type = (jax.ShapeDtypeStruct((M, D), dextended.dtype),)
+        sizes = {"WIDTH": width, "EPS": eps, "HAS_NORM": weight is not None}
+        return self._extended(kernels.contract_kernel, (*normed, dextended, downs), out_type, tiles, sizes, downs)[0]
+
+    def swiglu(self, z, matrices: Matrices):
+        """Return `extend` of `lora_swiglu` for z with gate, up and their ranks side by side."""
+        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.swiglu_tiles
+        parts, wide = triton.cdiv(F, tiles.length), extended_width(F, R)
+        out_type = jax.ShapeDtypeStruct((M, wide), z.dtype), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
+        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": wide, "COLUMNS": tiles.length}
+        constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
+        grid = triton.cdiv(M, tiles.block_m), parts
+        out, partials = self._run(joined_forward_kernel, (z, *matrices), out_type, grid, constants, tiles)
+        return self._with_ranks(out, partials, F)
+
+    def swiglu_gradient(self, z, matrices: Matrices, dextended):
+        """Return the gradient to z, and partial sums of those to the matrices [parts, F, R], the last one's turned."""
+        (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.swiglu_gradient_tiles
+        parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
+        sums = jax.ShapeDtypeStruct((blocks, M, 2 * R), z.dtype), *[jax.ShapeDtypeStruct((parts, F, R), jnp.float32)] * 3
+        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": tiles.length}
+        constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
+        arrays, out_type = (z, *matrices, dextended), (shape_dtype_of(z), *sums)
+        dz, dranks, *dmatrices = self._run(joined_backward_kernel, arrays, out_type, (blocks, parts), constants, tiles)
+        return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices
+
+    def _with_ranks(self, out, partials, D: int):
+        """Return `out`, D columns of which are written, with the sums of its ranks and zeros behind; and these alone."""
+        (parts, M, R), width = partials.shape, out.shape[1]
+        refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, width - D), out.dtype))]
+        block_p, lanes = min(triton.next_power_of_2(parts), _PARTS), _lanes(R)
+        block_m = max(_PARTIAL_SUMS // (block_p * lanes), 1)
+        constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts}
+        constants |= {"BLOCK_R": lanes, "BLOCK_M": block_m, "BLOCK_P": block_p}
+        self._launch(kernels.ranks_kernel, (partials, *refs), (), (triton.cdiv(M, block_m),), constants)
+        return [jax.freeze(ref) for ref in refs]
+
+    def adapter_gradients(
+        self, pairs: Sequence[Pair], sums: Sequence[Partials], rank: int
+    ) -> list[Float[Array, "..."]]:
+        """Return the float32 gradients of all pairs, then of all sums, in one launch."""
+        tiles, M = self.gradient_tiles, len(pairs[0].wide)
+        wides, narrows = (_distinct(arrays) for arrays in ([p.wide for p in pairs], [p.narrow for p in pairs]))
+        jobs = []
+        for pair in pairs:
+            columns = pair.columns.stop - pair.columns.start
+            wide = _index(wides, pair.wide), pair.wide.shape[1], pair.columns.start, columns
+            narrow = _index(narrows, pair.narrow), pair.narrow.shape[1], pair.first
+            jobs.append((columns, pair.is_second, (*wide, *narrow), (0, 0)))
+        for number, (partials, is_second) in enumerate(sums):
+            parts, columns, _ = partials.shape
+            jobs.append((columns, is_second, (0, 0, 0, columns, 0, 0, 0), (number, parts)))
+        rows, outs = [], list[jax.Ref]()
+        for columns, is_second, described, partial in jobs:
+            target = len(outs), *((rank, 1) if is_second else (1, columns))
+            rows += [(*described, *target, first, *partial) for first in range(0, columns, tiles.block_n)]
+            shape = (columns, rank) if is_second else (rank, columns)
+            outs.append(jax.new_ref(jax.lax.empty(shape, jnp.float32)))
+        constants = {"M": M, "R": rank, "DTYPE": _TYPES[wides[0].dtype.name]}
+        constants |= {"ALIGNMENT": math.gcd(16, *(row[i] for row in rows for i in (1, 2, 3, 5, 6, 10)))}
+        constants |= self._constants(tiles, _lanes(rank), wides[0].dtype)
+        partial_sums = tuple(array for array, _ in sums)
+        arrays = jnp.asarray(np.array(rows, np.int32)), tuple(wides), tuple(narrows), partial_sums, tuple(outs)
+        self._run(kernels.gradients_kernel, arrays, (), (len(rows),), constants, tiles)
+        return [jax.freeze(out) for out in outs]
+
+    def _extended(self, kernel, arrays, out_type, tiles: RowTiles, sizes: dict, downs):
+        (M, _), (lanes, D) = arrays[0].shape, downs.shape
+        constants = {"M": M, "D": D} | sizes | self._constants(tiles, lanes, downs.dtype)
+        return self._run(kernel, arrays, out_type, (triton.cdiv(M, tiles.block_m),), constants, tiles)
+
+    def _constants(self, tiles: RowTiles, lanes: int, dtype) -> dict:
+        blocks = {"BLOCK_R": lanes, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+        return blocks | {"STAGES": tiles.num_stages, "PRECISION": dot_precision(dtype)}
+
+    def _run(self, kernel, arrays, out_type, grid, constants, tiles: RowTiles):
+        return self._launch(kernel, arrays, tuple(out_type), grid, constants, tiles.num_warps, tiles.num_stages)
+
+
+def _lanes(rank: int, adapters: Sequence = (None,)) -> int:
+    """Return the lanes of the ranks of some adapters in a kernel."""
+    return max(16, triton.next_power_of_2(rank * len(adapters)))
+
+
+def _distinct(arrays: Sequence[Array]) -> list[Array]:
+    return list({id(array): array for array in arrays}.values())
+
+
+def _index(arrays: Sequence[Array], array: Array) -> int:
+    return next(i for i, other in enumerate(arrays) if other is array)
