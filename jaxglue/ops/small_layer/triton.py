@@ -47,7 +47,8 @@ class TritonSmallLayer(TritonNormRope):
     def extend_weights(self, groups: Sequence[WeightGroup]) -> list[ExtendedWeights]:
         """Return the weights and adapters of each group for one matmul."""
         tiles, dtype = self.weight_tiles, groups[0].weights[0].dtype
-        rank, rows, outs, extended = len(groups[0].adapters[0][0]), list[tuple[int, ...]](), list[jax.Ref](), []
+        rank, rows, outs = len(groups[0].adapters[0][0]), list[tuple[int, ...]](), list[jax.Ref]()
+        extended: list[list[jax.Ref]] = []
         numbers = itertools.count()
         for group in groups:
             columns, total, width = group.weights[0].shape[1], sum(map(len, group.weights)), group.width(rank)
@@ -105,7 +106,10 @@ class TritonSmallLayer(TritonNormRope):
         """Return the gradient to z, and partial sums of those to the matrices [parts, F, R], the last one's turned."""
         (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.swiglu_gradient_tiles
         parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
-        sums = jax.ShapeDtypeStruct((blocks, M, 2 * R), z.dtype), *[jax.ShapeDtypeStruct((parts, F, R), jnp.float32)] * 3
+        sums = (
+            jax.ShapeDtypeStruct((blocks, M, 2 * R), z.dtype),
+            *[jax.ShapeDtypeStruct((parts, F, R), jnp.float32)] * 3,
+        )
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": tiles.length}
         constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
         arrays, out_type = (z, *matrices, dextended), (shape_dtype_of(z), *sums)
@@ -113,7 +117,7 @@ class TritonSmallLayer(TritonNormRope):
         return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices
 
     def _with_ranks(self, out, partials, D: int):
-        """Return `out`, D columns of which are written, with the sums of its ranks and zeros behind; and these alone."""
+        """Return `out`, written up to column D, with the sums of its ranks and zeros behind; and these alone."""
         (parts, M, R), width = partials.shape, out.shape[1]
         refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, width - D), out.dtype))]
         block_p, lanes = min(triton.next_power_of_2(parts), _PARTS), _lanes(R)
