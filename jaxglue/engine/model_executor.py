@@ -73,7 +73,7 @@ class Executor(LayerExecutor):
         micro_batches: Sequence[Batch],
         key: PRNGKeyArray | None = None,
     ) -> Iterator[Traced]:
-        """Trace the programs of a step on one device, each layer in a program of its own; pin buffers for its values.
+        """Trace the programs of a step on one device: each layer's, or the one of all; pin buffers for values.
 
         Args:
             trainable, frozen: parameters' shapes, of any arrays.
@@ -86,6 +86,9 @@ class Executor(LayerExecutor):
             sums = on_device(jax.eval_shape(self._zero_partials, trainable))
         head, scale = self._embed_head, np.float32(1)
         for kind, batch in enumerate({jax.tree.structure(batch): batch for batch in micro_batches}.values()):
+            if self._whole is not None:
+                yield self._whole.trace(trainable, frozen, batch, scale, key, sums)
+                continue
             traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
             yield traced
             layers = zip(self._layers, trainable["layers"], frozen["layers"], contexts, sums["layers"], strict=True)

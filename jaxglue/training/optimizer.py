@@ -1,14 +1,17 @@
 """AdamW over the parts of a model: a few kernel launches on one GPU, elsewhere compiled updates of a few parts each."""
 
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.stages import Traced
 from jaxtyping import Array, Float
 
+from jaxglue.engine.lowering import on_device
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
@@ -100,6 +103,13 @@ class Optimizer:
                 some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), scalars)
                 new, new_states = new + some[0], new_states + some[1]
         return _with_parts(trainable, keys, new), _with_parts(state, keys, new_states), values
+
+    def trace_update(self, trainable: Params) -> Iterator[Traced]:
+        """Trace the program of `update` on shapes of parameters on one GPU, where it is one."""
+        old = [get_part(trainable, key) for key in param_keys(trainable)]
+        if kernels := self._kernels(old):
+            states = on_device([jax.eval_shape(self._init_part, part) for part in old])
+            yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels)
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
         """Return the learning rate after `step` optimizer steps, as `update` reports it."""

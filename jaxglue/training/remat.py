@@ -96,7 +96,7 @@ def choose_remat(
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
     planner, plan = _fastest(config, workload, steps)
-    auto = " (auto)" if steps is None else f" (auto, for {steps:,} steps)"
+    auto = " (auto)" if steps is None else f" (auto, for about {steps:,} steps)"
     note = f"{auto if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     return RematChoice(
         policies=plan.policies,

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxglue.data.stream_iterator import StreamIterator
 from jaxglue.engine.executor import Update
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_errors import fp8_errors
-from jaxglue.engine.lowering import Lowering
+from jaxglue.engine.lowering import Lowering, on_device
 from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.planner.workload import abstract_parts
@@ -51,6 +52,7 @@ class TrainStep:
         self.step = 0
         """Optimizer steps done."""
         self._lowering: Lowering | None = None
+        self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         foreseen = self._lower_ahead()
         with self._lowering or nullcontext():
             self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
@@ -58,7 +60,6 @@ class TrainStep:
             self._lowering = None
             reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)
             self.executor = self._make_executor(self.graphdefs, reference)
-        self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jax.jit(optax.tree.norm)
         self._compiled: set[bool] = set()
@@ -86,12 +87,16 @@ class TrainStep:
     def _lower_ahead(self) -> ModelGraphDefs | None:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         setup, batches = self._setup, self._setup.batches
-        several = self._mesh is not None or setup.remat.layers_per_program > 1
-        if several or setup.workload.host_embeddings or setup.workload.reference or isinstance(batches, StreamIterator):
+        grouped = 1 < setup.remat.layers_per_program < setup.model.num_hidden_layers
+        others = grouped or setup.workload.host_embeddings or setup.workload.reference
+        if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(setup.workload)
         self.executor, rows = self._make_executor(graphdefs), self.place(batches.first)
-        self._lowering = Lowering(self.executor.trace_step(trainable, frozen, rows, self._micro_batch_key()))
+        step = self.executor.trace_step(trainable, frozen, rows, self._micro_batch_key())
+        in_backward = self._config.optimizer.update_in_backward
+        update = () if in_backward else self._optimizer.trace_update(on_device(trainable))
+        self._lowering = Lowering(chain(step, update))
         return graphdefs
 
     def dispatch(self, batch: Step, accepts: Accepts | None = None) -> StepResult:
@@ -137,8 +142,9 @@ class TrainStep:
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
             self._fp8 = fp8
             self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
-            if not all(fp8["layers"]) or fp8["head"] != self._setup.model.fp8_head:
-                self._lowering = None  # of other programs
+            as_lowered = all(fp8["layers"]) and fp8["head"] == self._setup.model.fp8_head
+            if not as_lowered or self._setup.remat.layers_per_program > 1:
+                self._lowering = None
 
     def state(self) -> dict[str, Any]:
         """Return the arrays that a checkpoint holds."""
