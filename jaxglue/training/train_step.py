@@ -88,7 +88,7 @@ class TrainStep:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         setup, batches = self._setup, self._setup.batches
         grouped = 1 < setup.remat.layers_per_program < setup.model.num_hidden_layers
-        others = grouped or setup.workload.host_embeddings or setup.workload.reference
+        others = grouped or setup.workload.host_embeddings or setup.config.objective.needs_reference
         if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(setup.workload)
