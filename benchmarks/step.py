@@ -212,8 +212,8 @@ def executor_step(args, work, batch) -> Callable[..., Callable]:
         layers_per_program=args.layers_per_program,
         host_buffers=open_buffers(args),
     )
-    alone = args.layers_per_program == 1 and args.embeddings == "device"
-    lowerings = [Lowering(executor.trace_step(*shapes, [batch]))] if alone else []
+    foreseen = not 1 < args.layers_per_program < len(graphdefs.layers) and args.embeddings == "device"
+    lowerings = [Lowering(executor.trace_step(*shapes, [batch]))] if foreseen else []
 
     def dispatch(trainable, frozen):
         while lowerings:

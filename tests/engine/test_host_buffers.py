@@ -2,9 +2,13 @@
 
 import os
 
+import chex
+import jax
 import pytest
 
+from jaxglue.engine import transfer
 from jaxglue.engine.cuda_copies import local_cpus
+from jaxglue.engine.host_buffers import HostBuffers
 
 
 @pytest.mark.parametrize("listed", ["0-3,8", "5", "", None, "no list"])
@@ -13,3 +17,12 @@ def test_memory_is_taken_beside_the_gpu(tmp_path, monkeypatch, listed):
     if listed is not None:
         (tmp_path / "local_cpulist").write_text(f"{listed}\n")
     assert local_cpus(tmp_path) == {"0-3,8": {1, 2, 8}, "5": {5}}.get(listed or "", {1, 2, 5, 8})
+
+
+@pytest.mark.gpu
+def test_values_come_back_from_the_host_as_they_left():
+    values = [jax.random.bits(jax.random.key(seed), (2**20 + seed,)) for seed in range(8)]
+    with HostBuffers(jax.local_devices()[0], 2**23) as buffers:
+        buffers.prepare(value.nbytes for value in values[:4])
+        for _ in range(2):
+            chex.assert_trees_all_equal(transfer.to_device(transfer.to_host(values, buffers)), values)
