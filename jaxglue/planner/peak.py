@@ -38,6 +38,8 @@ class PeakMemory:
     """Dispatched layers that the host does not wait for."""
     restored: Sequence[int]
     """Bytes of dropped inputs and values on the device in each layer's backward pass."""
+    whole: bool
+    """A micro-batch is one program."""
     scattered: bool
     """A micro-batch is one program that recomputes layers' values, and these do not fill the gap of the head's."""
 
@@ -49,7 +51,8 @@ class PeakMemory:
         peak = _WORKSPACE + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
-        return int(peak + max(min(_SCATTERED * largest, _MOST_SCATTERED) - _SPARE * peak, 0))
+        peak += max(min(_SCATTERED * largest, _MOST_SCATTERED) - _SPARE * peak, 0)
+        return int(max(peak, (1 - _SPARE) * (_WORKSPACE + always + self._with_gaps())))
 
     @property
     def _accumulates(self) -> bool:
@@ -79,30 +82,45 @@ class PeakMemory:
     def _backward(self) -> float:
         """Return the peak of the head and the layers' backward passes."""
         model, trained = self.model, self.resident.trainable
-        buffers, leaving = self._buffers(), np.zeros(len(self.costs), int)
-        leaving[-1] = self._leaving()
         head = max(model.head.results + model.head.temporary, model.head.matmul)
         head += self.resident.host_head
-        peak = buffers[-1] + leaving[-1] + self._stored[-1] + (trained if self._accumulates else 0) + head
-        head_gradients = model.head.results - model.input_bytes
-        gradients = self._gradients(head_gradients)
-        held = self._stored + buffers + leaving + gradients + model.scattered
-        held += 2 * model.input_bytes + np.array(self.restored)
-        peak = max(peak, (held + self._temporaries()).max())
+        peak = self._buffers()[-1] + self._leaving() + self._stored[-1] + (trained if self._accumulates else 0) + head
+        peak = max(peak, self._layers_backward.max())
         if not self._accumulates:  # the embedding's gradients come last
-            embedding = max(sum(self.resident.trainable_ends) - head_gradients, 0)
-            first = 0 if self.workload.update_in_backward else gradients[0]
+            embedding = max(sum(self.resident.trainable_ends) - self._head_gradients, 0)
+            first = 0 if self.workload.update_in_backward else self._gradients()[0]
             peak = max(peak, first + embedding + model.input_bytes)
         return peak
 
-    def _gradients(self, head_gradients: int) -> np.ndarray:
+    @cached_property
+    def _layers_backward(self) -> np.ndarray:
+        """Return for each layer's backward pass the bytes in use."""
+        held = self._stored + self._buffers() + self._gradients() + self.model.scattered
+        held[-1] += self._leaving()
+        return held + 2 * self.model.input_bytes + np.array(self.restored) + self._temporaries()
+
+    def _with_gaps(self) -> int:
+        """Return the most bytes up to the end of a layer's temporary memory, which is one block.
+
+        Below it is the gap of the next layer's values, freed before, under the gradient that arrives.
+        """
+        if self.whole:
+            return 0
+        freed = np.append(np.diff(self._stored), 0)
+        return (self._layers_backward + np.where(self._temporaries() > freed, freed, 0)).max()
+
+    @property
+    def _head_gradients(self) -> int:
+        return self.model.head.results - self.model.input_bytes
+
+    def _gradients(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes of gradients."""
         if self._accumulates:
             return np.full(len(self.costs), self.resident.trainable)
         layers = np.array(self.resident.trainable_layers)
         if self.workload.update_in_backward:
             return layers
-        return head_gradients + layers[::-1].cumsum()[::-1]
+        return self._head_gradients + layers[::-1].cumsum()[::-1]
 
     def _temporaries(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares."""

@@ -125,6 +125,7 @@ class Predictor:
 
     def _predict_memory(self, setting: Setting) -> Memory:
         recomputes = any(policy.saved is not None for policy in setting.policies)
+        whole = self._is_whole(self._layers_per_program(setting))
         peak = PeakMemory(
             workload=self.workload,
             model=self._model,
@@ -134,7 +135,8 @@ class Predictor:
             depth=setting.depth,
             run_ahead=self._run_ahead,
             restored=restored_bytes(setting.policies, setting.depth, self._model),
-            scattered=recomputes and self._is_whole(self._layers_per_program(setting)),
+            whole=whole,
+            scattered=recomputes and whole,
         )
         host_bytes = self._resident.host_ends + setting.weight_bytes + setting.offloaded
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
