@@ -89,10 +89,18 @@ class GroupFunctions:
             own = saved[i] if i else SavedLayer(x, saved[0].residuals)
             if self._recomputes[i]:  # or XLA would recompute several layers' values at once
                 own, dy = jax.lax.optimization_barrier((own, dy))
-            inputs = trainable[i], frozen[i], own.x, contexts[i]
+            weights, dy = _convert_again(frozen[i], dy)
+            inputs = trainable[i], weights, own.x, contexts[i]
             dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, dy, accumulated[i])
             gradients.append(gradient)
         return dy, gradients[::-1]
+
+
+def _convert_again(weights: Params, dy: Array) -> tuple[Params, Array]:
+    """Return both so that XLA does not keep the values of all layers' quantized weights from the forward pass."""
+    if all(leaf.dtype.itemsize > 1 for leaf in jax.tree.leaves(weights)):
+        return weights, dy
+    return jax.lax.optimization_barrier((weights, dy))
 
 
 class _Group(NamedTuple):

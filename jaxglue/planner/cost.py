@@ -32,7 +32,7 @@ _CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_
 """Operations by which kernels' weights are made of quantized ones."""
 _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
-_KERNEL_SECONDS, _SHORTEST_KERNEL = 1.5e-6, 1.4e-6
+_KERNEL_SECONDS, _SHORTEST_KERNEL = 0.3e-6, 2e-6
 """Time between kernels, and of the shortest one."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
 """Kernels of experts' matmuls, and their share of the matmul rate."""

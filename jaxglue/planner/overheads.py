@@ -12,9 +12,9 @@ _ENDS, _GROUPED_ENDS = 3e-3, 1e-3
 """Host seconds to dispatch embedding and head, with programs of one and of several layers in between."""
 _PASS, _ARRAY, _GROUPED_ARRAY = 0.085e-3, 14.5e-6, 15e-6
 """Host seconds to dispatch a layer's pass, for each array that it takes or returns, and for one in a larger program."""
-_WHOLE_ARRAY = 9.5e-6
-"""The same for an array of a micro-batch's only program. Qwen3-0.6B's 1,092 take 11 ms on an H100's host, and 28 as two
-groups, whose CUDA graphs get other addresses in turn."""
+_WHOLE_ARRAY = 7e-6
+"""The same for an array of a micro-batch's only program: 5 µs on an H200's host; 10 on an H100's, and 15 in two groups,
+whose CUDA graphs get other addresses in turn."""
 _COPY, _COPIED_ARRAY = 0.35e-3, 45e-6
 """Host seconds to request copies between host and GPU, and for each array among them."""
 _FIRST_PROGRAM = 0.6e-3

@@ -57,6 +57,13 @@ def test_layers_of_a_group_keep_their_own_choice_of_fp8():
     assert contexts == layer_groups._contexts(*layer_groups._share(contexts))
 
 
+@pytest.mark.parametrize(("dtype", "again"), [("uint8", True), ("bfloat16", False)])
+def test_quantized_weights_are_converted_again_backward(dtype, again):
+    weights = {"codes": jax.numpy.zeros(4, dtype), "scales": jax.numpy.zeros(2)}
+    program = jax.make_jaxpr(layer_groups._convert_again)(weights, jax.numpy.zeros(3))
+    assert ("optimization_barrier" in str(program)) == again
+
+
 def test_equal_groups_share_programs(split_parts, random_batch):
     parts = split_parts("lora", num_hidden_layers=LAYERS)
     executor, batch = parts.executor("none", layers_per_program=2), random_batch([[5, 1, 7], [12]], 14)
