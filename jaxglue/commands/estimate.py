@@ -53,7 +53,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     workload = make_workload(config, model, documents, mesh)
     files = 0.0 if refuse_mapped(config, mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(config.model.memory_limit)
-    return Planner(workload, gpu, layers_per_program=config.model.layers_per_program)
+    return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 
 
 @without_collection()
