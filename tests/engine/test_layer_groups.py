@@ -23,10 +23,9 @@ def results(parts, batches, key=None, **options):
     ("kind", "layers", "size", "options"),
     [
         ("lora", LAYERS, 2, {}),
-        ("lora", 3, 3, {"policy": "2 x full + 1 x dots", "batches": 2}),
+        ("lora", 3, 9, {"policy": "2 x full + 1 x dots", "dropout": 0.5, "batches": 2}),
         ("full", LAYERS, 3, {"policy": "2 x none + 3 x full"}),
         ("lora", 3, 2, {"dropout": 0.5, "tile": 7}),
-        ("full", 2, 9, {"dropout": 0.5, "policy": "full", "batches": 3}),
     ],
 )
 def test_groups_change_no_value(split_parts, random_batch, kind, layers, size, options):
