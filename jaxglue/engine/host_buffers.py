@@ -8,6 +8,7 @@ import contextlib
 import logging
 import mmap
 import os
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,13 +48,13 @@ class HostBuffers:
         self._copy = copy or CudaCopies(device.local_hardware_id)
         cpus = self._copy.cpus if isinstance(self._copy, CudaCopies) else os.sched_getaffinity(0)
         threads = min(_TOUCHING, len(cpus))  # on the GPU's NUMA node, on which they take memory
-        self._touching = ThreadPoolExecutor(threads, "touching", os.sched_setaffinity, (0, cpus))
+        self._touching = ThreadPoolExecutor(threads, "touching", _stay_on, (cpus,))
         self._locking = ThreadPoolExecutor(1, "pinning")
         self._copying = ThreadPoolExecutor(_COPYING, "copying")
         self._free: dict[int, deque[_Buffer]] = defaultdict(deque)
         self._locked: list[int] = []
         self._can_lock = True
-        self._region = _Region(size, self._touching)
+        self._region, self._cutting = _Region(size, self._touching), threading.Lock()
 
     def __enter__(self) -> "HostBuffers":
         return self
@@ -102,9 +103,10 @@ class HostBuffers:
 
     def _cut(self, size: int) -> "_Buffer":
         """Return a new buffer, which is being pinned."""
-        if self._region.left < size:
-            self._region = _Region(max(size, _GROWTH), self._touching)
-        data, touched = self._region.take(size)
+        with self._cutting:
+            if self._region.left < size:
+                self._region = _Region(max(size, _GROWTH), self._touching)
+            data, touched = self._region.take(size)
         return _Buffer(data, self._locking.submit(self._lock, data, touched))
 
 
@@ -170,6 +172,11 @@ class HostValue:
 
 def _whole_pages(size: int) -> int:
     return max(-(-size // _HUGE_PAGE), 1) * _HUGE_PAGE
+
+
+def _stay_on(cpus: set[int]) -> None:
+    with contextlib.suppress(OSError):  # forbidden
+        os.sched_setaffinity(0, cpus)
 
 
 def _touch(chunk: np.ndarray) -> None:
