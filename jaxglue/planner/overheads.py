@@ -26,10 +26,10 @@ _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 _SERIAL, _GROUPED_SERIAL = 0.05, 0.5
 """Shares of the shorter one of GPU's and host's time that are not hidden under the longer one; the latter's where
 programs have several layers, as one starts once the host has passed all their parameters."""
-_COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 7.0
+_COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
-_COMPILE_GROUPED = 0.15
-"""Seconds to compile each further layer of a program."""
+_COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
+"""Seconds to compile each further layer of a program; a micro-batch's only program, and each layer in it."""
 _PINNING, _JAX_PINNING = 8 * GIB, 1.2 * GIB
 """Bytes of host memory that a run pins in a second, by threads beside compilation (`engine/host_buffers.py`), and that
 JAX does, where a virtual machine's memory grows as it is touched."""
@@ -105,14 +105,19 @@ def _copies(arrays: int) -> float:
     return _COPY + _COPIED_ARRAY * arrays if arrays else 0.0
 
 
-def compile_seconds(config: DecoderConfig, policies: Sequence[RematPolicy], layers_per_program: int = 1) -> float:
+def compile_seconds(
+    config: DecoderConfig, policies: Sequence[RematPolicy], layers_per_program: int = 1, *, whole: bool = False
+) -> float:
     """Predict the time of compiling a step's programs, with none compiled before.
 
     Args:
         config: of the model.
         policies: one for each layer; equal layers under equal policies share programs.
         layers_per_program: consecutive layers dispatched as one program.
+        whole: embedding, layers and head are one program.
     """
+    if whole:
+        return _COMPILE_WHOLE + _COMPILE_IN_WHOLE * len(policies)
     programs = len(set(zip(config.first_of_kind, policies, strict=True)))
     layer = (_COMPILE_LAYER if config.moe is None else _COMPILE_EXPERTS) + _COMPILE_GROUPED * (layers_per_program - 1)
     return _COMPILE_ENDS + layer * programs

@@ -83,7 +83,8 @@ class Predictor:
         setting = self._setting(policies, weights)
         memory = self._memory_of(setting)
         size = layers_per_program or self._layers_per_program(setting)
-        compiling = compile_seconds(self.workload.config, setting.policies, size)
+        config, whole = self.workload.config, self._is_whole(size)
+        compiling = compile_seconds(config, setting.policies, size, whole=whole)
         return Plan(
             policies=setting.policies,
             weights=setting.weights,

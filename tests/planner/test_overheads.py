@@ -42,7 +42,7 @@ def test_compiling_takes_longer_for_more_kinds_of_layers():
         return compile_seconds(config, parse_policies(remat, 4), **options)
 
     assert seconds("full") < seconds("2 x full + 2 x dots") < seconds("2 x full + 2 x dots", moe="experts")
-    assert seconds("full") < seconds("full", layers_per_program=4)
+    assert seconds("full") < seconds("full", layers_per_program=4) < seconds("full", layers_per_program=4, whole=True)
 
 
 def test_one_gpus_host_memory_is_pinned_beside_compilation():
