@@ -1,4 +1,4 @@
-"""Write `adam8bit.safetensors`: four steps of bitsandbytes' AdamW with 8-bit states.
+"""Write `adam8bit.safetensors`: three steps of bitsandbytes' AdamW with 8-bit states.
 
 Run with torch and bitsandbytes installed (made with torch 2.13 and bitsandbytes 0.50.2 on a CPU):
 
@@ -25,7 +25,7 @@ def main() -> None:
     parameter = torch.nn.Parameter(torch.randn(SHAPE) * 0.02)
     optimizer = bnb.optim.AdamW8bit([parameter], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     tensors = {"parameter": parameter.detach().clone()}
-    for step in range(4):
+    for step in range(3):
         parameter.grad = torch.randn(SHAPE) * torch.exp(torch.randn(SHAPE[0], 1))
         optimizer.step()
         state = optimizer.state[parameter]
