@@ -124,7 +124,8 @@ def program_cost(
         trace.materialize(value)
     total = sum(value.bytes for value in made)
     in_order = in_loop or trace.has_loop
-    temporary = peak_bytes(trace.kernels, without={*made, *in_place}, in_order=in_order)
+    without = {*made, *in_place}
+    temporary = peak_bytes(trace.kernels, without=without, results=list(made), in_order=in_order)
     return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul)
 
 
@@ -293,9 +294,9 @@ class _Trace:
         for value in inputs:
             self.materialize(value)
         body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
-        self.has_loop = True
         pairs = zip(body.jaxpr.invars, eqn.invars, strict=True)
         slices = sum(var.aval.shape != whole.aval.shape for var, whole in pairs) if length > 1 else 0
+        self.has_loop |= slices > 0
         cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices, in_loop=True)
         self.matmul = max(self.matmul, cost.matmul)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)

@@ -1,7 +1,7 @@
 """Memory of a program's kernels: arrays are in memory from the kernel that writes them to the last that reads them.
 
-XLA keeps the best of several orders; here those of the trace, of what each result needs, result by result, and of the
-kernel that adds least. Loops and programs that have some keep the order of the trace.
+XLA keeps the better of two orders: of what each result needs, result by result, and of the kernel that adds least.
+Loops over slices and programs that have some keep the order of the trace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,18 +45,21 @@ class Kernel:
     """Writes one value that is computed element by element."""
 
 
-def peak_bytes(kernels: Sequence[Kernel], *, without: set[Value], in_order: bool = False) -> int:
+def peak_bytes(
+    kernels: Sequence[Kernel], *, without: set[Value], results: Sequence[Value], in_order: bool = False
+) -> int:
     """Return the most bytes of values in memory at once, without arguments and results.
 
     Args:
         kernels: in the order of the trace.
-        without: results, which are not counted.
-        in_order: the kernels run in this order, not in the best one.
+        without: values that are not counted.
+        results: of the program, in order.
+        in_order: the kernels run in the order of the trace.
     """
     joined, needs = list(_joined(kernels)), _needs(kernels)
-    orders: list[Sequence[int]] = [range(len(kernels))]
+    orders: Sequence[Sequence[int]] = [range(len(kernels))]
     if not in_order:
-        orders += _by_result(needs), _by_growth(kernels, needs, without)
+        orders = _by_result(kernels, needs, results), _by_growth(kernels, needs, without)
     return min(_peak_bytes([kernels[index] for index in order], without, joined) for order in orders)
 
 
@@ -70,11 +73,13 @@ def _needs(kernels: Sequence[Kernel]) -> list[set[int]]:
     return needs
 
 
-def _by_result(needs: Sequence[set[int]]) -> list[int]:
+def _by_result(kernels: Sequence[Kernel], needs: Sequence[set[int]], results: Sequence[Value]) -> list[int]:
     """Return the kernels in the order of results, each after those that it needs and that no earlier one needs."""
+    writers = {value: index for index, kernel in enumerate(kernels) for value in kernel.outputs or kernel.inputs[:1]}
+    others = sorted(set(range(len(needs))).difference(*needs))
     order: dict[int, None] = {}
-    for result in sorted(set(range(len(needs))).difference(*needs)):
-        waiting = [result]
+    for result in dict.fromkeys([*(writers[value] for value in results if value in writers), *others]):
+        waiting = [result] if result not in order else []
         while waiting:
             if missing := [index for index in sorted(needs[waiting[-1]]) if index not in order]:
                 waiting.append(missing[0])

@@ -99,9 +99,10 @@ def test_kernels_of_one_result_run_before_the_next():
         Kernel((recomputed,), (small,), 0),
         Kernel((small,), (second,), 0),
     ]
-    assert peak_bytes(kernels, without={first, second}) == 100
-    assert peak_bytes(kernels, without={first, second}, in_order=True) == 110
-    assert peak_bytes(kernels[:1] + kernels[3:], without={second}) == 11
+    results = first, second
+    assert peak_bytes(kernels, without={*results}, results=results) == 100
+    assert peak_bytes(kernels, without={*results}, results=results, in_order=True) == 110
+    assert peak_bytes(kernels[:1] + kernels[3:], without={second}, results=[second]) == 11
 
 
 def test_values_of_one_large_array_are_formed_together():
@@ -113,7 +114,7 @@ def test_values_of_one_large_array_are_formed_together():
         Kernel((), (right,), 0),
         Kernel((left, right), (other,), 0, fused=True),
     ]
-    assert peak_bytes(kernels, without={gradient, other}) == 200
+    assert peak_bytes(kernels, without={gradient, other}, results=[gradient, other]) == 200
 
 
 @pytest.mark.parametrize(("constant", "loop", "formed"), [(2.0, False, 1), (TABLE, False, 2), (TABLE, True, 1)])
