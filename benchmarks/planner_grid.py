@@ -136,8 +136,8 @@ def predicted_anew(results: list[dict]) -> Iterator[dict]:
             continue
         planner = Planner(step.args_workload(arguments(row)), find_gpu(row["gpu"]))
         policies, programs = parse_policies(row["run"], row["layers"]), row.get("layers_per_program", 1)
-        plan = planner.plan(policies, weights=row["weights"], layers_per_program=programs)
-        yield row | prediction(planner, plan) | {"attention": row["attention"]}
+        plan = planner.plan(policies, weights=row.get("weights", DEVICE), layers_per_program=programs)
+        yield row | prediction(planner, plan) | {"attention": row.get("attention", AUTO)}
 
 
 def summary(results: list[dict]) -> dict:
