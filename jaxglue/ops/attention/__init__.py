@@ -101,10 +101,11 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 def _order(shape: AttentionShape) -> tuple[str, ...]:
     unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
-    if shape.long and unbounded and shape.head_dim > 64:
-        few = shape.segment_slots <= FEW_DOCUMENTS
-        return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
-    return "triton", "cudnn", "hopper"
+    if not (shape.long and unbounded and shape.head_dim > 64):
+        return "triton", "cudnn", "hopper"
+    others = ("cudnn", "triton") if shape.segment_slots <= FEW_DOCUMENTS else ("triton", "cudnn")
+    in_one_tile = 16 % (shape.query_heads // shape.kv_heads) == 0
+    return ("hopper", *others) if in_one_tile else (*others, "hopper")
 
 
 ATTENTION = Operation(
