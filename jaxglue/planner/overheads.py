@@ -10,13 +10,13 @@ from jaxglue.planner.traced import LayerCost
 
 _ENDS, _GROUPED_ENDS = 3e-3, 1e-3
 """Host seconds to dispatch embedding and head, with programs of one and of several layers in between."""
-_PASS, _ARRAY, _GROUPED_ARRAY = 0.085e-3, 14.5e-6, 15e-6
-"""Host seconds to dispatch a layer's pass, for each array that it takes or returns, and for one in a larger program."""
-_WHOLE_ARRAY = 7e-6
-"""The same for an array of a micro-batch's only program: 5 µs on an H200's host; 10 on an H100's, and 15 in two groups,
-whose CUDA graphs get other addresses in turn."""
-_COPY, _COPIED_ARRAY = 0.35e-3, 45e-6
-"""Host seconds to request copies between host and GPU, and for each array among them."""
+_PASS, _ARRAY, _GROUPED_ARRAY, _WHOLE_ARRAY = 0.085e-3, 10e-6, 8e-6, 7e-6
+"""Host seconds to dispatch a layer's pass, and for each array that it takes or returns: alone, in one of several programs
+of layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program. Hosts differ: 6 µs beside
+an H200, 15 to 22 beside an H100."""
+_COPY, _COPIED_ARRAY, _COPIED_VALUE = 0.35e-3, 45e-6, 0.06e-3
+"""Host seconds to request copies of a layer's weights, for each array among them, and of a value to or from own
+page-locked buffers."""
 _FIRST_PROGRAM = 0.6e-3
 """Seconds in which the GPU waits for a step's first programs."""
 _SHORT_PASS = 1.2e-3
@@ -97,12 +97,8 @@ def _handled(layer: LayerArrays, passes: int) -> int:
 
 def _dispatch(layer: LayerArrays, passes: int) -> float:
     """Return the host's seconds for a layer and its copies."""
-    copies = 2 * _copies(layer.offloaded) + (passes * _copies(layer.frozen) if layer.streamed else 0)
-    return passes * _PASS + _ARRAY * _handled(layer, passes) + copies
-
-
-def _copies(arrays: int) -> float:
-    return _COPY + _COPIED_ARRAY * arrays if arrays else 0.0
+    weights = passes * (_COPY + _COPIED_ARRAY * layer.frozen) if layer.streamed else 0
+    return passes * _PASS + _ARRAY * _handled(layer, passes) + 2 * _COPIED_VALUE * layer.offloaded + weights
 
 
 def compile_seconds(
