@@ -11,9 +11,9 @@ from jaxglue.planner.traced import LayerCost
 _ENDS, _GROUPED_ENDS = 3e-3, 1e-3
 """Host seconds to dispatch embedding and head, with programs of one and of several layers in between."""
 _PASS, _ARRAY, _GROUPED_ARRAY, _WHOLE_ARRAY = 0.085e-3, 10e-6, 8e-6, 7e-6
-"""Host seconds to dispatch a layer's pass, and for each array that it takes or returns: alone, in one of several programs
-of layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program. Hosts differ: 6 µs beside
-an H200, 15 to 22 beside an H100."""
+"""Host seconds to dispatch a layer's pass, and for each array that it takes or returns: alone, in one of several
+programs of layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program. Hosts differ:
+6 µs beside an H200, 15 to 22 beside an H100."""
 _COPY, _COPIED_ARRAY, _COPIED_VALUE = 0.35e-3, 45e-6, 0.06e-3
 """Host seconds to request copies of a layer's weights, for each array among them, and of a value to or from own
 page-locked buffers."""
