@@ -123,9 +123,8 @@ def program_cost(
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
-    in_order = in_loop or trace.has_loop
     without = {*made, *in_place}
-    temporary = peak_bytes(trace.kernels, without=without, results=list(made), in_order=in_order)
+    temporary = peak_bytes(trace.kernels, without=without, results=list(made), in_order=in_loop)
     return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul)
 
 
@@ -142,7 +141,7 @@ class _Trace:
 
     def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes, *, in_loop: bool):
         self.seconds, self.matmul = 0.0, 0
-        self.has_loop, self._constant = False, _TABLE if in_loop else _SCALAR
+        self._constant = _TABLE if in_loop else _SCALAR
         self._gpu, self._attention, self._sizes = gpu, attention, sizes
         self.kernels: list[Kernel] = []
         self._formed: dict[tuple, list[Value]] = {}
@@ -296,7 +295,6 @@ class _Trace:
         body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
         pairs = zip(body.jaxpr.invars, eqn.invars, strict=True)
         slices = sum(var.aval.shape != whole.aval.shape for var, whole in pairs) if length > 1 else 0
-        self.has_loop |= slices > 0
         cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices, in_loop=True)
         self.matmul = max(self.matmul, cost.matmul)
         pairs = zip(body.jaxpr.outvars, eqn.outvars, strict=True)

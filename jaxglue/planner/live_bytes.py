@@ -1,7 +1,7 @@
 """Memory of a program's kernels: arrays are in memory from the kernel that writes them to the last that reads them.
 
-XLA keeps the better of two orders: of what each result needs, result by result, and of the kernel that adds least.
-Loops over slices and programs that have some keep the order of the trace.
+XLA keeps the better of two orders: of what each result needs, result by result, and of the kernel that adds least. The
+bodies of loops keep the order of the trace.
 """
 
 from collections.abc import Iterator, Sequence
