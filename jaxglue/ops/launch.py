@@ -1,11 +1,13 @@
 """Launches of Triton and Gluon kernels in JAX programs."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 from jax_triton import triton_call, triton_lib
 from jax_triton.triton_lib import TensorDescMeta
 
@@ -45,6 +47,20 @@ def _compile_with_all_warps(self, spec, gpu, backend, options):
     return kernel, ir, parsed, result
 
 
+def _recompute(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], call: Any) -> tuple:
+    """Compute a kernel again under `jax.checkpoint`; see `jax.interpreters.partial_eval`.
+
+    JAX would not run again what writes references, as if it had other effects: the copies would stay unwritten.
+    """
+    del saveable  # policies name values, not kernels
+    needed = [value for value, has in zip(call.invars, instantiated, strict=True) if not has]
+    count = len(call.outvars)
+    if any(unknown):
+        return None, call, [True] * count, [True] * count, needed
+    return call, call, [False] * count, [True] * count, needed
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[triton_lib.triton_kernel_call_p] = _recompute
 triton_lib.compile_ttir_inplace = cached(_compile)
 triton_lib.TritonFunction._compile_kernel = _compile_with_all_warps
 

@@ -8,6 +8,7 @@ from closeness import assert_close
 from flax import nnx
 
 from jaxglue.engine.compiler import LIBRARY_MATMULS
+from jaxglue.engine.equations import equations
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.decoder import packed_context
@@ -85,31 +86,47 @@ def test_outputs_and_gradients_match_separate_operations(kernels, interpreted, k
     assert_close(got, expected, 1e-5)
 
 
-def test_few_kernels_run_between_matmuls(h200):
+def step_on(device, policy="none"):
+    """Return a step of a larger layer under a policy, and the shapes of its arguments there."""
     layer, arguments = random_case(rank=16, dtype=jnp.bfloat16, lengths=((300, 212),), tokens=512, sizes=LARGER)
-    shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), arguments)
+    layer = parse_policy(policy).wrap(layer)
 
     def step(adapters, x):
         y, pull = jax.vjp(layer, adapters, x)
         return y, pull(y)
 
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), arguments)
+    return jax.jit(step, compiler_options=LIBRARY_MATMULS), shapes
+
+
+def test_few_kernels_run_between_matmuls(h200):
+    step, shapes = step_on(h200)
     with tracing_for((9, 0)):
-        text = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*shaped).compile().as_text()
+        text = step.lower(*shapes).compile().as_text()
     program = text[text.index("ENTRY") :]
     assert program.count("triton_kernel_call_ffi") == 8 + 9
     assert program.count("__cublas$lt$matmul") == 4 + 4
 
 
+def test_recomputation_runs_every_kernel_again(h200):
+    """Two of them write references and return nothing."""
+    step, shapes = step_on(h200, "full")
+    with tracing_for((9, 0)):
+        calls = [call for call, _ in equations(step.trace(*shapes).jaxpr.jaxpr)]
+    assert sum(call.primitive.name == "triton_kernel_call" for call in calls) == 8 + 8 + 9
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(("kind", "policy"), [("qwen3", "none"), ("qwen3", "dots"), ("llama", "full")])
 @pytest.mark.parametrize("rank", [16, 8, 5])
-def test_bf16_matches_float32_on_a_gpu(kind, rank):
+def test_bf16_matches_float32_on_a_gpu(kind, policy, rank):
     lengths, sizes = ((300, 1, 65, 100), (130, 380)), LARGER | {"num_attention_heads": 8, "num_key_value_heads": 4}
     case = {"rank": rank, "lengths": lengths, "tokens": 512, "sizes": sizes}
     with jax.default_matmul_precision("highest"), SMALL_LAYER.using(None):
         expected = output_and_gradients(*random_case(kind, **case))
         separate = output_and_gradients(*random_case(kind, **case, dtype=jnp.bfloat16))
-    got = output_and_gradients(*random_case(kind, **case, dtype=jnp.bfloat16))
+    layer, arguments = random_case(kind, **case, dtype=jnp.bfloat16)
+    got = output_and_gradients(parse_policy(policy).wrap(layer), arguments)
     for a, b, c in zip(got, separate, expected, strict=True):
         error, other = (np.linalg.norm(x - c) / np.linalg.norm(c) for x in (a, b))
         assert error <= max(1e-2, 1.1 * other)
