@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import threading
@@ -24,6 +25,7 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from reference_kernels import write_references
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxglue.data.batch import Batch
@@ -292,9 +294,13 @@ def interpreted():
                 written = [isinstance(jax.tree.leaves(array)[0], jax.Ref) for array in arrays]
                 inputs = [array for array, out in zip(arrays, written, strict=True) if not out]
                 if any(written):
-                    refs = tuple(array for array, out in zip(arrays, written, strict=True) if out)
-                    after = launch(kernel, inputs, jax.tree.map(lambda ref: ref[...], refs), grid, constants)
-                    return jax.tree.map(lambda ref, value: ref.__setitem__(..., value), refs, after)
+                    flat, tree = jax.tree.flatten((inputs, tuple(itertools.compress(arrays, written))))
+
+                    def run(*flat):
+                        inputs, outputs = jax.tree.unflatten(tree, flat)
+                        return jax.tree.leaves(launch(kernel, inputs, outputs, grid, constants))
+
+                    return write_references(run, *flat)
                 unwritten = tuple(np.full(o.shape, np.nan, o.dtype) for o in out_type)  # an unwritten element shows
                 return launch(kernel, inputs, unwritten, grid, constants)
 
