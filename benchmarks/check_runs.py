@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from compare_checkouts import ROOT, losses, make_model_folders, weights
+from compare_checkouts import ROOT, losses, make_model_folders, own_checkout, weights
 
 SIZES = {"max_position_embeddings": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 SAVE_EVERY = 10
@@ -59,11 +59,10 @@ class Runs:
 
     def __init__(self, scratch: Path, timeout: float = 400.0):
         self._scratch, self._timeout = scratch.resolve(), timeout
-        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.compiled = self._scratch / "compiled"
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self.environment = os.environ | {"PYTHONPATH": paths} | cache | memory
+        self.environment = os.environ | own_checkout() | cache | memory
         make_model_folders(self._scratch / "models", {**SIZES, "moe_intermediate_size": 128})
         self._make_real_shape()
 

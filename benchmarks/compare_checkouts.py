@@ -33,6 +33,11 @@ SMALLEST_PROGRAM = 30
 """Instructions below which a program is host glue, not a layer."""
 
 
+def own_checkout() -> dict[str, str]:
+    """Return the environment variable by which a process finds this checkout's jaxglue first."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
 @dataclass(frozen=True)
 class Case:
     name: str

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+from compare_checkouts import own_checkout
 from measure import table, write_results
 from scaling_suite import hgx_cases, is_shortened, verdicts
 
-ROOT = Path(__file__).resolve().parents[1]
-"""This checkout, whose jaxglue the cases run."""
 CASES = (
     "8b-lora:data=1",
     "32b-nf4:data=1",
@@ -65,8 +64,7 @@ class Case:
     def start(cls, name: str, gpus: list[str], args: argparse.Namespace, seconds: float) -> "Case":
         """Start a case that may take `seconds`."""
         files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when it is over)
-        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"PYTHONPATH": paths} | environment_of(gpus, args)
+        environment = os.environ | own_checkout() | environment_of(gpus, args)
         process = subprocess.Popen(command_of(name, args), env=environment, stdout=files[0], stderr=files[1])
         return cls(name, gpus, process, files, seconds)
 

@@ -25,7 +25,6 @@ import pytest
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from reference_kernels import write_references
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxglue.data.batch import Batch
@@ -266,6 +265,7 @@ def _load_interpreted(name: str):
 def interpreted():
     """Make a `Launcher` subclass launch on the CPU: float32 and float16 only."""
     pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
+    from reference_kernels import write_references
     from triton.runtime.interpreter import GridExecutor
 
     class Executor(GridExecutor):

@@ -8,15 +8,15 @@ from jax._src.state import discharge, types
 from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 
+from jaxglue.ops.launch import _recompute
+
 _kernel = Primitive("interpreted_kernel")
 _kernel.multiple_results = True
+partial_eval.partial_eval_jaxpr_custom_rules[_kernel] = _recompute
 
 
 def write_references(run: Callable, *arrays: jax.Array | jax.Ref) -> None:
     """Call `run` with the arrays, references by their values, for the values to write into the references."""
-    from jaxglue.ops.launch import _recompute
-
-    partial_eval.partial_eval_jaxpr_custom_rules[_kernel] = _recompute
     _kernel.bind(*arrays, run=run)
 
 

@@ -29,7 +29,7 @@ class CudaCopies:
         bus = ctypes.create_string_buffer(32)
         self._call("cuDeviceGetPCIBusId", bus, len(bus), device)
         self.cpus = local_cpus(Path("/sys/bus/pci/devices") / bus.value.decode().lower())
-        """Of this process, those beside the GPU."""
+        """The CPUs of this process that are beside the GPU."""
 
     def __call__(self, target: int, source: int, size: int) -> None:
         """Copy bytes from the GPU's address to the host's; return once they are there."""

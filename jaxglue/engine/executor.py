@@ -4,7 +4,6 @@ Compile time is one layer's at any depth, and the executor, not the compiler, de
 they are copied: XLA delays copies to the host until they save nothing, or serializes them.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -211,8 +210,9 @@ class LayerExecutor:
         if self._host_buffers is None or not layer.policy.offloaded:
             return
         sent = jax.tree.leaves((x if layer.policy.offloads_input else None, residuals.offloaded))
-        leaving = self._layers[: len(self._layers) - 1 - self._prefetch_depth].count(layer)
-        self._host_buffers.prepare([math.prod(value.shape) * value.dtype.itemsize for value in sent] * leaving)
+        stays = partial(transfer.keep_on_device, layers=len(self._layers), depth=self._prefetch_depth)
+        leaving = sum(own is layer and not stays(index) for index, own in enumerate(self._layers))
+        self._host_buffers.prepare([value.size * value.dtype.itemsize for value in sent] * leaving)
 
     def _empty_tree(self, trainable: Params) -> Params:
         return {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}

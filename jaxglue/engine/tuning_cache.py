@@ -16,6 +16,9 @@ _log = logging.getLogger(__name__)
 def check_tuning(cache: Path) -> None:
     """Remove choices that differ from their noted digests, and note the others."""
     try:
+        if (cache / FOLDER).is_file():
+            (cache / FOLDER).unlink()
+            _log.warning("%s: removed a file in the place of a folder", cache / FOLDER)
         known = _read(cache / _DIGESTS)
         found = {path: file_digest(path) for path in _choices(cache)}
         damaged = [path for path, digest in found.items() if known.get(_name(path, cache), digest) != digest]

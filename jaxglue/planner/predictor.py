@@ -92,6 +92,7 @@ class Predictor:
             device_bytes=memory.device_bytes,
             tile=self.workload.tile,
             layers_per_program=size,
+            whole=whole,
             host_bytes=memory.host_bytes,
             offloaded_bytes=setting.offloaded,
             mapped_bytes=sum(setting.mapped),

@@ -179,12 +179,12 @@ def _predicted(plan: Plan, *, host_embeddings: bool) -> str:
     weights = f"weights {plan.places}, " if is_streamed(plan.weights) else ""
     weights += "embeddings on the host, " if host_embeddings else ""
     tile = f"tiles of {plan.tile:,} tokens, " if plan.tile else ""
-    tile += _programs(plan, host_embeddings=host_embeddings)
+    tile += _programs(plan)
     needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
     return f"{weights}{tile}predicted {needs}; start: compiling, uncached, takes {plan.start}"
 
 
-def _programs(plan: Plan, *, host_embeddings: bool) -> str:
-    if plan.layers_per_program >= len(plan.policies) > 1 and not host_embeddings:
+def _programs(plan: Plan) -> str:
+    if plan.whole:
         return "a micro-batch is one program, "
     return f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""

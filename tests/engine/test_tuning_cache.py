@@ -29,3 +29,10 @@ def test_damaged_digests_are_written_again(tmp_path):
     (tmp_path / ".jaxglue.tuned.json").write_text("[")
     check_tuning(tmp_path)
     assert json.loads((tmp_path / ".jaxglue.tuned.json").read_text()).keys() == {"version/a"}
+
+
+def test_a_file_in_the_place_of_the_choices_is_removed(tmp_path, caplog):
+    (tmp_path / FOLDER).write_text("a file")
+    check_tuning(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    assert "removed a file in the place of a folder" in caplog.text

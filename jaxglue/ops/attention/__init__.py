@@ -149,10 +149,7 @@ def packed_attention(
     """
     _check(q, k, v, segments, window, sinks)
     kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
-    if kernels is None:
-        out = reference_attention(q, k, v, segments, window=window, sinks=sinks)
-        return checkpoint_name(out, ATTENTION_OUT)
-    return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
+    return _attend(kernels, q, k, v, sinks, segments, window)
 
 
 def joined_attention(
@@ -171,9 +168,15 @@ def joined_attention(
     values = joined[:, :, -k.shape[2] :]
     _check(q, k, values, segments, window, None)
     kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
-    if kernels is None or not getattr(kernels, "reads_joined_values", False):
-        return packed_attention(q, k, values, segments, window=window, backend=backend)
-    return flash_attention(FlashSpec(backend=kernels, window=window), q, k, joined, None, segments)
+    in_place = getattr(kernels, "reads_joined_values", False)
+    return _attend(kernels, q, k, joined if in_place else values, None, segments, window)
+
+
+def _attend(kernels: AttentionBackend | None, q, k, v, sinks, segments: PackedSegments, window: int | None) -> Array:
+    if kernels is None:
+        out = reference_attention(q, k, v, segments, window=window, sinks=sinks)
+        return checkpoint_name(out, ATTENTION_OUT)
+    return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
 
 
 def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> AttentionShape:

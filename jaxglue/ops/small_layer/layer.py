@@ -49,7 +49,7 @@ class LayerSpec:
 
     head_dim: int
     eps: float
-    """Of the norms."""
+    """Added to a mean square by the norms."""
     window: int | None
 
 

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
     wide: Array
     columns: slice
-    """Of wide."""
+    """Columns of `wide` that are multiplied."""
     narrow: Array
     first: int
     """Narrow's first rank."""
