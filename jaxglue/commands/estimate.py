@@ -31,6 +31,8 @@ from jaxglue.training.devices import with_global_batch
 from jaxglue.training.workload import make_workload
 
 _SHOWN = 5
+_HOST = "dispatched as beside an H200"
+"""Host of estimates (`RECORDED`); a run measures its own."""
 _CLEARLY_LESS = 0.7
 """Share of another plan's memory below which a slower plan is worth showing."""
 
@@ -118,7 +120,7 @@ def _table(planner: Planner, plans: Iterable[Plan], fitting: set[int], *, verbos
     """Return a table of plans, with time and fit where it is `verbose`."""
     gpu, work = planner.gpu, planner.workload
     tokens = f"{work.batch_size} × {work.seq_len:,} tokens"
-    title = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s: {tokens}"
+    title = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s: {tokens}, {_HOST}"
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     for name in ("tokens/s", "GPU GiB", "host GiB", *(("ms/step", "fits") if verbose else ())):
         table.add_column(name, justify="right", no_wrap=True)

@@ -114,6 +114,8 @@ def _move(tree: Any, kind: str) -> Any:
     """Copy in one batch. Shardings, not `jax.memory.Space`: that would run each copy on the compute stream."""
     leaves, treedef = jax.tree.flatten(tree)
     moving = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
+    if not moving:
+        return tree
     shardings = [leaves[i].sharding.with_memory_kind(kind) for i in moving]
     arrays = [leaves[i].content if isinstance(leaves[i], HostValue) else leaves[i] for i in moving]
     for i, array in zip(moving, jax.device_put(arrays, shardings), strict=True):

@@ -44,6 +44,11 @@ _RATES = {
 """By kernel and largest head dim: Triton kernels with tiles for short and long documents, Hopper's own, and cuDNN's.
 In whole steps on H100 and H200, where power limits long passes to nine tenths of their rate alone
 (benchmarks/results/attention_lengths.json, docs/attention.md)."""
+_DQ = 3 / 7
+"""Share of the gradient to queries in the backward pass's matmuls."""
+_START, _KEYS_TURN, _ROWS_TURN = 3e-6, 0.65e-6 / 32, 1.15e-6 / 64
+"""Seconds that a program of a Triton kernel starts and ends in, and that it takes for a key of its queries, and for a
+query row of its keys, with a head dim of 128."""
 _WORKSPACE = 8
 """Bytes that cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
 _WORKSPACE_SHARE = 0.12
@@ -57,8 +62,10 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
     for batches in workload.micro_batches:
         backend = attention_backend(workload, gpu, batches.kind, window)
         rates, reserved = _rates(workload, backend, batches.kind), _workspace(workload, backend, batches.kind)
-        forward += batches.share * _seconds(workload, gpu, batches, window, rates.forward)
-        backward += batches.share * (2.5 * _seconds(workload, gpu, batches, window, rates.backward))
+        longest = _longest_programs(workload, batches, window) if backend == "triton" else (0.0, 0.0)
+        forward += batches.share * max(_seconds(workload, gpu, batches, window, rates.forward), longest[0])
+        both = 2.5 * _seconds(workload, gpu, batches, window, rates.backward)
+        backward += batches.share * sum(map(max, (_DQ * both, (1 - _DQ) * both), longest))
         if backend == "cudnn":
             backward += batches.share * reserved / gpu.copy  # written before it is used
         workspace = max(workspace, reserved)
@@ -123,6 +130,18 @@ def _seconds(workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | 
     pairs = visible_pairs(batches.lengths, window) + rate.waste * sum(batches.lengths)
     flops = 4 * config.num_attention_heads * config.head_dim * pairs / batches.batches
     return flops / (rate.share * gpu.matmul)
+
+
+def _longest_programs(workload: Workload, batches: MicroBatches, window: int | None) -> tuple[float, float]:
+    """Return the seconds of the longest programs: of the kernels for queries, and of that for keys and values.
+
+    A program passes all keys that its queries see, or all queries of a group of heads that see its keys.
+    """
+    config, longest = workload.config, max(batches.lengths, default=0)
+    span = longest if window is None else min(longest, window)
+    rows = span * config.num_attention_heads // config.num_key_value_heads
+    turns = min(0.4 + 0.6 * config.head_dim / 128, 1.0)
+    return _START + turns * _KEYS_TURN * span, _START + turns * _ROWS_TURN * rows
 
 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:

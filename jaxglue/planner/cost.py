@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
+from jaxglue.planner.kernel_times import conversion_seconds, loop_seconds, matmul_seconds, with_gap
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 _ALIASES = {
@@ -32,8 +33,6 @@ _CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_
 """Operations by which kernels' weights are made of quantized ones."""
 _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
-_KERNEL_SECONDS, _SHORTEST_KERNEL = 0.3e-6, 2e-6
-"""Time between kernels, and of the shortest one."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
 """Kernels of experts' matmuls, and their share of the matmul rate."""
 _FUSED_SHARE = 0.92
@@ -115,6 +114,8 @@ def program_cost(
     trace = _Trace(gpu, attention, sizes, in_loop=in_loop)
     variables = jaxpr.jaxpr.invars
     arguments = [Value(sizes.of(var), is_argument=True, of_arguments=True, in_memory=True) for var in variables]
+    for value, var in zip(arguments, variables, strict=True):
+        value.is_codes = getattr(var.aval, "dtype", None) == jnp.int8
     for value in arguments[len(arguments) - slices :]:
         value.is_slice = True
     results = trace.run(jaxpr.jaxpr, arguments)
@@ -165,7 +166,9 @@ class _Trace:
         """Write a fused value to memory, once."""
         if not value.in_memory:
             value.in_memory = True
-            seconds = self._fused_copy(value.bytes + sum(root.bytes for root in value.roots))
+            copied = self._fused_copy(value.bytes + sum(root.bytes for root in value.roots))
+            codes = sum(root.bytes for root in value.roots if root.is_codes)
+            seconds = max(copied, conversion_seconds(codes, self._gpu))
             self._kernel(value.roots, [value], seconds, fused=True)
 
     def _once(self, eqn, inputs: list[Value]) -> list[Value]:
@@ -203,7 +206,8 @@ class _Trace:
             self.matmul = max(self.matmul, 0 if any(value.is_slice for value in inputs) else compared)
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
-            return self._opaque(inputs, outputs, max(flops / self._dot_rate(eqn), self._copy(moved)))
+            seconds = matmul_seconds(max(flops / self._dot_rate(eqn), self._copy(moved)))
+            return self._opaque(inputs, outputs, seconds)
         if name == "triton_kernel_call":
             return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
@@ -257,7 +261,7 @@ class _Trace:
         name = getattr(eqn.params["fn"], "__name__", "")
         copied = self._copy(moved) / (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE))
         share = _EXPERTS_SHARE if name in _EXPERTS_KERNELS else 1.0
-        return max(flops / (share * self._dot_rate(eqn)), copied)
+        return max(flops / (share * self._dot_rate(eqn)), copied, loop_seconds(eqn.params["metaparams"]))
 
     def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""
@@ -315,7 +319,7 @@ class _Trace:
     def _kernel(self, inputs, outputs, seconds: float, inner: int = 0, *, fused: bool = False) -> None:
         for output in outputs:
             output.in_memory = True
-        self.seconds += max(seconds, _SHORTEST_KERNEL) + _KERNEL_SECONDS
+        self.seconds += with_gap(seconds)
         self.kernels.append(Kernel(tuple(inputs), tuple(outputs), seconds, inner, fused))
 
     def _fused_copy(self, moved: int) -> float:

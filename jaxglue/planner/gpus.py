@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 _MATMUL_SHARE, _H100_MATMUL_SHARE = 0.69, 0.705
 """Shares of the data sheet's rate at which a layer's matmuls run; the H100's slower memory leaves them more power."""
@@ -14,6 +15,21 @@ _POOL_SHARE = 0.9
 FILES_RATE = 25e9
 """`Gpu.files` of a machine that is not at hand, bytes/s: that of 16 cores beside an H200."""
 GIB = 2**30
+
+
+class Dispatch(NamedTuple):
+    """Seconds that a host takes to dispatch."""
+
+    call: float
+    """To call a compiled program of one array."""
+    array: float
+    """For each further array that a program takes or returns."""
+    copy: float
+    """For each array of a copy between host and device."""
+
+
+RECORDED = Dispatch(call=40e-6, array=1.8e-6, copy=12e-6)
+"""`Gpu.dispatch` of a machine that is not at hand: that of a host beside an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +53,8 @@ class Gpu:
     """Collectives among the GPUs of a host: bytes/s that one receives."""
     files: float = 0.0
     """Mapped files in the page cache to the device, bytes/s; 0 where weights may not stay in files."""
+    dispatch: Dispatch = RECORDED
+    """By the host."""
     peak: float | None = None
     """Dense bf16 matmuls with float32 accumulation by the data sheet, FLOP/s; None where it is not known."""
 

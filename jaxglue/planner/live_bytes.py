@@ -23,6 +23,8 @@ class Value:
     """Written by a loop a part at a time."""
     of_arguments: bool = False
     """An argument, or converted from some."""
+    is_codes: bool = False
+    """Of 8-bit integers."""
     is_slice: bool = False
     """A loop's part of an array."""
 

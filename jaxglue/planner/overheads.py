@@ -5,18 +5,17 @@ from typing import NamedTuple
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.gpus import GIB
+from jaxglue.planner.gpus import GIB, Dispatch
 from jaxglue.planner.traced import LayerCost
 
-_ENDS, _GROUPED_ENDS = 3e-3, 1e-3
-"""Host seconds to dispatch embedding and head, with programs of one and of several layers in between."""
-_PASS, _ARRAY, _GROUPED_ARRAY, _WHOLE_ARRAY = 0.085e-3, 10e-6, 8e-6, 7e-6
-"""Host seconds to dispatch a layer's pass, and for each array that it takes or returns: alone, in one of several
-programs of layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program. Hosts differ:
-6 µs beside an H200, 15 to 22 beside an H100."""
-_COPY, _COPIED_ARRAY, _COPIED_VALUE = 0.35e-3, 45e-6, 0.06e-3
-"""Host seconds to request copies of a layer's weights, for each array among them, and of a value to or from own
-page-locked buffers."""
+_ENDS, _GROUPED_ENDS = 65.0, 25.0
+"""Calls whose time it takes to dispatch embedding and head, with programs of one and of several layers in between."""
+_PASS, _ARRAY, _GROUPED_ARRAY, _WHOLE_ARRAY = 2.0, 3.3, 3.3, 2.5
+"""Calls whose time it takes to dispatch a layer's pass, and arrays whose time each takes that a layer's program takes or
+returns: alone, in one of several programs of layers, and in a micro-batch's only program."""
+_COPY, _COPIED_ARRAY, _COPIED_VALUE = 9.0, 3.75, 3.0
+"""Calls whose time it takes to request copies of a layer's weights, copied arrays whose time each of these takes, and
+calls for a value to or from own page-locked buffers."""
 _FIRST_PROGRAM = 0.6e-3
 """Seconds in which the GPU waits for a step's first programs."""
 _SHORT_PASS = 1.2e-3
@@ -62,15 +61,31 @@ class LayerArrays(NamedTuple):
     """The frozen ones are copied to the GPU for every pass."""
 
 
-def with_dispatch(
+class MicroBatch(NamedTuple):
+    """Work of a micro-batch, of the GPU in seconds and of the host in units of its rates (`Dispatch`)."""
+
+    gpu_seconds: float
+    calls: float
+    arrays: float
+    copies: float
+    serial: float
+    """Share of the shorter one of both times that is not hidden under the longer one."""
+
+    def seconds(self, host: Dispatch) -> float:
+        """Return the time with this host."""
+        dispatch = self.calls * host.call + self.arrays * host.array + self.copies * host.copy
+        return max(self.gpu_seconds, dispatch) + self.serial * min(self.gpu_seconds, dispatch)
+
+
+def micro_batch(
     gpu_seconds: float,
     layers: Sequence[LayerArrays],
     layers_per_program: int = 1,
     passes: int = 2,
     *,
     whole: bool = False,
-) -> float:
-    """Return the time of a micro-batch whose kernels and copies take `gpu_seconds`.
+) -> MicroBatch:
+    """Return the work of a micro-batch whose kernels and copies take `gpu_seconds`.
 
     Args:
         gpu_seconds: of kernels and copies.
@@ -80,25 +95,21 @@ def with_dispatch(
         whole: embedding, layers and head are one program.
     """
     if whole:
-        host_seconds = _GROUPED_ENDS + _WHOLE_ARRAY * sum(_handled(layer, 1) for layer in layers)
-        return max(gpu_seconds, host_seconds) + _SERIAL * min(gpu_seconds, host_seconds)
+        arrays = sum(_handled(layer, 1) for layer in layers)
+        return MicroBatch(gpu_seconds, _GROUPED_ENDS, _WHOLE_ARRAY * arrays, 0, _SERIAL)
+    arrays = sum(_handled(layer, passes) for layer in layers)
     if layers_per_program > 1:
-        arrays = sum(_handled(layer, passes) for layer in layers)
-        host_seconds = _GROUPED_ENDS + _GROUPED_ARRAY * arrays
-        return max(gpu_seconds, host_seconds) + _GROUPED_SERIAL * min(gpu_seconds, host_seconds)
-    host_seconds = _ENDS + sum(_dispatch(layer, passes) for layer in layers)
-    return max(gpu_seconds + _FIRST_PROGRAM, host_seconds) + _SERIAL * min(gpu_seconds, host_seconds)
+        return MicroBatch(gpu_seconds, _GROUPED_ENDS, _GROUPED_ARRAY * arrays, 0, _GROUPED_SERIAL)
+    streamed = [layer.frozen for layer in layers if layer.streamed]
+    calls = _ENDS + passes * (_PASS * len(layers) + _COPY * len(streamed))
+    calls += 2 * _COPIED_VALUE * sum(layer.offloaded for layer in layers)
+    copies = passes * _COPIED_ARRAY * sum(streamed)
+    return MicroBatch(gpu_seconds + _FIRST_PROGRAM, calls, _ARRAY * arrays, copies, _SERIAL)
 
 
 def _handled(layer: LayerArrays, passes: int) -> int:
     """Count a layer's arrays each time a program takes or returns them."""
     return passes * (layer.trainable + layer.frozen) + layer.trainable
-
-
-def _dispatch(layer: LayerArrays, passes: int) -> float:
-    """Return the host's seconds for a layer and its copies."""
-    weights = passes * (_COPY + _COPIED_ARRAY * layer.frozen) if layer.streamed else 0
-    return passes * _PASS + _ARRAY * _handled(layer, passes) + 2 * _COPIED_VALUE * layer.offloaded + weights
 
 
 def compile_seconds(

@@ -18,7 +18,7 @@ from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
-from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, pinning_seconds, with_dispatch
+from jaxglue.planner.overheads import LayerArrays, MicroBatch, choose_group, compile_seconds, micro_batch, pinning_seconds
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import Memory, Plan
 from jaxglue.planner.programs import Programs
@@ -158,6 +158,14 @@ class Predictor:
 
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""
+        seconds = self._micro_batch(setting, size).seconds(self.gpu.dispatch)
+        return self.workload.gradient_accumulation_steps * seconds + self.update_seconds
+
+    def work(self, plan: Plan) -> MicroBatch:
+        """Return the work of a plan's micro-batch, from which its time on any host follows."""
+        return self._micro_batch(self._settings(plan.policies, plan.weights), plan.layers_per_program)
+
+    def _micro_batch(self, setting: Setting, size: int) -> MicroBatch:
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
         forward, backward = self._work(setting.costs, streamed, depth)
         for again in restorations(setting.policies, depth):
@@ -168,9 +176,7 @@ class Predictor:
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes = 3 if self.workload.reference else 2
-        arrays, whole = self._arrays(setting), self._is_whole(size)
-        micro_batch = with_dispatch(layers + head, arrays, size, passes, whole=whole)
-        return self.workload.gradient_accumulation_steps * micro_batch + self.update_seconds
+        return micro_batch(layers + head, self._arrays(setting), size, passes, whole=self._is_whole(size))
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:
         arrays, costs, streamed = map(self._model.arrays, range(self._model.layers)), setting.costs, setting.streamed

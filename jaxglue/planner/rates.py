@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import numpy as np
 from jaxglue.engine import transfer
 from jaxglue.models.file_param import FileParam
 from jaxglue.ops.backend import compute_capability
-from jaxglue.planner.gpus import SUSTAINED, Gpu, lookup_gpu
+from jaxglue.planner.dispatch import measure_dispatch
+from jaxglue.planner.gpus import SUSTAINED, Dispatch, Gpu, lookup_gpu
 
 _SIZE = 8192
 _BYTES = 2**28
@@ -19,7 +21,7 @@ _CALLS = 5
 
 
 def device_gpu(device: jax.Device) -> Gpu:
-    """Return a device's GPU: its own memory, and the table's rates or, for an unknown chip, measured ones.
+    """Return a device's GPU: its own memory, its host's dispatch, and the table's rates or, of unknown chips, measured ones.
 
     Raises:
         ValueError: the device does not report its memory.
@@ -28,7 +30,13 @@ def device_gpu(device: jax.Device) -> Gpu:
     if not stats:
         raise ValueError(f"{device.device_kind} has no memory of its own to plan for: name a remat policy, not auto")
     gpu = lookup_gpu(device.device_kind) or measure_gpu(device)
-    return replace(gpu, memory=stats["bytes_limit"])
+    return replace(gpu, memory=stats["bytes_limit"], dispatch=host_dispatch())
+
+
+@cache
+def host_dispatch() -> Dispatch:
+    """Return this process's rates of dispatch to its first device, measured once."""
+    return measure_dispatch(jax.local_devices()[0])
 
 
 def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:

@@ -16,7 +16,7 @@ from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
-from jaxglue.planner.gpus import GIB, Gpu
+from jaxglue.planner.gpus import GIB, Dispatch, Gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
@@ -98,6 +98,7 @@ def choose_remat(
     planner, plan = _fastest(config, workload, steps)
     auto = " (auto)" if steps is None else f" (auto, for about {steps:,} steps)"
     note = f"{auto if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
+    note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}"
     return RematChoice(
         policies=plan.policies,
         weights=plan.weights,
@@ -182,6 +183,11 @@ def _predicted(plan: Plan, *, host_embeddings: bool) -> str:
     tile += _programs(plan)
     needs = f"{plan.seconds * 1e3:,.0f} ms a step, {plan.device_bytes / GIB:.1f} GiB on the GPU{host}"
     return f"{weights}{tile}predicted {needs}; start: compiling, uncached, takes {plan.start}"
+
+
+def _dispatch(host: Dispatch) -> str:
+    call, array, copy = (f"{1e6 * rate:,.1f} µs" for rate in host)
+    return f"{call} a program, {array} an array, {copy} a copied one"
 
 
 def _programs(plan: Plan) -> str:

@@ -1,13 +1,16 @@
 """Host time of a step, and of the first one."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxglue.engine.policy import parse_policies
-from jaxglue.planner.gpus import GIB
-from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, pinning_seconds, with_dispatch
+from jaxglue.planner.dispatch import measure_dispatch
+from jaxglue.planner.gpus import GIB, RECORDED, Dispatch
+from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, micro_batch, pinning_seconds
 from jaxglue.planner.plans import Plan
 from jaxglue.planner.search import soonest
 
@@ -16,15 +19,30 @@ def _layers(count: int, **arrays):
     return [LayerArrays(trainable=14, frozen=9, **arrays)] * count
 
 
+def _seconds(gpu_seconds: float, layers, *programs: int, host=RECORDED, **options) -> float:
+    return micro_batch(gpu_seconds, layers, *programs, **options).seconds(host)
+
+
 def test_short_steps_take_the_hosts_time():
-    plain = with_dispatch(0.001, _layers(32))
-    assert with_dispatch(10.0, _layers(32)) == pytest.approx(10, rel=0.01)
-    assert plain == pytest.approx(3e-3 + 64 * 0.39e-3, rel=0.1)
-    assert with_dispatch(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.2 * plain
-    assert with_dispatch(0.001, _layers(32, offloaded=1)) > plain
-    assert with_dispatch(0.001, _layers(32, streamed=True)) > with_dispatch(0.001, _layers(32, offloaded=1))
-    grouped = with_dispatch(0.001, _layers(32), 8)
-    assert with_dispatch(0.001, _layers(32), 32, whole=True) < grouped < plain
+    plain = _seconds(0.001, _layers(32))
+    assert _seconds(10.0, _layers(32)) == pytest.approx(10, rel=0.01)
+    assert _seconds(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.2 * plain
+    assert _seconds(0.001, _layers(32, offloaded=1)) > plain
+    assert _seconds(0.001, _layers(32, streamed=True)) > _seconds(0.001, _layers(32, offloaded=1))
+    grouped = _seconds(0.001, _layers(32), 8)
+    assert _seconds(0.001, _layers(32), 32, whole=True) < grouped < plain
+
+
+def test_a_slower_host_lengthens_short_steps_only():
+    slower = Dispatch(*(2 * rate for rate in RECORDED))
+    short, long = (_seconds(seconds, _layers(32), host=slower) / _seconds(seconds, _layers(32)) for seconds in (0, 10))
+    assert short == pytest.approx(2, rel=0.05) and long == pytest.approx(1, rel=0.01)
+
+
+def test_dispatch_is_split_into_calls_arrays_and_copies():
+    ticks = itertools.count()
+    assert measure_dispatch(jax.devices()[0], clock=lambda: next(ticks)) == Dispatch(call=1 / 20, array=0, copy=0)
+    assert all(rate > 0 for rate in measure_dispatch(jax.devices()[0])[:2])
 
 
 @pytest.mark.parametrize(("layers", "size"), [(2, 2), (28, 14), (36, 12), (32, 8), (61, 14), (19, 14)])
