@@ -8,8 +8,8 @@ from jaxglue.planner.gpus import Gpu
 _GAP, _SHORTEST = 0.3e-6, 0.8e-6
 """Seconds between kernels, and of the shortest one."""
 _MATMUL_START, _UNHEATED = 3.3e-6, 0.8
-"""Seconds in which a matmul starts and ends, and the share of its time otherwise: its sustained rate is of long ones, at
-the clock that the power allows."""
+"""Seconds in which a matmul starts and ends, and the share of its time that the rest takes where it is short: rates are
+those of long ones, whose power lowers the clock."""
 _TURN = 1.1e-6
 """Seconds of a turn of a kernel's loop."""
 _LOOPS = ("COLUMNS", "F", "BLOCK_N"), ("COLUMNS", "N", "BLOCK_N"), ("ROWS", "M", "BLOCK_M")

@@ -11,8 +11,8 @@ from jaxglue.planner.traced import LayerCost
 _ENDS, _GROUPED_ENDS = 65.0, 25.0
 """Calls whose time it takes to dispatch embedding and head, with programs of one and of several layers in between."""
 _PASS, _ARRAY, _GROUPED_ARRAY, _WHOLE_ARRAY = 2.0, 3.3, 3.3, 2.5
-"""Calls whose time it takes to dispatch a layer's pass, and arrays whose time each takes that a layer's program takes or
-returns: alone, in one of several programs of layers, and in a micro-batch's only program."""
+"""Calls whose time it takes to dispatch a layer's pass, and arrays whose time it takes for each array of a layer's
+program: alone, in one of several programs of layers, and in a micro-batch's only program."""
 _COPY, _COPIED_ARRAY, _COPIED_VALUE = 9.0, 3.75, 3.0
 """Calls whose time it takes to request copies of a layer's weights, copied arrays whose time each of these takes, and
 calls for a value to or from own page-locked buffers."""

@@ -18,7 +18,14 @@ from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
-from jaxglue.planner.overheads import LayerArrays, MicroBatch, choose_group, compile_seconds, micro_batch, pinning_seconds
+from jaxglue.planner.overheads import (
+    LayerArrays,
+    MicroBatch,
+    choose_group,
+    compile_seconds,
+    micro_batch,
+    pinning_seconds,
+)
 from jaxglue.planner.peak import PeakMemory
 from jaxglue.planner.plans import Memory, Plan
 from jaxglue.planner.programs import Programs

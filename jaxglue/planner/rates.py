@@ -21,7 +21,7 @@ _CALLS = 5
 
 
 def device_gpu(device: jax.Device) -> Gpu:
-    """Return a device's GPU: its own memory, its host's dispatch, and the table's rates or, of unknown chips, measured ones.
+    """Return a device's GPU: its own memory, its host's dispatch, and rates from the table or measured.
 
     Raises:
         ValueError: the device does not report its memory.
