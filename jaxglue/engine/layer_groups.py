@@ -57,18 +57,19 @@ class GroupFunctions:
         """Return the last layer's output."""
         contexts = _contexts(shared, keys, treedefs)
         for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
-            x, _ = layer.apply(*weights, x, context)
-        return x
+            x, _ = layer.apply(*weights, _round(x), context)
+        return _round(x)
 
     def _forward(self, trainable: _Layers, frozen: _Layers, x: Array, shared: list, keys: list, treedefs: tuple):
         """Return (the last layer's output, every layer's saved values without the first one's input)."""
         saved: list[SavedLayer] = []
         contexts = _contexts(shared, keys, treedefs)
         for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
+            x = _round(x)
             y, residuals, _ = layer.forward(*weights, x, context)
             saved.append(SavedLayer(x if saved else None, residuals))
             x = y
-        return x, saved
+        return _round(x), saved
 
     def _backward(
         self,
@@ -87,13 +88,18 @@ class GroupFunctions:
         contexts = _contexts(shared, keys, treedefs)
         for i in reversed(range(len(self._layers))):
             own = saved[i] if i else SavedLayer(x, saved[0].residuals)
-            if self._recomputes[i]:  # or XLA would recompute several layers' values at once
-                own, dy = jax.lax.optimization_barrier((own, dy))
+            # Or XLA would recompute several layers' values at once.
+            own, dy = _round((own, dy)) if self._recomputes[i] else (own, _round(dy))
             weights, dy = _convert_again(frozen[i], dy)
             inputs = trainable[i], weights, own.x, contexts[i]
             dy, gradient, *_ = self._layers[i].backward(own.residuals, *inputs, dy, accumulated[i])
             gradients.append(gradient)
-        return dy, gradients[::-1]
+        return _round(dy), gradients[::-1]
+
+
+def _round[Tree](values: Tree) -> Tree:
+    """Return values between layers rounded as between programs: XLA fuses nothing across."""
+    return jax.lax.optimization_barrier(values)
 
 
 def _convert_again(weights: Params, dy: Array) -> tuple[Params, Array]:
