@@ -120,13 +120,20 @@ def program_cost(
         value.is_slice = True
     results = trace.run(jaxpr.jaxpr, arguments)
     made = dict.fromkeys(value for value in results if not value.is_argument)
-    in_place = {root for value in made for root in value.roots if root.bytes == value.bytes and root.may_become_result}
+    in_place = {root for value in made for root in _places(value, in_loop=in_loop)}
     for value in made:
         trace.materialize(value)
     total = sum(value.bytes for value in made)
     without = {*made, *in_place}
     temporary = peak_bytes(trace.kernels, without=without, results=list(made), in_order=in_loop)
     return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul)
+
+
+def _places(value: Value, *, in_loop: bool) -> list[Value]:
+    """Return the arrays that a result may be written over; in a loop, none beside the carry that it replaces."""
+    alike = [root for root in value.roots if root.bytes == value.bytes]
+    carried = in_loop and any(root.is_argument for root in alike)
+    return [] if carried else [root for root in alike if root.may_become_result]
 
 
 def program_sizes(jaxpr: ClosedJaxpr) -> tuple[int, ...]:

@@ -93,3 +93,13 @@ def test_workspaces_are_bounded_by_the_gpus_memory(workload):
     two = replace(workload, document_lengths=(8192,))
     for gpu, kernels in ((H200, ["auto", "auto", "triton"]), (find_gpu("B200"), ["auto", "triton", "triton"])):
         assert [with_fitting_attention(two, gpu.limited(gib)).attention for gib in (10, 7, 2)] == kernels
+
+
+def test_short_rows_wait_for_the_longest_program(workload):
+    def seconds(tokens: int, **config) -> list[float]:
+        work = replace(workload, seq_len=tokens, config=replace(workload.config, **config))
+        return [attention_costs(work, H200, None)[name].seconds for name in (ATTENTION_FORWARD, ATTENTION_BACKWARD)]
+
+    (forward, backward), few = seconds(1024), seconds(1024, num_key_value_heads=2)
+    assert few[0] == forward and few[1] > 2 * backward  # a program has the gradients of all queries of a key
+    assert sum(seconds(64)) == pytest.approx(20e-6, rel=0.2)

@@ -10,6 +10,7 @@ import pytest
 from jaxglue.engine.equations import live_program
 from jaxglue.planner.cost import KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.kernel_times import loop_seconds
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 SLOW_MATMULS = Gpu(name="test", capability=(9, 0), memory=1e9, matmul=1e6, copy=1e12, link=1e9, peers=1e9)
@@ -32,6 +33,16 @@ def test_matmuls_take_their_flops():
     assert repeated.seconds == pytest.approx(5 * one.seconds, rel=1e-3)
 
 
+def test_short_kernels_take_longer_than_their_work():
+    fast = replace(SLOW_MATMULS, matmul=1e15)
+    assert cost(lambda x, w: x @ w, (64, 64), (64, 64), gpu=fast).seconds == pytest.approx(3.6e-6, rel=0.02)
+    assert cost(lambda x: jnp.sum(x), (64,), gpu=fast).seconds == pytest.approx(1.1e-6, rel=0.02)
+    assert loop_seconds({"COLUMNS": 1024, "F": 3072, "BLOCK_N": 64}) == 2 * loop_seconds(
+        {"ROWS": 1024, "M": 512, "BLOCK_M": 64}
+    )
+    assert loop_seconds({"ROWS": 4, "M": 8}) == 0
+
+
 def test_fused_values_take_no_memory():
     fused = cost(lambda x, w: jnp.tanh(jnp.exp(x @ w) + 1), (64, 64), (64, 64))
     assert fused.temporary == 0  # computed in place of the matmul's result
@@ -41,6 +52,14 @@ def test_fused_values_take_no_memory():
 
 def test_matmul_accumulates_in_place():
     assert cost(lambda x, w: x @ w + w @ x, (64, 64), (64, 64)).temporary == 0
+
+
+def test_a_loop_adds_to_its_carry_from_temporary_memory():
+    def total(carry, rows):
+        return jax.lax.scan(lambda carry, row: (carry + jnp.cumsum(row, axis=0), None), carry, rows)[0]
+
+    assert cost(lambda carry, row: carry + jnp.cumsum(row, axis=0), (64, 64), (64, 64)).temporary == 0
+    assert cost(total, (64, 64), (2, 64, 64)).temporary == SQUARE
 
 
 def test_loops_results_are_not_overwritten():
