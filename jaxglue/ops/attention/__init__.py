@@ -103,9 +103,8 @@ def _order(shape: AttentionShape) -> tuple[str, ...]:
     unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
     if not (shape.long and unbounded and shape.head_dim > 64):
         return "triton", "cudnn", "hopper"
-    others = ("cudnn", "triton") if shape.segment_slots <= FEW_DOCUMENTS else ("triton", "cudnn")
-    in_one_tile = 16 % (shape.query_heads // shape.kv_heads) == 0
-    return ("hopper", *others) if in_one_tile else (*others, "hopper")
+    few = shape.segment_slots <= FEW_DOCUMENTS
+    return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
 
 
 ATTENTION = Operation(

@@ -22,6 +22,8 @@ from jaxglue.ops.segments import PackedSegments
 _ROWS = 2 * GROUP_ROWS.value
 """Rows of a program: queries forward, keys backward."""
 _STAGES = 2
+_SPAN = 4
+"""Tiles of tokens whose gradients of queries a program rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +46,11 @@ class HopperAttention(Launcher):
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
         others = segments.ends, *statistics, _cube(dout, sizes.P)
-        used = segments.segment_ids[:, :, None, None] > 0
         heads = heads_summed_at_once(sizes.K, 4 * sizes.B * sizes.T * sizes.G * sizes.H)
 
         def some(first, q, k, v) -> tuple[jax.Array, ...]:
             arrays = _cube(q, sizes.P), _rows(k), _rows(v), *others
-            return self._gradients(arrays, used, first, sizes, heads, window)
+            return self._gradients(arrays, first, sizes, heads, window)
 
         def replace(i, arrays):
             update = jax.lax.dynamic_update_slice_in_dim
@@ -63,32 +64,28 @@ class HopperAttention(Launcher):
             dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, replace, (q, k, v))
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def _gradients(self, arrays, used, first_head, sizes: KernelSizes, heads: int, window: int | None):
+    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, window: int | None):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
-        lines, planes = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P
-        dq = jnp.empty((planes, lines, sizes.H), jnp.float32)
+        lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.T, _ROWS)
+        sums = jnp.empty((planes, lines, sizes.H), jnp.float32)
         turns = jnp.zeros((planes, triton.cdiv(lines, _ROWS // 2)), jnp.int32)
-        dtype = arrays[1].base.dtype
-        dkv = jax.ShapeDtypeStruct((sizes.B, sizes.T, heads, sizes.H), dtype)
-        dk, dv, dq, _ = self._launch(
-            backward_kernel,
-            (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(dq), turns),
-            (dkv, dkv, shape_dtype_of(dq), shape_dtype_of(turns)),
-            (triton.cdiv(sizes.T, _ROWS) * heads, sizes.B),
-            sizes.constants(window) | {"STAGES": _STAGES, "HEADS": heads},
-            aliases={len(arrays) + 1: 2, len(arrays) + 2: 3},
+        dkv, dq = (
+            jax.ShapeDtypeStruct((sizes.B, sizes.T, heads * group, sizes.H), arrays[1].base.dtype)
+            for group in (1, sizes.G)
         )
-        dq = jnp.where(used, _per_token(dq * sizes.H**-0.5, sizes), 0)  # the kernel leaves padding as it was
-        return dq.astype(dtype), dk, dv
+        dk, dv, dq, *_ = self._launch(
+            backward_kernel,
+            (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(sums), turns),
+            (dkv, dkv, dq, shape_dtype_of(sums), shape_dtype_of(turns)),
+            ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
+            sizes.constants(window) | {"STAGES": _STAGES, "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
+            aliases={len(arrays) + 1: 3, len(arrays) + 2: 4},
+        )
+        return dq, dk, dv
 
 
 def _per_tile(x: Float[Array, "B T N"], sizes: KernelSizes) -> Float[Array, "B N/P T P"]:
     return x.reshape(sizes.B, sizes.T, sizes.packs, sizes.P).transpose(0, 2, 1, 3)
-
-
-def _per_token(x: Float[Array, "BN/P TP H"], sizes: KernelSizes) -> Float[Array, "B T N H"]:
-    tiles = x.reshape(sizes.B, -1, sizes.T, sizes.P, sizes.H).transpose(0, 2, 1, 3, 4)
-    return tiles.reshape(sizes.B, sizes.T, -1, sizes.H)
 
 
 def _descriptor(x: jax.Array, block: tuple[int, ...], swizzle: int = 128) -> TensorDescriptor:

@@ -3,13 +3,14 @@
 A program owns a tile of keys, 64 for each of two warpgroups, and walks over the tiles of queries that see them, from
 the last to the first, which one warp loads through TMA. Scores are transposed, [keys, queries], so that weights and
 their gradients are operands in registers. The next tile's scores are multiplied while a tile's gradient of queries is
-handed over.
+handed over. Heads that do not fit a tile follow one another before the next tokens.
 
 The gradient of a tile of queries is a sum over programs: two other warps, in turns, store the first program's share in
 global memory and add the others', in the order of keys, by a number for each tile that says whose turn it is. Results
 are therefore the same in every run. Programs start in the order of keys, so none waits for one that has not started.
 They begin with their last queries, which they share, so that each follows the one before it by a tile; from the first
-queries on, it would wait until that one came to its own keys.
+queries on, it would wait until that one came to its own keys. The programs that start last round finished sums to the
+gradient's dtype, while the last of the others still compute.
 """
 
 from triton.experimental import gluon
@@ -17,64 +18,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
-from jaxglue.ops.attention.hopper.sums import add_shares
+from jaxglue.ops.attention.hopper.backward_tiles import allocate, load_tiles, query_range
+from jaxglue.ops.attention.hopper.sums import add_shares, load_sums, round_sums, visible_end
 from jaxglue.ops.attention.hopper.tiles import (
     GROUP_ROWS,
     Range,
-    Ring,
     Sizes,
     await_place,
-    barriers,
     release,
-    ring,
     store_rows,
     turn,
-    vacate,
 )
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
-
-
-@aggregate
-class Tiles:
-    """Tiles, statistics and products in shared memory, with the barriers of a program's warps."""
-
-    queries: Ring
-    statistics: gl.shared_memory_descriptor
-    keys: gl.shared_memory_descriptor
-    loaded: gl.shared_memory_descriptor
-    dscores: gl.shared_memory_descriptor
-    stored: gl.shared_memory_descriptor
-    dq: Ring
-
-    @gluon.constexpr_function
-    def __init__(self, queries, statistics, keys, loaded, dscores, stored, dq):
-        """Bundle queries beside dout, lse beside delta, keys beside values, and products, with their barriers."""
-        self.queries, self.statistics, self.keys, self.loaded = queries, statistics, keys, loaded
-        self.dscores, self.stored, self.dq = dscores, stored, dq
-
-
-@gluon.jit
-def _end(ends, key, WINDOW: gl.constexpr):
-    """Return the token after the last that sees a key."""
-    end = gl.load(ends + key)
-    if WINDOW > 0:
-        end = gl.minimum(end, key + WINDOW)
-    return end
-
-
-@gluon.jit
-def _query_range(ends, first, last, sizes):
-    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
-    count = gl.maximum(_end(ends, last, sizes.WINDOW) - first + TOKENS - 1, 0) // TOKENS
-    full = gl.minimum((last - first + TOKENS - 1) // TOKENS, count)
-    cut = gl.maximum(_end(ends, first, sizes.WINDOW) - first, 0) // TOKENS
-    return Range(first, full, gl.minimum(gl.maximum(cut, full), count), count)
 
 
 @gluon.jit
@@ -142,13 +101,13 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
 
 
 @gluon.jit
-def _tiles(begin, end, MASK: gl.constexpr, operands, state, sizes, GROUP: gl.constexpr):
-    """Compute the tiles from `begin` to `end` after another of a pack of heads; a tile's dq comes one tile late."""
+def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.constexpr):
+    """Add the tiles from `begin` to `end`, after another one, to (dk, dv); a tile's dq comes one tile late."""
     first, count, keys, _, tiles = operands
-    dk, dv, n = state
+    dk, dv = sums
     SCORES: gl.constexpr = keys.type.layout.parent
-    for i in range(begin, end):
-        token = first + (count - 1 - i) * (GROUP_ROWS // sizes.P)
+    for n in range(begin, end):
+        token = first + (count - 1 - n // (sizes.G // sizes.P)) * (GROUP_ROWS // sizes.P)
         zero = token >> 31  # 0, which the compiler cannot know: it would keep every address of keys in registers
         dq = _begin_dq(tiles, n - 1, zero, sizes.H, GROUP)
         release(tiles.queries, n - 1)
@@ -156,26 +115,25 @@ def _tiles(begin, end, MASK: gl.constexpr, operands, state, sizes, GROUP: gl.con
         dq = warpgroup_mma_wait(1, deps=[dq])
         _hand_over(dq, tiles, n - 1, GROUP)
         dk, dv = _differentiate_tile(scores, (dk, dv), n, token, MASK, operands, sizes, GROUP)
-        n += 1
-    return dk, dv, n
+    return dk, dv
 
 
 @gluon.jit
-def _pack(operands, state, bounds, sizes, GROUP: gl.constexpr):
-    """Compute all tiles of a pack of heads, of which there is at least one."""
+def _all_tiles(operands, dk, dv, bounds, sizes, GROUP: gl.constexpr):
+    """Add all tiles, of which there is at least one, to (dk, dv): some of each token's heads after the others."""
+    PARTS: gl.constexpr = sizes.G // sizes.P
     first, count, keys, _, tiles = operands
-    dk, dv, n = state
-    token, zero = first + (count - 1) * (GROUP_ROWS // sizes.P), first >> 31
-    full, cut = gl.maximum(count - bounds.cut, 1), gl.maximum(count - bounds.full, 1)
-    scores = _begin_scores(tiles, n, zero, keys.type.layout.parent, sizes.H, GROUP)
-    dk, dv = _differentiate_tile(scores, (dk, dv), n, token, True, operands, sizes, GROUP)
-    state = _tiles(1, full, True, operands, (dk, dv, n + 1), sizes, GROUP)
-    state = _tiles(full, cut, False, operands, state, sizes, GROUP)
-    dk, dv, n = _tiles(cut, count, True, operands, state, sizes, GROUP)
-    dq = warpgroup_mma_wait(0, deps=[_begin_dq(tiles, n - 1, zero, sizes.H, GROUP)])
-    release(tiles.queries, n - 1)
-    _hand_over(dq, tiles, n - 1, GROUP)
-    return dk, dv, n
+    token, zero, end = first + (count - 1) * (GROUP_ROWS // sizes.P), first >> 31, count * PARTS
+    full, cut = gl.maximum((count - bounds.cut) * PARTS, 1), gl.maximum((count - bounds.full) * PARTS, 1)
+    scores = _begin_scores(tiles, 0, zero, keys.type.layout.parent, sizes.H, GROUP)
+    sums = _differentiate_tile(scores, (dk, dv), 0, token, True, operands, sizes, GROUP)
+    sums = _tiles(1, full, True, operands, sums, sizes, GROUP)
+    sums = _tiles(full, cut, False, operands, sums, sizes, GROUP)
+    dk, dv = _tiles(cut, end, True, operands, sums, sizes, GROUP)
+    dq = warpgroup_mma_wait(0, deps=[_begin_dq(tiles, end - 1, zero, sizes.H, GROUP)])
+    release(tiles.queries, end - 1)
+    _hand_over(dq, tiles, end - 1, GROUP)
+    return dk, dv
 
 
 @gluon.jit
@@ -192,85 +150,77 @@ def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS:
         stops = gl.minimum(stops, keys + sizes.WINDOW)
     dk = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
     dv = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
-    mbarrier.wait(tiles.loaded.index(0), 0)
-    n = gl.to_tensor(0)
-    operands = bounds.first, bounds.count, keys, stops, tiles
     if bounds.count > 0:
-        for _ in range(sizes.G // sizes.P):
-            dk, dv, n = _pack(operands, (dk, dv, n), bounds, sizes, GROUP)
+        mbarrier.wait(tiles.loaded.index(0), 0)
+        dk, dv = _all_tiles((bounds.first, bounds.count, keys, stops, tiles), dk, dv, bounds, sizes, GROUP)
     values = tiles.keys.index(1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)  # only this warpgroup's
     store_rows(dk_out, dk * sizes.SCALE, values, row, first, head, T, HEADS, H, 1)
     store_rows(dv_out, dv, values, row, first, head, T, HEADS, H, 1)
 
 
 @gluon.jit
-def _load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes):
-    """Load the tile of keys and values, and all tiles of queries and dout with their statistics."""
-    P: gl.constexpr = sizes.P
-    BYTES: gl.constexpr = 2 * (q.block_type.nbytes + lse.block_type.nbytes)
-    loaded = tiles.loaded.index(0)
-    mbarrier.expect(loaded, 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [start, kv_head * sizes.H], loaded, tiles.keys.index(0))
-    tma.async_copy_global_to_shared(v, [start, kv_head * sizes.H], loaded, tiles.keys.index(1))
-    n = gl.to_tensor(0)
-    for part in range(sizes.G // P):
-        for late in range(bounds.count):
-            i = bounds.count - 1 - late
-            rows = [start + i * (GROUP_ROWS // P), kv_head * sizes.G + part * P, 0]
-            line = [plane + part, bounds.first * P + i * GROUP_ROWS]
-            place, full = vacate(tiles.queries, n, BYTES)
-            tma.async_copy_global_to_shared(q, rows, full, tiles.queries.tiles.index(2 * place))
-            tma.async_copy_global_to_shared(lse, line, full, tiles.statistics.index(2 * place))
-            tma.async_copy_global_to_shared(dout, rows, full, tiles.queries.tiles.index(2 * place + 1))
-            tma.async_copy_global_to_shared(delta, line, full, tiles.statistics.index(2 * place + 1))
-            n += 1
+def _compute(ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS: gl.constexpr,
+             GROUP: gl.constexpr):  # fmt: skip
+    """Differentiate, or round so many tiles of sums."""
+    if rounded > 0:
+        round_sums(sums, dq, tiles.queries, ends, row, head, bounds.first, rounded, sizes, HEADS, GROUP)
+    else:
+        _differentiate(ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, GROUP)
 
 
 @gluon.jit
-def _allocate(q, k, lse, dq, STAGES: gl.constexpr, P: gl.constexpr, H: gl.constexpr):
-    """Return the tiles in shared memory."""
-    ROWS: gl.constexpr = 2 * GROUP_ROWS
-    queries = ring(gl.allocate_shared_memory(q.dtype, [2 * STAGES, GROUP_ROWS // P, P, H], q.layout), STAGES)
-    statistics = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, GROUP_ROWS], lse.layout)
-    keys = gl.allocate_shared_memory(k.dtype, [2, ROWS, H], k.layout)
-    dscores = gl.allocate_shared_memory(k.dtype, [2, ROWS, GROUP_ROWS], k.layout)
-    halves = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, GROUP_ROWS, H // 2], dq.layout)
-    handed = Ring(halves, barriers(STAGES, 2), barriers(STAGES, 1))
-    return Tiles(queries, statistics, keys, barriers(1, 1), dscores, barriers(1, 2), handed)
+def _load(source, finished):
+    """Load what a program computes: tiles to differentiate, or finished sums."""
+    q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes = source
+    load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes)
+    sums, turns, queries, ends, dq_plane, first, count, _ = finished
+    load_sums(sums, turns, queries, ends, dq_plane, first, count, sizes)
 
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, ends, lse, delta, dout, first_head, dq, turns, dk, dv, T: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
-    P: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, HEADS: gl.constexpr,
-    STAGES: gl.constexpr,
+    q, k, v, ends, lse, delta, dout, first_head, sums, turns, dk, dv, dq, T: gl.constexpr, K: gl.constexpr,
+    G: gl.constexpr, P: gl.constexpr, H: gl.constexpr, WINDOW: gl.constexpr, SCALE: gl.constexpr, HEADS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one tile, summed over the group of query heads, and its share of dq.
+    """Compute dk and dv of one tile, summed over the group of query heads, and its share of dq; or round sums to dq.
 
-    The grid is (HEADS · tiles, B), one head after another: sums of one stay in the L2 cache. dq, dk and dv are those of
-    HEADS key/value heads from `first_head` on. lse is in units of exponentials of 2; turns begin as zeros. dq
-    [B · HEADS · G // P, T · P, H] float32 is left as it was where no query sees a key.
+    The grid is ROWS · HEADS · tiles, one head after another: sums of one stay in the L2 cache. As many again over SPAN
+    then round the sums, each of SPAN tiles of tokens, while the last of the others compute. dq, dk and dv are those of
+    HEADS key/value heads from `first_head` on. lse is in units of exponentials of 2; turns begin as zeros. Sums [ROWS ·
+    HEADS · G // P, T · P, H] float32 are left as they were where no query sees a key.
     """
     sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
-    TILES: gl.constexpr = (T + 2 * GROUP_ROWS - 1) // (2 * GROUP_ROWS)
-    tile, head, row = gl.program_id(0) % TILES, gl.program_id(0) // TILES, gl.program_id(1).to(gl.int64)
+    KEYS: gl.constexpr = 2 * GROUP_ROWS
+    TILES: gl.constexpr = (T + KEYS - 1) // KEYS
+    index = gl.program_id(0)
+    rounds = index >= ROWS * HEADS * TILES
+    index = gl.where(rounds, index - ROWS * HEADS * TILES, index)
+    tiles_of_head = gl.where(rounds, (TILES + SPAN - 1) // SPAN, TILES)
+    tile, plane = index % tiles_of_head, index // tiles_of_head
+    head, row = plane % HEADS, (plane // HEADS).to(gl.int64)
     kv_head = gl.load(first_head) + head
-    first, row_ends = tile * (2 * GROUP_ROWS), ends + row * T
+    first, row_ends = tile * gl.where(rounds, SPAN * KEYS, KEYS), ends + row * T
     plane = (row.to(gl.int32) * K + kv_head) * (G // P)
     dq_plane = (row.to(gl.int32) * HEADS + head) * (G // P)
-    bounds = _query_range(row_ends, first, gl.minimum(first + 2 * GROUP_ROWS, T) - 1, sizes)
-    before = gl.where(tile > 0, _end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
-    tiles = _allocate(q, k, lse, dq, STAGES, P, H)
+    bounds = query_range(row_ends, first, gl.minimum(first + KEYS, T) - 1, sizes)
+    bounds = Range(first, bounds.full, bounds.cut, gl.where(rounds, 0, bounds.count))
+    tokens = gl.minimum(first + SPAN * KEYS, T) - first
+    rounded = gl.where(rounds, (tokens * P + GROUP_ROWS - 1) // GROUP_ROWS * (G // P), 0)
+    before = gl.where(tile > 0, visible_end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
+    tiles = allocate(q, k, lse, sums, STAGES, P, H)
     fence_async_shared()
     gl.barrier()
-    source = (q, k, v, lse, delta, dout, tiles, (row * T + first).to(gl.int32), plane, kv_head, bounds, sizes)
+    start = (row * T + first).to(gl.int32)
+    source = (q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes)
+    finished = (sums, turns, tiles.queries, row_ends, dq_plane, first, rounded, sizes)
     gl.warp_specialize(
         [
-            (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 0)),
-            (_differentiate, (row_ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, 1)),
-            (_load_tiles, source),
-            (add_shares, (dq, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 0)),
-            (add_shares, (dq, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 1)),
+            (_compute, (row_ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS, 0)),
+            (_compute, (row_ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS, 1)),
+            (_load, (source, finished)),
+            (add_shares, (sums, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 0)),
+            (add_shares, (sums, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 1)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

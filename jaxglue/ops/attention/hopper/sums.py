@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, await_place, release
+from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, await_place, release, rows, vacate
 
 _ADDERS = gl.constexpr(2)
 """Warps that add a program's shares in turns: one waits for its additions to be done while another begins its own."""
@@ -50,8 +50,8 @@ def add_shares(dq, turns, shares, plane, tile, before, bounds, sizes, ADDER: gl.
     TOKENS: gl.constexpr = GROUP_ROWS // P
     TILES: gl.constexpr = (sizes.T + TOKENS - 1) // TOKENS
     for n in range(ADDER, PARTS * bounds.count, _ADDERS):
-        part = n // bounds.count
-        token = bounds.first + ((part + 1) * bounds.count - 1 - n) * TOKENS
+        part = n % PARTS
+        token = bounds.first + (bounds.count - 1 - n // PARTS) * TOKENS
         number = turns + (plane + part) * TILES + token // TOKENS
         if token < before:
             _await_turn(number, tile)
@@ -65,3 +65,57 @@ def add_shares(dq, turns, shares, plane, tile, before, bounds, sizes, ADDER: gl.
         tma.store_wait(0)
         release(shares, n)
         _end_turn(number, tile + 1)
+
+
+@gluon.jit
+def visible_end(ends, key, WINDOW: gl.constexpr):
+    """Return the token after the last that sees a key."""
+    end = gl.load(ends + key)
+    if WINDOW > 0:
+        end = gl.minimum(end, key + WINDOW)
+    return end
+
+
+@gluon.jit
+def _locate(first, n, ends, sizes):
+    """Return (part, token, number of the program that adds last, end of its queries) of the n-th tile of sums."""
+    PARTS: gl.constexpr = sizes.G // sizes.P
+    KEYS: gl.constexpr = 2 * GROUP_ROWS
+    token = first + n // PARTS * (GROUP_ROWS // sizes.P)
+    program = token // KEYS
+    last = gl.minimum(program * KEYS + KEYS, sizes.T) - 1
+    return n % PARTS, token, program, visible_end(ends, last, sizes.WINDOW)
+
+
+@gluon.jit
+def load_sums(sums, turns, ring, ends, plane, first, count, sizes):
+    """Load tiles of the gradients of queries from a token on, each as soon as it has all shares."""
+    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
+    TILES: gl.constexpr = (sizes.T + TOKENS - 1) // TOKENS
+    for n in range(count):
+        part, token, program, end = _locate(first, n, ends, sizes)
+        if token < end:
+            _await_turn(turns + (plane + part) * TILES + token // TOKENS, program + 1)
+        place, full = vacate(ring, n, 2 * sums.block_type.nbytes)
+        for half in gl.static_range(2):
+            corner = [plane + part, token * sizes.P, half * (sizes.H // 2)]
+            tile = ring.tiles.index(2 * place + half)._reinterpret(gl.float32, sums.block_type.shape, sums.layout)
+            tma.async_copy_global_to_shared(sums, corner, full, tile)
+
+
+@gluon.jit
+def round_sums(sums, out, ring, ends, row, head, first, count, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Store a warpgroup's half of each loaded tile, scaled and rounded; zeros for padding."""
+    P: gl.constexpr = sizes.P
+    HALF: gl.constexpr = sizes.H // 2
+    N: gl.constexpr = HEADS * sizes.G
+    for n in range(count):
+        part, token, _, end = _locate(first, n, ends, sizes)
+        base, offsets, mask = rows(row, token, head * sizes.G + part * P, sizes.T, N, sizes.H, P, HALF)
+        tile = ring.tiles.index(2 * await_place(ring, n) + GROUP)
+        tile = tile._reinterpret(gl.float32, sums.block_type.shape, sums.layout).reshape([GROUP_ROWS, HALF])
+        lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, offsets.type.layout))
+        value = gl.where((token + lane // P < end)[:, None], tile.load(offsets.type.layout) * sizes.SCALE, 0.0)
+        gl.store(out + base + GROUP * HALF + offsets, value.to(out.dtype.element_ty), mask=mask)
+        gl.barrier()
+        release(ring, n)

@@ -116,11 +116,14 @@ def release(ring, n):
 
 
 @gluon.jit
-def _rows(row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
-    """Return (base, offsets, mask) of 64 rows: P heads of each token, from a token and head of [B, T, HEADS, H] on."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // H, H // 8], [4, 1], [1, 0])
+def rows(row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr, WIDTH: gl.constexpr):
+    """Return (base, offsets, mask) of 64 rows: P heads of each token, from a token and head of [B, T, HEADS, H] on.
+
+    They are the first WIDTH of their H columns.
+    """
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
-    column = gl.arange(0, H, layout=gl.SliceLayout(0, WIDE))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))
     offsets = ((lane // P) * (HEADS * H) + (lane % P) * H)[:, None] + column[None, :]
     base = ((row * T + token) * HEADS + head) * H
     return base, offsets, (token + lane // P < T)[:, None]
@@ -129,8 +132,8 @@ def _rows(row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexp
 @gluon.jit
 def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr,
                P: gl.constexpr):  # fmt: skip
-    """Store the rows of `_rows`, through a tile in shared memory that a warpgroup no longer needs."""
-    base, offsets, mask = _rows(row, token, head, T, HEADS, H, P)
+    """Store `rows`, through a tile in shared memory that a warpgroup no longer needs."""
+    base, offsets, mask = rows(row, token, head, T, HEADS, H, P, H)
     tile.store(value.to(target.dtype.element_ty))
     gl.barrier()
     gl.store(target + base + offsets, tile.load(offsets.type.layout), mask=mask)
@@ -139,6 +142,6 @@ def store_rows(target, value, tile, row, token, head, T: gl.constexpr, HEADS: gl
 
 @gluon.jit
 def load_rows(source, tile, row, token, head, T: gl.constexpr, HEADS: gl.constexpr, H: gl.constexpr, P: gl.constexpr):
-    """Load the rows of `_rows` to shared memory; zeros past the row."""
-    base, offsets, mask = _rows(row, token, head, T, HEADS, H, P)
+    """Load `rows` to shared memory; zeros past the row."""
+    base, offsets, mask = rows(row, token, head, T, HEADS, H, P, H)
     tile.store(gl.load(source + base + offsets, mask=mask, other=0.0))
