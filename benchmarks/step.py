@@ -60,7 +60,7 @@ MATMUL_KERNELS = "gemm", "nvjet", "cutlass", "xmma", "grouped", "splitk"
 UNEXPECTED = 0.07
 """Relative error of an expected time from which a step is traced."""
 STEPS_AHEAD = 2
-"""Steps by which the host is ahead where dispatch takes as long as a step, as in training."""
+"""Steps by which the host is ahead, as in training."""
 LENGTHS_SEED = 0
 DOCUMENTS = 64, 1024
 """Least and most tokens of a document."""
@@ -124,9 +124,9 @@ def parameters(work: Workload, weights: tuple[str, ...] | None = None, embedding
 def _unlike(embedding):
     """Return an embedding of tokens as unlike each other as routers of trained models find them.
 
-    With small embeddings hidden states are a row's mean, and all tokens go to the same experts.
+    With small ones hidden states are a row's mean and the biases, and all tokens go to the same experts.
     """
-    return jax.tree.map(lambda table: table * 50, embedding)
+    return jax.tree.map(lambda table: table * 500, embedding)
 
 
 @cache
@@ -331,8 +331,7 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     ready()
     if args.warm_up:
         jax.block_until_ready(step())
-    ahead = STEPS_AHEAD if args.layers_per_program > 1 else 0
-    times = step_times(step, args.steps, ahead) or [(found["busy_ms"] / 1e3, first)]
+    times = step_times(step, args.steps, STEPS_AHEAD) or [(found["busy_ms"] / 1e3, first)]
     row = {
         "setting": {name: value for name, value in vars(args).items() if value is not None},
         "gpu": device.device_kind,

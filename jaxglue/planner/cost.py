@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
-from jaxglue.planner.kernel_times import conversion_seconds, loop_seconds, matmul_seconds, with_gap
+from jaxglue.planner.kernel_times import conversion_seconds, loop_seconds, matmul_seconds, padding, together, with_gap
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 _ALIASES = {
@@ -33,11 +33,13 @@ _CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_
 """Operations by which kernels' weights are made of quantized ones."""
 _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
+_SMALL = 2**16
+"""Bytes of an array from which XLA gathers within another kernel of a loop."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
 """Kernels of experts' matmuls, and their share of the matmul rate."""
 _FUSED_SHARE = 0.92
 """Share of the memory's rate at which kernels without matmuls move their bytes."""
-_KERNEL_SHARES = {"gradients_kernel": 0.73}
+_KERNEL_SHARES = {"gradients_kernel": 0.73, "mxfp4_kernel": 0.81}
 """The same by kernel: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
 _FP8_SHARE = 0.55
 """The same of kernels that read or write FP8 codes."""
@@ -57,6 +59,8 @@ class Cost:
 
     A loop's matmul that reads its slice of an array is fused with the slicing, and not compared.
     """
+    kernels: int = 0
+    """Kernels, those of loops in every turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,9 @@ def program_cost(
     total = sum(value.bytes for value in made)
     without = {*made, *in_place}
     temporary = peak_bytes(trace.kernels, without=without, results=list(made), in_order=in_loop)
-    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul)
+    return Cost(
+        seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul, kernels=trace.launched
+    )
 
 
 def _places(value: Value, *, in_loop: bool) -> list[Value]:
@@ -148,8 +154,8 @@ class _Trace:
     """Collects the kernels of a program in order."""
 
     def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes, *, in_loop: bool):
-        self.seconds, self.matmul = 0.0, 0
-        self._constant = _TABLE if in_loop else _SCALAR
+        self.seconds, self.matmul, self.launched = 0.0, 0, 0
+        self._in_loop, self._constant = in_loop, _TABLE if in_loop else _SCALAR
         self._gpu, self._attention, self._sizes = gpu, attention, sizes
         self.kernels: list[Kernel] = []
         self._formed: dict[tuple, list[Value]] = {}
@@ -219,7 +225,7 @@ class _Trace:
             return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
             return [self._accumulate(*inputs)]
-        if name == "gather":
+        if name == "gather" and not (self._in_loop and inputs[0].bytes <= _SMALL):
             return self._reduce(inputs, outputs, moved=2 * outputs[0].bytes)
         if name.startswith("scatter") and inputs[0].in_memory and inputs[0].may_become_result:
             return self._scatter(*inputs)
@@ -261,14 +267,15 @@ class _Trace:
         An array that it gets twice, for descriptors of two kinds, counts once.
         """
         estimate = eqn.params["cost_estimate"] or {}
-        flops = self._sizes(estimate.get("flops", 0))
+        flops = self._sizes(round(estimate.get("flops", 0) * padding(eqn.params["metaparams"])))
         codes = any(_is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
         whole = sum(value.bytes for value in {*inputs, *outputs})
         moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
         name = getattr(eqn.params["fn"], "__name__", "")
         copied = self._copy(moved) / (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE))
-        share = _EXPERTS_SHARE if name in _EXPERTS_KERNELS else 1.0
-        return max(flops / (share * self._dot_rate(eqn)), copied, loop_seconds(eqn.params["metaparams"]))
+        if name in _EXPERTS_KERNELS:
+            return together(flops / (_EXPERTS_SHARE * self._dot_rate(eqn)), copied)
+        return max(flops / self._dot_rate(eqn), copied, loop_seconds(eqn.params["metaparams"]))
 
     def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""
@@ -320,6 +327,7 @@ class _Trace:
                 value.bytes = 0
         for value, var in zip(outputs, body.jaxpr.outvars, strict=True):
             value.from_loop = value.bytes != self._sizes.of(var)
+        self.launched += length * cost.kernels
         self._kernel(inputs, outputs, length * cost.seconds, inner=cost.temporary + per_step)
         return outputs
 
@@ -327,6 +335,7 @@ class _Trace:
         for output in outputs:
             output.in_memory = True
         self.seconds += with_gap(seconds)
+        self.launched += 1
         self.kernels.append(Kernel(tuple(inputs), tuple(outputs), seconds, inner, fused))
 
     def _fused_copy(self, moved: int) -> float:

@@ -12,7 +12,7 @@ _MATMUL_START, _UNHEATED = 3.3e-6, 0.8
 those of long ones, whose power lowers the clock."""
 _TURN = 1.1e-6
 """Seconds of a turn of a kernel's loop."""
-_LOOPS = ("COLUMNS", "F", "BLOCK_N"), ("COLUMNS", "N", "BLOCK_N"), ("ROWS", "M", "BLOCK_M")
+_LOOPS = ("COLUMNS", "F", "BLOCK_N"), ("COLUMNS", "N", "BLOCK_N"), ("ROWS", "M", "BLOCK_M"), ("D", "D", "BLOCK_N")
 """Constants of adapters' kernels: elements that a program passes in turns, of all, and in a turn."""
 _CODE_FLOPS = 820
 """FLOPs of matmuls in the time in which XLA converts an 8-bit code."""
@@ -39,3 +39,14 @@ def loop_seconds(constants: Mapping[str, Any]) -> float:
 def conversion_seconds(codes: int, gpu: Gpu) -> float:
     """Return the time of converting 8-bit codes."""
     return codes * _CODE_FLOPS / gpu.matmul
+
+
+def padding(constants: Mapping[str, Any]) -> float:
+    """Return the rows that an experts' kernel multiplies by those given: of each expert, a quarter tile is empty."""
+    experts, tiles = constants.get("E", 0), constants.get("TILES", 0)
+    return 1 + experts / (4 * (tiles - experts)) if tiles > experts else 1.0
+
+
+def together(*seconds: float) -> float:
+    """Return the time of experts' matmuls and of reading their weights, which hide each other where one is short."""
+    return sum(each**3 for each in seconds) ** (1 / 3)

@@ -8,23 +8,23 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.gpus import GIB, Dispatch
 from jaxglue.planner.traced import LayerCost
 
-_ENDS, _GROUPED_ENDS = 65.0, 25.0
+_ENDS, _GROUPED_ENDS = 96.0, 36.0
 """Calls whose time it takes to dispatch embedding and head, with programs of one and of several layers in between."""
-_PASS, _ARRAY, _GROUPED_ARRAY, _WHOLE_ARRAY = 2.0, 3.3, 3.3, 2.5
-"""Calls whose time it takes to dispatch a layer's pass, and arrays whose time it takes for each array of a layer's
-program: alone, in one of several programs of layers, and in a micro-batch's only program."""
-_COPY, _COPIED_ARRAY, _COPIED_VALUE = 9.0, 3.75, 3.0
-"""Calls whose time it takes to request copies of a layer's weights, copied arrays whose time each of these takes, and
-calls for a value to or from own page-locked buffers."""
-_FIRST_PROGRAM = 0.6e-3
-"""Seconds in which the GPU waits for a step's first programs."""
+_PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 1.0, 0.11, 0.14, 0.03
+"""Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, in one of several programs of
+layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program."""
+_ARRAY = 0.85
+"""Arrays whose time it takes for each array of a layer's program."""
+_COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 8.0
+"""Calls whose time it takes to request copies of a layer's weights, and copies whose time it takes for each array among
+them, and for a value to or from own page-locked buffers."""
 _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
-_SERIAL, _GROUPED_SERIAL = 0.05, 0.5
-"""Shares of the shorter one of GPU's and host's time that are not hidden under the longer one; the latter's where
-programs have several layers, as one starts once the host has passed all their parameters."""
+_SERIAL, _GROUPED_SERIAL, _WHOLE_SERIAL = 0.05, 0.5, 0.02
+"""Shares of the shorter one of GPU's and host's time that are not hidden under the longer one. Of several programs with
+several layers one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
@@ -59,6 +59,8 @@ class LayerArrays(NamedTuple):
     """Values copied to the host and back."""
     streamed: bool = False
     """The frozen ones are copied to the GPU for every pass."""
+    kernels: int = 0
+    """Kernels of both passes."""
 
 
 class MicroBatch(NamedTuple):
@@ -94,17 +96,16 @@ def micro_batch(
         passes: runs of each layer.
         whole: embedding, layers and head are one program.
     """
+    kernels = sum(layer.kernels for layer in layers)
+    arrays = _ARRAY * sum(_handled(layer, 1 if whole else passes) for layer in layers)
     if whole:
-        arrays = sum(_handled(layer, 1) for layer in layers)
-        return MicroBatch(gpu_seconds, _GROUPED_ENDS, _WHOLE_ARRAY * arrays, 0, _SERIAL)
-    arrays = sum(_handled(layer, passes) for layer in layers)
+        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _WHOLE_SERIAL)
     if layers_per_program > 1:
-        return MicroBatch(gpu_seconds, _GROUPED_ENDS, _GROUPED_ARRAY * arrays, 0, _GROUPED_SERIAL)
+        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_SERIAL)
     streamed = [layer.frozen for layer in layers if layer.streamed]
-    calls = _ENDS + passes * (_PASS * len(layers) + _COPY * len(streamed))
-    calls += 2 * _COPIED_VALUE * sum(layer.offloaded for layer in layers)
-    copies = passes * _COPIED_ARRAY * sum(streamed)
-    return MicroBatch(gpu_seconds + _FIRST_PROGRAM, calls, _ARRAY * arrays, copies, _SERIAL)
+    calls = _ENDS + passes * (_PASS * len(layers) + _COPY * len(streamed)) + _KERNEL * kernels
+    copies = 2 * _COPIED_VALUE * sum(layer.offloaded for layer in layers) + passes * _COPIED_ARRAY * sum(streamed)
+    return MicroBatch(gpu_seconds, calls, arrays, copies, _SERIAL)
 
 
 def _handled(layer: LayerArrays, passes: int) -> int:

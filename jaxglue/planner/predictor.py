@@ -188,7 +188,13 @@ class Predictor:
     def _arrays(self, setting: Setting) -> list[LayerArrays]:
         arrays, costs, streamed = map(self._model.arrays, range(self._model.layers)), setting.costs, setting.streamed
         return [
-            LayerArrays(trainable, frozen, cost.offloaded_names, bool(size))
+            LayerArrays(
+                trainable,
+                frozen,
+                offloaded=cost.offloaded_names,
+                streamed=bool(size),
+                kernels=cost.forward.kernels + cost.backward.kernels,
+            )
             for (trainable, frozen), cost, size in zip(arrays, costs, streamed, strict=True)
         ]
 
