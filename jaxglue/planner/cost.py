@@ -130,9 +130,7 @@ def program_cost(
     total = sum(value.bytes for value in made)
     without = {*made, *in_place}
     temporary = peak_bytes(trace.kernels, without=without, results=list(made), in_order=in_loop)
-    return Cost(
-        seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul, kernels=trace.launched
-    )
+    return Cost(seconds=trace.seconds, temporary=temporary, results=total, matmul=trace.matmul, kernels=trace.launched)
 
 
 def _places(value: Value, *, in_loop: bool) -> list[Value]:
