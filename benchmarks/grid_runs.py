@@ -81,14 +81,14 @@ def device() -> tuple[Gpu, float]:
 
 
 def measure_all(plans: list[dict], total: float, deadline: float) -> Iterator[dict]:
-    """Yield rows of results as they end, the largest begun first, none after the deadline (`time.monotonic`).
+    """Yield results as they end; settings begin in order where there is room, none after the deadline (`monotonic`).
 
     Args:
         plans: settings with flags and predictions.
         total: GiB of the GPU.
         deadline: seconds.
     """
-    waiting = sorted(plans, key=lambda plan: pool_gib(plan, total), reverse=True)
+    waiting = list(plans)
     running: list[_Run] = []
     take_fitting_blocks(os.environ)
     context: Any = multiprocessing.get_context("forkserver")

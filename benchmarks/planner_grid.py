@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 import jax
 import numpy as np
 import step
-from grid_runs import PINNED_GIB, arguments, device, measure_all
+from grid_runs import PINNED_GIB, arguments, device, measure_all, pool_gib
 from inputs import SHAPES
 
 from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
-from jaxglue.engine.residency import DEVICE
+from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.gpus import GIB, Dispatch, Gpu, find_gpu
 from jaxglue.planner.overheads import MicroBatch
@@ -43,6 +43,8 @@ METHODS_OF = {"gpt-oss-20b": ("lora", "lora", "nf4"), "qwen3-30b-a3b": ("lora",)
 REMATS = ("none", "dots", "full", "offload", "auto", "auto", "auto")
 TILED = ("full", "offload", "offload:layer_input,attention_out,attention_lse")
 """Policies of rows by tiles, which half of the long rows of models with experts are."""
+SHORT = 1024
+"""Tokens of short rows."""
 LIMITS = (0.02, 0.15, 0.4, 0.8)
 """Memory of `auto`, between the needs of the leanest and of the fastest preset."""
 _CPU_PROCESSES = 6
@@ -131,7 +133,13 @@ def measured(planned_settings: list[dict], minutes: float) -> Iterator[dict]:
     yield from ({**row, "gpu": gpu.name} for row in planned_settings if "refused" in row)
     host = _this_host()
     fit = [_with_host(row, host) for row in planned_settings if "refused" not in row]
+    fit.sort(key=lambda row: (not _is_doubtful(row), -pool_gib(row, total)))
     yield from ({**row, "gpu": gpu.name} for row in measure_all(fit, total, deadline))
+
+
+def _is_doubtful(row: dict) -> bool:
+    """Return whether a setting is of those that are measured first: short rows, tiles, streamed weights."""
+    return row["tokens"] <= SHORT or "tile" in row or is_streamed(parse_weights(row["weights"], row["layers"]))
 
 
 def _this_host() -> Dispatch:
