@@ -5,6 +5,18 @@ import pytest
 from jaxglue.training.interrupt import Interrupt
 
 
+@pytest.fixture(autouse=True)
+def default_handlers():
+    """Handle signals as a command of its own does: those started in a shell's background ignore SIGINT."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_first_signal_asks_and_second_raises(number, status, capfd):
     with Interrupt() as interrupt:
