@@ -99,9 +99,9 @@ def measure(heads: Heads, tokens: int, rows: dict[str, list[int]], only: list[st
                 continue
             segments = jax.device_put(pack_segments([lengths], seq_len=tokens, kind=BatchKind(False, slots)))
             out, lse = forward(q, k, v, sinks, segments)
-            times = (
-                milliseconds(forward, q, k, v, sinks, segments, budget=30, repeats=3),
-                milliseconds(backward, q, k, v, sinks, segments, out, lse, dout, budget=60, repeats=3),
+            times = (  # long enough for the clock to settle at the power limit
+                milliseconds(forward, q, k, v, sinks, segments, budget=100, repeats=5),
+                milliseconds(backward, q, k, v, sinks, segments, out, lse, dout, budget=200, repeats=5),
             )
             pairs = visible_pairs(lengths, heads.window)
             yield (astuple(heads), tokens, name, slots, kernel, pairs, *(float(f"{t:.4g}") for t in times))

@@ -25,6 +25,8 @@ __all__ = ["ATTENTION", "AttentionShape", "joined_attention", "packed_attention"
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 _HOPPER_HEAD_DIMS = (64, 128)
+_HOPPER_WINDOW = 1024
+"""Least window on which Hopper's kernels are the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +102,10 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 
 def _order(shape: AttentionShape) -> tuple[str, ...]:
-    unbounded = shape.window is None or shape.window >= LONG_DOCUMENT
-    if not (shape.long and unbounded and shape.head_dim > 64):
+    reach = math.inf if shape.window is None else shape.window
+    if not shape.long or shape.head_dim <= 64 or reach < _HOPPER_WINDOW:
         return "triton", "cudnn", "hopper"
-    few = shape.segment_slots <= FEW_DOCUMENTS
+    few = shape.segment_slots <= FEW_DOCUMENTS and reach >= LONG_DOCUMENT
     return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
 
 
