@@ -7,7 +7,6 @@ from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
 
 RANGE = tl.constexpr(40.0)
 WIDE_RANGE = tl.constexpr(60.0)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -114,51 +113,6 @@ def softmax_gradient_kernel(
 
 
 @triton.jit
-def _block(
-    x, row, column, ROWS: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, BK: tl.constexpr, DESCRIPTORS: tl.constexpr,
-):  # fmt: skip
-    """Load [BLOCK, BK] of x [ROWS, D], 0 outside."""
-    if DESCRIPTORS:
-        tile = x.load([row, column])
-    else:
-        at, columns = row + tl.arange(0, BLOCK), column + tl.arange(0, BK)
-        mask = (at < ROWS)[:, None] & (columns < D)[None, :]
-        tile = tl.load(x + at[:, None].to(tl.int64) * D + columns[None, :], mask=mask, other=0.0)
-    return tile
-
-
-@triton.jit
-def exponentials_kernel(
-    x, w, references, numerators, sums, tops,
-    M: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PROGRAMS: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute numerators [M, V] = exp(x·wᵀ - references) without writing logits, of x [M, D] and w [V, D].
-
-    Also compute sums and the largest differences of BN columns, both [M, V / BN]. Grid (PROGRAMS), each for many tiles.
-    """
-    tiles_m: tl.constexpr = (M + BM - 1) // BM
-    tiles_n: tl.constexpr = (V + BN - 1) // BN
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
-        m, n = tile % tiles_m, tile // tiles_m
-        logits = tl.full((BM, BN), 0.0, tl.float32)
-        for k in range(0, D, BK):
-            left = _block(x, m * BM, k, M, D, BM, BK, DESCRIPTORS)
-            right = _block(w, n * BN, k, V, D, BN, BK, DESCRIPTORS)
-            logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
-        rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
-        inside = (columns < V)[None, :]
-        differences = logits - tl.load(references + rows, mask=rows < M, other=0.0)[:, None]
-        differences = tl.where(inside, differences, -1e30)
-        exponentials = tl.exp2(differences * LOG2_E)
-        tl.store(sums + rows * tiles_n + n, tl.sum(exponentials, 1), mask=rows < M)
-        tl.store(tops + rows * tiles_n + n, tl.max(differences, 1), mask=rows < M)
-        at, mask = rows[:, None].to(tl.int64) * V + columns[None, :], (rows < M)[:, None] & inside
-        tl.store(numerators + at, exponentials.to(numerators.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _differences(x, w, reference, start, V: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return BLOCK logits of one row less its reference; -1e30 beyond the vocabulary."""
     columns, features = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
@@ -178,7 +132,7 @@ def exponentials_loss_kernel(
     V: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute losses and factors [M] as `softmax_gradient_kernel`, from what `exponentials_kernel` wrote. Grid (M).
+    """Compute losses and factors [M] as `softmax_gradient_kernel`, from what `hopper.exponentials_kernel` wrote. Grid (M).
 
     A row with a logit far above its reference, the target's, is computed again relative to its largest one.
     """

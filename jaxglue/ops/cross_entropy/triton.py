@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from jaxglue.ops.cross_entropy import kernels
-from jaxglue.ops.launch import Launcher, dot_precision
+from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS
+from jaxglue.ops.cross_entropy import hopper, kernels
+from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.fp8 import E4M3
 
 LARGEST_DEPTH = 2048
@@ -20,14 +22,13 @@ _BEYOND = 1e30
 
 @dataclass(frozen=True, kw_only=True)
 class ProductTiles:
-    """Rows, columns and depth of a tile of logits, and how its persistent program is compiled."""
+    """Rows, columns and depth of a tile of logits, depths loaded ahead, and persistent programs."""
 
-    block_m: int = 128
+    block_m: int = 2 * GROUP_ROWS.value
     block_n: int = 256
     block_k: int = 64
-    programs: int = 132
-    num_warps: int = 8
     num_stages: int = 3
+    programs: int = 132
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,6 @@ class TritonCrossEntropy(Launcher):
     num_warps: int = 8
     product_tiles: ProductTiles = ProductTiles()
     """For an H200."""
-    descriptors: bool = True
-    """Load tiles of logits' factors through the tensor memory accelerator."""
 
     def multiplies(self, x, w) -> bool:
         """Return whether `product_gradient` serves, rather than cuBLAS and a pass over logits."""
@@ -63,23 +62,25 @@ class TritonCrossEntropy(Launcher):
 
     def product_gradient(self, x, w, targets, weights):
         """See `ProductGradient`."""
-        (M, D), V, tiles = x.shape, len(w), self.product_tiles
         target_rows = w[targets].astype(jnp.float32)
         target_logits = jnp.sum(x.astype(jnp.float32) * target_rows, axis=1)
         references = jnp.where(weights != 0, target_logits, _BEYOND)
+        numerators, sums, tops = self._exponentials(x, w, references)
+        losses, factors, numerators = self._losses(x, w, references, sums, tops, weights, numerators)
+        products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
+        return losses, products * factors[:, None] - weights[:, None] * target_rows
+
+    def _exponentials(self, x, w, references) -> tuple[Array, Array, Array]:
+        """Return exp(x·wᵀ − references), and the sums and largest differences of each tile's columns."""
+        (M, D), V, tiles = x.shape, len(w), self.product_tiles
         count = triton.cdiv(V, tiles.block_n)
         partial = jax.ShapeDtypeStruct((M, count), jnp.float32)
         out_type = jax.ShapeDtypeStruct((M, V), x.dtype), partial, partial
         programs = min(tiles.programs, triton.cdiv(M, tiles.block_m) * count)
-        blocks = {"BM": tiles.block_m, "BN": tiles.block_n, "BK": tiles.block_k, "PROGRAMS": programs}
-        constants = {"M": M, "V": V, "D": D, "DESCRIPTORS": self.descriptors, "PRECISION": dot_precision(x.dtype)}
-        operands = self._tiled(x, tiles.block_m), self._tiled(w, tiles.block_n), references
-        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * V * D}
-        kernel = kernels.exponentials_kernel
-        numerators, sums, tops = self._launch(kernel, operands, out_type, (programs,), constants | blocks, **compiled)
-        losses, factors, numerators = self._losses(x, w, references, sums, tops, weights, numerators)
-        products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
-        return losses, products * factors[:, None] - weights[:, None] * target_rows
+        sizes = {"M": M, "V": V, "D": D, "PROGRAMS": programs, "STAGES": tiles.num_stages}
+        flops = 2 * M * V * D
+        arrays = self._tiled(x, tiles.block_m), self._tiled(w, tiles.block_n), references
+        return self._launch(hopper.exponentials_kernel, arrays, out_type, (programs,), sizes, flops=flops)
 
     def _losses(self, x, w, references, sums, tops, weights, numerators) -> tuple[Array, Array, Array]:
         """Return (losses, factors, numerators), with rows of too large exponentials computed again."""
@@ -92,8 +93,9 @@ class TritonCrossEntropy(Launcher):
         numerators, losses, factors = map(jax.freeze, refs)
         return losses, factors, numerators
 
-    def _tiled(self, x: Float[Array, "rows D"], rows: int):
-        return TensorDescriptor.from_array(x, (rows, self.product_tiles.block_k)) if self.descriptors else x
+    def _tiled(self, x: Float[Array, "rows D"], rows: int) -> TensorDescriptor:
+        layout = NVMMASharedLayout(128, 8 * x.dtype.itemsize, rank=2)
+        return TensorDescriptor.from_array(x, (rows, self.product_tiles.block_k), layout)
 
     def scaled(self, products, row_scales, column_scales, targets, weights):
         """See `reference_scaled_cross_entropy`."""
