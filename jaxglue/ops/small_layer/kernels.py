@@ -48,97 +48,142 @@ def _weight(weight, columns, D: tl.constexpr):
 
 
 @triton.jit
-def _store_ranks(out, ranks, product, row, M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-                 BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Store ranks, then zeros, in the last columns of extended values and by themselves."""
+def _store_ranks(out, ranks, row, M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+                 BLOCK_M: tl.constexpr):  # fmt: skip
+    """Store ranks, then zeros, in the last columns of extended values."""
     REST: tl.constexpr = WIDTH - D
     for start in tl.static_range(0, WIDTH - D, BLOCK_R):
-        value = product if start == 0 else tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+        value = ranks if start == 0 else tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
         _store(out + D, value, row, start, M, REST, WIDTH, BLOCK_M, BLOCK_R)
-        _store(ranks, value, row, start, M, REST, REST, BLOCK_M, BLOCK_R)
+
+
+@triton.jit
+def _normed(tile, scale, weight, start, D: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
+    """Return the norm of columns from `start` on, rounded where the reference rounds."""
+    tile = (tile.to(tl.float32) * scale).to(dtype).to(tl.float32)
+    return (tile * _weight(weight, start + tl.arange(0, BLOCK_N), D).to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
 def extend_kernel(
-    x, weight, downs, out, ranks,
-    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
+    x, weight, downs, out,
+    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Extend x [M, D], or its norm, to out [M, WIDTH] by its ranks, which are ranks [M, WIDTH - D] too; grid (M).
+    """Extend the norm of x [M, D] to out [M, WIDTH] by its ranks; grid (M).
 
     downs [BLOCK_R, D] are first matrices one below the other.
     """
     row = tl.program_id(0) * BLOCK_M
-    dtype = out.dtype.element_ty
-    if HAS_NORM:
-        squares = tl.full((BLOCK_M,), 0.0, tl.float32)
-        for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
-            tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
-            squares += tl.sum(tile * tile, 1)
-        scale = (1.0 / tl.sqrt(squares / D + EPS))[:, None]
+    squares = tl.full((BLOCK_M,), 0.0, tl.float32)
+    for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+        tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+        squares += tl.sum(tile * tile, 1)
+    scale = (1.0 / tl.sqrt(squares / D + EPS))[:, None]
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
-        if HAS_NORM:  # rounded where the reference rounds
-            tile = (tile.to(tl.float32) * scale).to(dtype).to(tl.float32)
-            tile = (tile * _weight(weight, start + tl.arange(0, BLOCK_N), D).to(dtype).to(tl.float32)).to(dtype)
+        tile = _normed(tile, scale, weight, start, D, BLOCK_N, out.dtype.element_ty)
         _store(out, tile, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N)
         matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
         product = tl.dot(tile, tl.trans(matrix), product, input_precision=PRECISION)
-    _store_ranks(out, ranks, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+    _store_ranks(out, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
 
 
 @triton.jit
-def contract_kernel(
-    x, weight, dresidual, dextended, downs, dx,
-    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
+def add_norm_kernel(
+    x, product, up, weight, total, normed, ranks,
+    M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of `extend_kernel` to x from that to out; add dresidual [M, D] to it after a norm's."""
+    """Add a product with its ranks beside it [M, WIDTH], and those times up [D, R], to x [M, D]; norm the total.
+
+    Copy the ranks [M, R], too; grid (M).
+    """
     row = tl.program_id(0) * BLOCK_M
-    dranks = _load(dextended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
-    if HAS_NORM:
-        squares, along = tl.full((BLOCK_M,), 0.0, tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
-        for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
-            columns = start + tl.arange(0, BLOCK_N)
-            tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
-            gradient = _load(dextended, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
-            matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
-            gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION) * _weight(weight, columns, D)
-            squares += tl.sum(tile * tile, 1)
-            along += tl.sum(gradient * tile, 1)
-        scale = 1.0 / tl.sqrt(squares / D + EPS)
-        along = (along * scale * scale / D)[:, None]
-        scale = scale[:, None]
+    dtype = total.dtype.element_ty
+    own = _load(product + D, row, 0, M, R, WIDTH, BLOCK_M, BLOCK_R)
+    _store(ranks, own, row, 0, M, R, R, BLOCK_M, BLOCK_R)
+    squares = tl.full((BLOCK_M,), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
-        columns = start + tl.arange(0, BLOCK_N)
-        gradient = _load(dextended, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
-        matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
-        gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION)
-        if HAS_NORM:
-            tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
-            gradient = (gradient * _weight(weight, columns, D) - tile * along) * scale
-            gradient += _load(dresidual, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
-        _store(dx, gradient, row, start, M, D, D, BLOCK_M, BLOCK_N)
+        tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+        tile += _load(product, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
+        matrix = _load(up, start, 0, D, R, R, BLOCK_N, BLOCK_R).to(dtype)
+        tile = tl.dot(own, tl.trans(matrix), tile, input_precision=PRECISION).to(dtype)
+        _store(total, tile, row, start, M, D, D, BLOCK_M, BLOCK_N)
+        squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), 1)
+    scale = (1.0 / tl.sqrt(squares / D + EPS))[:, None]
+    tl.debug_barrier()  # other threads wrote the total
+    for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+        tile = _load(total, row, start, M, D, D, BLOCK_M, BLOCK_N)
+        tile = _normed(tile, scale, weight, start, D, BLOCK_N, dtype)
+        _store(normed, tile, row, start, M, D, D, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def norm_gradient_kernel(
+    x, weight, dresidual, dout, extended, downs, up, dx,
+    M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
+    EPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add a norm's gradient, from that to its result dout [M, WIDTH], to dresidual [M, RESIDUAL]; grid (M).
+
+    Where WIDTH exceeds D the result was extended [M, WIDTH] by ranks, of downs [BLOCK_R, D]. Where OUT does, extend
+    dx [M, OUT] by its product with up [D, R].
+    """
+    row = tl.program_id(0) * BLOCK_M
+    dtype = dx.dtype.element_ty
+    squares, along = tl.full((BLOCK_M,), 0.0, tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
+    for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+        tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+        gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
+        squares += tl.sum(tile * tile, 1)
+        along += tl.sum(gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile, 1)
+    scale = 1.0 / tl.sqrt(squares / D + EPS)
+    if WIDTH > D:  # ranks are the norm's products with the matrices, so their gradients' share needs no products
+        dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
+        ranks = _load(extended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
+        along += tl.sum(dranks.to(tl.float32) * ranks.to(tl.float32), 1) / scale
+    along = (along * scale * scale / D)[:, None]
+    scale = scale[:, None]
+    product = tl.full((BLOCK_M, BLOCK_U), 0.0, tl.float32)
+    for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
+        tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
+        gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
+        if WIDTH > D:
+            matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
+            gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION)
+        gradient *= _weight(weight, start + tl.arange(0, BLOCK_N), D)
+        gradient = (gradient - tile * along) * scale
+        gradient += _load(dresidual, row, start, M, D, RESIDUAL, BLOCK_M, BLOCK_N).to(tl.float32)
+        gradient = gradient.to(dtype)
+        _store(dx, gradient, row, start, M, D, OUT, BLOCK_M, BLOCK_N)
+        if OUT > D:
+            matrix = _load(up, start, 0, D, R, R, BLOCK_N, BLOCK_U).to(dtype)
+            product = tl.dot(gradient, matrix, product, input_precision=PRECISION)
+    if OUT > D:
+        _store_ranks(dx, product, row, M, D, OUT, BLOCK_U, BLOCK_M)
 
 
 @triton.jit
 def ranks_kernel(
     partials, out, ranks,
     M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Extend D columns of out [M, WIDTH] by the sums of its ranks, partials [PARTS, M, R]; grid (M)."""
+    """Extend D columns of out [M, WIDTH] by ranks [M, R], the sums of partials [PARTS, M, R]; grid (M)."""
     row = tl.program_id(0) * BLOCK_M
     rows, lanes = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     inside, at = (rows < M)[:, None] & (lanes < R)[None, :], rows[:, None] * R + lanes[None, :]
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    for first in range(0, PARTS, BLOCK_P):  # many loads at once, or their latency would add up
+    for first in tl.range(0, PARTS, BLOCK_P, num_stages=STAGES):  # or loads would wait for each other
         parts = first + tl.arange(0, BLOCK_P)
         tile = partials + parts[:, None, None].to(tl.int64) * (M * R) + at[None, :, :]
         mask = (parts < PARTS)[:, None, None] & inside[None, :, :]
         product += tl.sum(tl.load(tile, mask=mask, other=0.0).to(tl.float32), 0)
-    _store_ranks(out, ranks, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+    _store_ranks(out, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+    _store(ranks, product, row, 0, M, R, R, BLOCK_M, BLOCK_R)
 
 
 @triton.jit

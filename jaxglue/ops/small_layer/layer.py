@@ -88,18 +88,18 @@ def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Conte
     B, T, D = x.shape
     rows = x.reshape(-1, D)
     rank, linears = len(adapters[0][0]), [weight.astype(x.dtype) for weight in weights.linears]
-    groups = [WeightGroup(linears[part], adapters[part], joined=part == _GATE_UP) for part in _GROUPS]
+    groups = [WeightGroup(linears[part], adapters[part], joined=part in (_OUT, _GATE_UP)) for part in _GROUPS]
     qkv, out, gate_up, down = extended = kernels.extend_weights(groups)
-    entered, _ = kernels.extend(rows, weights.norms[0], qkv.downs, 3 * rank, eps=spec.eps)
+    entered = kernels.extend(rows, weights.norms[0], qkv.downs, 3 * rank, eps=spec.eps)
     z = checkpoint_name(_times(entered, qkv.whole), names.QUERY)
     q, k = kernels.split_rotate(z, _heads(spec, weights), weights.head_norms, context.cos, context.sin)
     attend = partial(context.attend_joined, window=spec.window)
     attended, attend_back = jax.vjp(attend, *(y.reshape(B, T, -1, spec.head_dim) for y in (q, k, z)))
     attended = attended.reshape(len(rows), -1)
-    left, out_ranks = kernels.extend(attended, None, out.downs, rank)
+    left = _times(attended, out.whole)
+    middle, normed, out_ranks = kernels.add_norm(rows, left, adapters[_OUT][0][1], weights.norms[1], eps=spec.eps)
+    middle, normed = (checkpoint_name(value, names.ATTENTION_RESIDUAL) for value in (middle, normed))
     out_ranks = checkpoint_name(out_ranks, names.LORA_HIDDEN)
-    middle = checkpoint_name(rows + _times(left, out.whole), names.ATTENTION_RESIDUAL)
-    normed = kernels.norm(middle, weights.norms[1], eps=spec.eps)
     gates = checkpoint_name(_times(normed, gate_up.whole), names.GATE)
     y, down_ranks = kernels.swiglu(gates, _swiglu_matrices(adapters))
     down_ranks = checkpoint_name(down_ranks, names.LORA_HIDDEN)
@@ -113,21 +113,21 @@ def _backward(kernels, spec: LayerSpec, residuals, dy):
     (B, T, D), heads, rank = dy.shape, _heads(spec, weights), len(adapters[0][0])
     dy = dy.reshape(-1, D)
     dgates, partials = kernels.swiglu_gradient(gates, _swiglu_matrices(adapters), dy @ down.whole)
-    dmiddle = kernels.norm_gradient(middle, weights.norms[1], dy, dgates @ gate_up.whole, eps=spec.eps)
-    dleft = dmiddle @ out.whole
-    dattended = kernels.contract(None, None, None, dleft, out.downs)
+    up, dnormed = adapters[_OUT][0][1], dgates @ gate_up.whole
+    dmiddle = kernels.middle_gradient(middle, weights.norms[1], dy, dnormed, up, eps=spec.eps)
+    dattended = dmiddle @ out.whole
     *dheads, dz = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
     dz = dz.reshape(z.shape)
     dz = kernels.split_rotate_gradient(z, heads, weights.head_norms, context.cos, context.sin, dheads, dz)
     dentered = dz @ qkv.whole
-    dx = kernels.contract(rows, weights.norms[0], dmiddle, dentered, qkv.downs, eps=spec.eps)
-    whole, attending = slice(0, D), attended.shape[1]
+    dx = kernels.entered_gradient(rows, weights.norms[0], dmiddle, dentered, entered, qkv.downs, eps=spec.eps)
+    whole, columns = slice(0, D), sum(map(len, weights.linears[_GATE_UP]))
+    firsts = [D + i * rank for i in range(3)]
     ends = itertools.accumulate(map(len, weights.linears[_QKV]), initial=0)
-    firsts, columns = [D + i * rank for i in range(3)], sum(map(len, weights.linears[_GATE_UP]))
     pairs = [
         *(Pair(entered, whole, dentered, first, False) for first in firsts),
         *(Pair(dz, slice(*part), entered, i, True) for part, i in zip(itertools.pairwise(ends), firsts, strict=True)),
-        Pair(attended, slice(0, attending), dleft, attending, False),
+        Pair(attended, slice(0, attended.shape[1]), dmiddle, D, False),
         Pair(dmiddle, whole, out_ranks, 0, True),
         *(Pair(normed, whole, dgates, columns + i * rank, False) for i in range(2)),
         Pair(dy, whole, down_ranks, 0, True),

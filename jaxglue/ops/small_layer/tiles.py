@@ -17,16 +17,26 @@ class RowTiles(LoraTiles):
 
 
 EXTEND_TILES = RowTiles(num_warps=8)
-CONTRACT_TILES = RowTiles(block_m=32)
+ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
+MIDDLE_TILES = RowTiles(num_warps=8)
+ENTERED_TILES = RowTiles(num_warps=8)
 SWIGLU_TILES = RowTiles(block_n=64)
-SWIGLU_GRADIENT_TILES = RowTiles(block_n=64, length=512)
+SWIGLU_GRADIENT_TILES = RowTiles(block_n=64, length=768)
 GRADIENT_TILES = RowTiles(num_stages=6)
 WEIGHT_TILES = RowTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
+_TILES = {
+    "extend": EXTEND_TILES,
+    "add_norm": ADD_NORM_TILES,
+    "middle": MIDDLE_TILES,
+    "entered": ENTERED_TILES,
+    "swiglu": SWIGLU_TILES,
+    "swiglu_gradient": SWIGLU_GRADIENT_TILES,
+    "gradient": GRADIENT_TILES,
+    "weight": WEIGHT_TILES,
+}
 
 
 def shallow_tiles() -> dict[str, RowTiles]:
     """Return tiles, by field of `TritonSmallLayer`, for 99 KiB of shared memory."""
-    tiles = {"extend": EXTEND_TILES, "contract": CONTRACT_TILES, "swiglu": SWIGLU_TILES, "gradient": GRADIENT_TILES}
-    tiles |= {"swiglu_gradient": SWIGLU_GRADIENT_TILES, "weight": WEIGHT_TILES}
-    shallow = {name: replace(tile, num_stages=min(tile.num_stages, 2)) for name, tile in tiles.items()}
-    return {f"{name}_tiles": tile for name, tile in shallow.items()}
+    low = _TILES | dict.fromkeys(("middle", "entered"), RowTiles(block_m=32))
+    return {f"{name}_tiles": replace(tiles, num_stages=min(tiles.num_stages, 2)) for name, tiles in low.items()}

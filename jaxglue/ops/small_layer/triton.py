@@ -19,17 +19,19 @@ from jaxglue.ops.norm_rope.triton import TritonNormRope
 from jaxglue.ops.small_layer import kernels
 from jaxglue.ops.small_layer.pairs import ExtendedWeights, Pair, Partials, WeightGroup, extended_width
 from jaxglue.ops.small_layer.tiles import (
-    CONTRACT_TILES,
+    ADD_NORM_TILES,
+    ENTERED_TILES,
     EXTEND_TILES,
     GRADIENT_TILES,
+    MIDDLE_TILES,
     SWIGLU_GRADIENT_TILES,
     SWIGLU_TILES,
     WEIGHT_TILES,
     RowTiles,
 )
 
-_PARTIAL_SUMS, _PARTS = 8192, 64
-"""Partial sums of ranks that a program adds up at once, and the most parts among them."""
+_VALUES, _PARTS, _STAGES = 1024, 4, 6
+"""Ranks of which a program adds up partial sums, how many sums of each at once, and how often it loads ahead."""
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
 
@@ -38,7 +40,9 @@ class TritonSmallLayer(TritonNormRope):
     """`SmallLayerBackend` by our own kernels."""
 
     extend_tiles: RowTiles = EXTEND_TILES
-    contract_tiles: RowTiles = CONTRACT_TILES
+    add_norm_tiles: RowTiles = ADD_NORM_TILES
+    middle_tiles: RowTiles = MIDDLE_TILES
+    entered_tiles: RowTiles = ENTERED_TILES
     swiglu_tiles: RowTiles = SWIGLU_TILES
     swiglu_gradient_tiles: RowTiles = SWIGLU_GRADIENT_TILES
     gradient_tiles: RowTiles = GRADIENT_TILES
@@ -52,7 +56,7 @@ class TritonSmallLayer(TritonNormRope):
         numbers = itertools.count()
         for group in groups:
             columns, total, width = group.weights[0].shape[1], sum(map(len, group.weights)), group.width(rank)
-            shapes = [(width, columns)] if group.joined else [(total, width), (_lanes(rank, group.adapters), columns)]
+            shapes = [(width, columns)] if group.joined else [(total, width), (_lanes(rank * len(group.adapters)), columns)]
             firsts, below, end = len(outs) + len(shapes) - 1, total if group.joined else 0, shapes[-1][0]
             above = itertools.accumulate(map(len, group.weights), initial=0)
             for place, (weight, top, number) in enumerate(zip(group.weights, above, numbers, strict=False)):
@@ -74,22 +78,38 @@ class TritonSmallLayer(TritonNormRope):
         self._run(kernels.extend_weights_kernel, arrays, (), (len(rows),), constants, tiles)
         return [ExtendedWeights(*map(jax.freeze, made)) for made in extended]
 
-    def extend(self, x, weight, downs, ranks: int, *, eps: float = 0.0):
-        """Return x, or its norm where there is a weight, with its ranks and zeros beside it; and these alone."""
+    def extend(self, x, weight, downs, ranks: int, *, eps: float):
+        """Return the norm of x with its ranks and zeros beside it."""
         (M, D), tiles = x.shape, self.extend_tiles
-        width = extended_width(D, ranks)
-        out_type = [jax.ShapeDtypeStruct((M, columns), x.dtype) for columns in (width, width - D)]
-        sizes = {"WIDTH": width, "EPS": eps, "HAS_NORM": weight is not None}
-        arrays = x, x if weight is None else weight, downs
-        return self._extended(kernels.extend_kernel, arrays, out_type, tiles, sizes, downs)
+        sizes = {"WIDTH": extended_width(D, ranks), "EPS": eps}
+        out_type = (jax.ShapeDtypeStruct((M, sizes["WIDTH"]), x.dtype),)
+        return self._rows_of(kernels.extend_kernel, (x, weight, downs), out_type, tiles, sizes, len(downs))[0]
 
-    def contract(self, x, weight, dresidual, dextended, downs, *, eps: float = 0.0):
-        """Return the gradient to x of `extend`, plus dresidual where there is a norm."""
-        (M, width), D, tiles = dextended.shape, downs.shape[1], self.contract_tiles
-        normed = (dextended,) * 3 if weight is None else (x, weight, dresidual)
-        out_type = (jax.ShapeDtypeStruct((M, D), dextended.dtype),)
-        sizes = {"WIDTH": width, "EPS": eps, "HAS_NORM": weight is not None}
-        return self._extended(kernels.contract_kernel, (*normed, dextended, downs), out_type, tiles, sizes, downs)[0]
+    def add_norm(self, x, product, up, weight, *, eps: float):
+        """Return x plus a product with ranks beside it and these times up; its norm; and the ranks."""
+        (M, D), R, tiles = x.shape, up.shape[1], self.add_norm_tiles
+        out_type = shape_dtype_of(x), shape_dtype_of(x), jax.ShapeDtypeStruct((M, R), x.dtype)
+        sizes = {"R": R, "WIDTH": product.shape[1], "EPS": eps}
+        arrays = x, product, up, weight
+        return self._rows_of(kernels.add_norm_kernel, arrays, out_type, tiles, sizes, _lanes(R))
+
+    def entered_gradient(self, x, weight, dresidual, dextended, extended, downs, *, eps: float):
+        """Return the gradient to x of `extend`, whose result was extended, plus dresidual, with more columns or not."""
+        arrays = x, weight, dresidual, dextended, extended, downs
+        return self._norm_gradient(arrays, weight[:, None], len(downs), 0, self.entered_tiles, eps)
+
+    def middle_gradient(self, x, weight, dresidual, dout, up, *, eps: float):
+        """Return dresidual plus the gradient to x of its norm, extended by their product with up."""
+        arrays = x, weight, dresidual, dout, dout, dout
+        return self._norm_gradient(arrays, up, 0, up.shape[1], self.middle_tiles, eps)
+
+    def _norm_gradient(self, arrays, up, lanes: int, rank: int, tiles: RowTiles, eps: float):
+        x, _, dresidual, dout, *_ = arrays
+        (M, D), width = x.shape, extended_width(x.shape[1], rank) if rank else x.shape[1]
+        sizes = {"R": rank, "RESIDUAL": dresidual.shape[1], "WIDTH": dout.shape[1], "OUT": width, "EPS": eps}
+        sizes["BLOCK_U"] = _lanes(rank)
+        out_type = (jax.ShapeDtypeStruct((M, width), x.dtype),)
+        return self._rows_of(kernels.norm_gradient_kernel, (*arrays, up), out_type, tiles, sizes, lanes)[0]
 
     def swiglu(self, z, matrices: Matrices):
         """Return `extend` of `lora_swiglu` for z with gate, up and their ranks side by side."""
@@ -117,14 +137,15 @@ class TritonSmallLayer(TritonNormRope):
         return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices
 
     def _with_ranks(self, out, partials, D: int):
-        """Return `out`, written up to column D, with the sums of its ranks and zeros behind; and these alone."""
+        """Return `out`, written up to column D, with the sums of its ranks and zeros behind; and these sums."""
         (parts, M, R), width = partials.shape, out.shape[1]
-        refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, width - D), out.dtype))]
+        refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, R), out.dtype))]
         block_p, lanes = min(triton.next_power_of_2(parts), _PARTS), _lanes(R)
-        block_m = max(_PARTIAL_SUMS // (block_p * lanes), 1)
+        block_m = max(_VALUES // lanes, 1)
         constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts}
-        constants |= {"BLOCK_R": lanes, "BLOCK_M": block_m, "BLOCK_P": block_p}
-        self._launch(kernels.ranks_kernel, (partials, *refs), (), (triton.cdiv(M, block_m),), constants)
+        constants |= {"BLOCK_R": lanes, "BLOCK_M": block_m, "BLOCK_P": block_p, "STAGES": _STAGES}
+        grid = (triton.cdiv(M, block_m),)
+        self._launch(kernels.ranks_kernel, (partials, *refs), (), grid, constants, num_stages=_STAGES)
         return [jax.freeze(ref) for ref in refs]
 
     def adapter_gradients(
@@ -156,9 +177,10 @@ class TritonSmallLayer(TritonNormRope):
         self._run(kernels.gradients_kernel, arrays, (), (len(rows),), constants, tiles)
         return [jax.freeze(out) for out in outs]
 
-    def _extended(self, kernel, arrays, out_type, tiles: RowTiles, sizes: dict, downs):
-        (M, _), (lanes, D) = arrays[0].shape, downs.shape
-        constants = {"M": M, "D": D} | sizes | self._constants(tiles, lanes, downs.dtype)
+    def _rows_of(self, kernel, arrays, out_type, tiles: RowTiles, sizes: dict, lanes: int):
+        """Launch a program for block_m rows each of the first array."""
+        M, D = arrays[0].shape
+        constants = {"M": M, "D": D} | sizes | self._constants(tiles, lanes, arrays[0].dtype)
         return self._run(kernel, arrays, out_type, (triton.cdiv(M, tiles.block_m),), constants, tiles)
 
     def _constants(self, tiles: RowTiles, lanes: int, dtype) -> dict:
@@ -169,9 +191,9 @@ class TritonSmallLayer(TritonNormRope):
         return self._launch(kernel, arrays, tuple(out_type), grid, constants, tiles.num_warps, tiles.num_stages)
 
 
-def _lanes(rank: int, adapters: Sequence = (None,)) -> int:
-    """Return the lanes of the ranks of some adapters in a kernel."""
-    return max(16, triton.next_power_of_2(rank * len(adapters)))
+def _lanes(ranks: int) -> int:
+    """Return a kernel's lanes for so many ranks."""
+    return max(16, triton.next_power_of_2(ranks))
 
 
 def _distinct(arrays: Sequence[Array]) -> list[Array]:
