@@ -132,7 +132,7 @@ def exponentials_loss_kernel(
     V: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Compute losses and factors [M] as `softmax_gradient_kernel`, from what `hopper.exponentials_kernel` wrote. Grid (M).
+    """Compute losses and factors [M] as `softmax_gradient_kernel`, from the results of `exponentials_kernel`. Grid (M).
 
     A row with a logit far above its reference, the target's, is computed again relative to its largest one.
     """

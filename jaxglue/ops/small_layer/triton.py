@@ -56,7 +56,9 @@ class TritonSmallLayer(TritonNormRope):
         numbers = itertools.count()
         for group in groups:
             columns, total, width = group.weights[0].shape[1], sum(map(len, group.weights)), group.width(rank)
-            shapes = [(width, columns)] if group.joined else [(total, width), (_lanes(rank * len(group.adapters)), columns)]
+            shapes = (
+                [(width, columns)] if group.joined else [(total, width), (_lanes(rank * len(group.adapters)), columns)]
+            )
             firsts, below, end = len(outs) + len(shapes) - 1, total if group.joined else 0, shapes[-1][0]
             above = itertools.accumulate(map(len, group.weights), initial=0)
             for place, (weight, top, number) in enumerate(zip(group.weights, above, numbers, strict=False)):
@@ -87,8 +89,8 @@ class TritonSmallLayer(TritonNormRope):
 
     def add_norm(self, x, product, up, weight, *, eps: float):
         """Return x plus a product with ranks beside it and these times up; its norm; and the ranks."""
-        (M, D), R, tiles = x.shape, up.shape[1], self.add_norm_tiles
-        out_type = shape_dtype_of(x), shape_dtype_of(x), jax.ShapeDtypeStruct((M, R), x.dtype)
+        R, tiles = up.shape[1], self.add_norm_tiles
+        out_type = shape_dtype_of(x), shape_dtype_of(x), jax.ShapeDtypeStruct((len(x), R), x.dtype)
         sizes = {"R": R, "WIDTH": product.shape[1], "EPS": eps}
         arrays = x, product, up, weight
         return self._rows_of(kernels.add_norm_kernel, arrays, out_type, tiles, sizes, _lanes(R))
@@ -105,7 +107,8 @@ class TritonSmallLayer(TritonNormRope):
 
     def _norm_gradient(self, arrays, up, lanes: int, rank: int, tiles: RowTiles, eps: float):
         x, _, dresidual, dout, *_ = arrays
-        (M, D), width = x.shape, extended_width(x.shape[1], rank) if rank else x.shape[1]
+        M, D = x.shape
+        width = extended_width(D, rank) if rank else D
         sizes = {"R": rank, "RESIDUAL": dresidual.shape[1], "WIDTH": dout.shape[1], "OUT": width, "EPS": eps}
         sizes["BLOCK_U"] = _lanes(rank)
         out_type = (jax.ShapeDtypeStruct((M, width), x.dtype),)
