@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxglue.ops.attention import joined_attention, packed_attention
+from jaxglue.ops.attention import packed_attention, rotated_attention
 from jaxglue.ops.moe import Routing
 from jaxglue.ops.norm_rope import HeadNorms, rotate_heads
 from jaxglue.ops.segments import PackedSegments
@@ -98,6 +98,6 @@ class PackedContext:
             return self.attention_out.reshape(q.shape)
         return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, backend=self.backend)
 
-    def attend_joined(self, q, k, joined, *, window=None) -> Float[Array, "B T N H"]:
-        """Compute `attend` with the last heads of `joined` as values."""
-        return joined_attention(q, k, joined, self.segments, window=window, backend=self.backend)
+    def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
+        """Compute `attend` of the heads of z, queries and keys once rotated."""
+        return rotated_attention(rotation, z, self.segments, window=window, backend=self.backend)

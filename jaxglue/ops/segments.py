@@ -12,6 +12,10 @@ LONG_DOCUMENT = 4096
 """Tokens from which a document counts as long."""
 FEW_DOCUMENTS = 4
 """Segment slots of rows with few, long documents."""
+UNIT = 64
+"""Tokens of a unit of `PackedSegments.units`."""
+_ALIGNED = 4
+"""Units from which a document begins a unit of its own."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +45,8 @@ class PackedSegments:
     """In forked segments (`pack_forks`), the first key that a query does not see; None where no segment forks."""
     gap_ends: Int[Array, "B T"] | None = None
     """The key after the last that it does not see: those before are the other branch's."""
+    units: Int[Array, "B 2 2 U"] | None = None
+    """First tokens and ends of units, in the orders in which programs start on queries and on keys; see `_units`."""
 
 
 def segment_bucket(count: int) -> int:
@@ -106,7 +112,32 @@ def pack_segments(
     positions = np.arange(seq_len) - fields["starts"]
     fields["positions"] = np.where(fields["segment_ids"] > 0, positions, 0).astype(np.int32)
     fields["cu_seqlens"] = bounds.astype(np.int32)
-    return PackedSegments(**fields, long=long)
+    units: Any = np.array([_units(*row, seq_len) for row in zip(bounds, sizes, strict=True)], np.int32)
+    return PackedSegments(**fields, long=long, units=units.reshape(len(rows), 2, 2, -1))
+
+
+def _units(bounds: Int[np.ndarray, "S+1"], sizes: Int[np.ndarray, "S+1"], T: int) -> Int[np.ndarray, "2 2 U"]:
+    """Return (first tokens, ends) of a row's units, in the order of their queries and of their keys.
+
+    A document of several units begins one, and shorter ones after it share its last. Longer documents come first, and
+    in each its last queries and its first keys, for they have most work: the last programs on a GPU are short then.
+    Unused units begin at T.
+    """
+    large = np.flatnonzero(sizes[:-1] >= _ALIGNED * UNIT)
+    begins = np.union1d([0], bounds[large])
+    longest = np.zeros_like(begins)
+    longest[np.searchsorted(begins, bounds[large])] = sizes[large]
+    order = np.argsort(-longest, kind="stable")
+    begins, ends = begins[order], np.append(begins[1:], T)[order]
+    counts = -((begins - ends) // UNIT)
+    count, before = counts.sum(), np.cumsum(counts) - counts
+    begins, ends, counts, before = (np.repeat(x, counts) for x in (begins, ends, counts, before))
+    place = np.arange(count) - before
+    units = np.full((2, 2, -(-T // UNIT) + T // (_ALIGNED * UNIT)), T)
+    for part, number in zip(units, (counts - 1 - place, place), strict=True):
+        first = begins + number * UNIT
+        part[:, :count] = first, np.minimum(first + UNIT, ends)
+    return units
 
 
 Fork = tuple[int, int, int]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxglue.models.context import PackedContext
+from jaxglue.ops.attention.rotation import rotated_flash_attention
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD
 
@@ -22,9 +23,9 @@ class PlannedContext(PackedContext):
         spec = FlashSpec(backend=_ShapesOnly(), window=window)
         return flash_attention(spec, q, k, v, sinks, self.segments)
 
-    def attend_joined(self, q, k, joined, *, window=None):
-        """Do as `attend`; values are part of `joined`."""
-        return self.attend(q, k, joined, window=window)
+    def attend_rotated(self, rotation, z, *, window=None):
+        """Do as `attend` with the heads of z."""
+        return rotated_flash_attention(FlashSpec(backend=_ShapesOnly(), window=window), rotation, z, self.segments)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class _ShapesOnly:
 
         dsinks = None if sinks is None else jnp.zeros_like(sinks)
         return *_named(ATTENTION_BACKWARD, gradients)(q, k, v, out, lse, dout), dsinks
+
+    def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation, *, window):
+        return _named(ATTENTION_BACKWARD, lambda q, k, z, out, lse, dout: jnp.zeros_like(z))(q, k, z, out, lse, dout)
 
 
 def _named(name: str, function):

@@ -13,7 +13,7 @@ from jaxglue.hf.files import atomic_file
 from jaxglue.ops.segments import PackedSegments
 
 _ANSWERS = ("owners", "used", "desirable", "token_weight", "reference", "margin")
-_GAPS = ("gap_starts", "gap_ends")
+_OPTIONAL = ("gap_starts", "gap_ends", "units")
 _ROWS = ("tokens", "targets", "loss_weights")
 _SEGMENTS = ("segment_ids", "positions", "starts", "ends", "long")
 
@@ -23,7 +23,7 @@ def save_step(path: Path, step: Step) -> None:
     batches = step.micro_batches
     arrays: dict[str, Any] = {name: np.stack([getattr(batch, name) for batch in batches]) for name in _ROWS}
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENTS}
-    arrays |= _stacked(_GAPS, [batch.segments for batch in batches])
+    arrays |= _stacked(_OPTIONAL, [batch.segments for batch in batches])
     arrays |= _stacked(_ANSWERS, [batch.answers for batch in batches])
     arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
@@ -44,8 +44,10 @@ def load_step(path: Path) -> Step:
 
 def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
     fields = {name: arrays[name][index] for name in _SEGMENTS}
-    gaps, answers = ({name: arrays[name][index] for name in names if name in arrays} for names in (_GAPS, _ANSWERS))
-    segments = PackedSegments(**fields | {"long": bool(fields["long"])} | gaps, cu_seqlens=arrays[_bounds(index)])
+    others, answers = (
+        {name: arrays[name][index] for name in names if name in arrays} for names in (_OPTIONAL, _ANSWERS)
+    )
+    segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
     rows = {name: arrays[name][index] for name in _ROWS}
     return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None)
 

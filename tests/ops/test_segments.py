@@ -5,6 +5,7 @@ import pytest
 from jaxglue.ops.attention import packed_attention
 from jaxglue.ops.segments import (
     LONG_DOCUMENT,
+    UNIT,
     batch_kind,
     pack_segments,
     segment_bucket,
@@ -37,6 +38,30 @@ def test_a_row_without_documents_is_padding():
     np.testing.assert_array_equal(segments.segment_ids[0], [0, 0, 0])
     np.testing.assert_array_equal(segments.starts[0], [3, 3, 3])
     np.testing.assert_array_equal(segments.ends[0], [0, 0, 0])
+
+
+def test_units_of_long_documents_come_first_and_cover_each_token_once():
+    lengths = [40, 5 * UNIT + 1, 8 * UNIT, 9]
+    segments = pack_segments([lengths, [1]], seq_len=15 * UNIT)
+    start = 40 + 5 * UNIT + 1
+    queries, keys = segments.units[0, :, 0]
+    np.testing.assert_array_equal(keys[:8], np.arange(start, start + 8 * UNIT, UNIT))
+    np.testing.assert_array_equal(keys[10:17], [*range(40, start, UNIT), 0])
+    np.testing.assert_array_equal(np.sort(queries), np.sort(keys))
+    assert queries[9] == start
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_units_cover_each_token_once(seed):
+    rng = np.random.default_rng(seed)
+    T = int(rng.integers(1, 30 * UNIT))
+    lengths = rng.integers(1, [3, 4, 5, 9][seed % 4] * UNIT, size=30)
+    lengths = lengths[np.cumsum(lengths) <= T].tolist()
+    for firsts, ends in pack_segments([lengths], seq_len=T).units[0]:
+        used = firsts < ends
+        tokens = np.concatenate([np.arange(*bounds) for bounds in zip(firsts[used], ends[used], strict=True)])
+        np.testing.assert_array_equal(np.sort(tokens), np.arange(T))
+        assert (ends - firsts).max() <= UNIT
 
 
 @pytest.mark.parametrize(("count", "slots"), [(0, 1), (1, 1), (2, 2), (3, 4), (26, 32), (64, 64)])

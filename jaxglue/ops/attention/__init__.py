@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops.attention.reference import reference_attention
+from jaxglue.ops.attention.rotation import Rotation, rotated_flash_attention, rotated_heads
 from jaxglue.ops.attention.vjp import AttentionBackend, FlashSpec, flash_attention
 from jaxglue.ops.backend import (
     HOPPER,
@@ -21,12 +23,15 @@ from jaxglue.ops.backend import (
 from jaxglue.ops.names import ATTENTION_OUT
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT, PackedSegments
 
-__all__ = ["ATTENTION", "AttentionShape", "joined_attention", "packed_attention"]
+__all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotated_attention"]
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 _HOPPER_HEAD_DIMS = (64, 128)
 _HOPPER_WINDOW = 1024
 """Least window on which Hopper's kernels are the fastest."""
+
+
+Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,24 +158,27 @@ def packed_attention(
     return _attend(kernels, q, k, v, sinks, segments, window)
 
 
-def joined_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    joined: Float[Array, "B T heads H"],
+def rotated_attention(
+    rotation: Rotation,
+    z: Float[Array, "B T heads H"],
     segments: PackedSegments,
     *,
     window: int | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N H"]:
-    """Compute `packed_attention` with the last K of the joined heads as values.
+    """Compute `packed_attention` of z's first heads as queries and keys, once rotated, and its last ones as values.
 
-    Only they get a gradient: where a backend reads them in place, what the gradient holds for other heads is undefined.
+    Only z gets a gradient.
     """
-    values = joined[:, :, -k.shape[2] :]
-    _check(q, k, values, segments, window, None)
+    B, T, _, H = z.shape
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
+    _check(q, k, k, segments, window, None)
     kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
-    in_place = getattr(kernels, "reads_joined_values", False)
-    return _attend(kernels, q, k, joined if in_place else values, None, segments, window)
+    if kernels is not None and hasattr(kernels, "rotated_backward") and H & (H - 1) == 0:
+        return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
+    queries, keys, z = rotated_heads(rotation, z)
+    values = z if getattr(kernels, "reads_joined_values", False) else z[:, :, -rotation.heads[1] :]
+    return _attend(kernels, queries, keys, values, None, segments, window)
 
 
 def _attend(kernels: AttentionBackend | None, q, k, v, sinks, segments: PackedSegments, window: int | None) -> Array:
@@ -180,7 +188,7 @@ def _attend(kernels: AttentionBackend | None, q, k, v, sinks, segments: PackedSe
     return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
 
 
-def _shape(q: Array, k: Array, segments: PackedSegments, window: int | None) -> AttentionShape:
+def _shape(q: Shaped, k: Shaped, segments: PackedSegments, window: int | None) -> AttentionShape:
     return AttentionShape(
         dtype=q.dtype,
         head_dim=q.shape[3],

@@ -31,10 +31,51 @@ MASKED = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
-def _query_tile(PACKS: tl.constexpr):
-    """Return this program's (query tile, pack of heads); late tiles of a segment have most work and come first."""
-    index = tl.program_id(0)
-    return tl.num_programs(0) // PACKS - 1 - index // PACKS, index % PACKS
+def _unit_tile(
+    units,
+    rank,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    LAST_FIRST: tl.constexpr,
+):
+    """Return (first token, end) of a tile of a unit; a token not before the end if there is none."""
+    SHARE: tl.constexpr = UNIT // TOKENS
+    unit, part = units + rank // SHARE, rank % SHARE
+    begin, end = tl.load(unit), tl.load(unit + UNITS)
+    first = begin + (SHARE - 1 - part if LAST_FIRST else part) * TOKENS
+    return first, tl.minimum(first + TOKENS, end)
+
+
+@triton.jit
+def query_tile(
+    units, T: tl.constexpr, PACKS: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr
+):
+    """Return (row, first token, end, pack of heads) of a program; it has no tile if the token is not before the end.
+
+    Late tiles of a document have most work and come first.
+    """
+    row = tl.program_id(1).to(tl.int64)
+    rank, pack = tl.program_id(0) // PACKS, tl.program_id(0) % PACKS
+    if UNIT > 0:
+        first, end = _unit_tile(units + row * 4 * UNITS, rank, TOKENS, UNIT, UNITS, True)
+    else:
+        first = (tl.num_programs(0) // PACKS - 1 - rank) * TOKENS
+        end = tl.minimum(first + TOKENS, T)
+    return row, first, end, pack
+
+
+@triton.jit
+def key_tile(units, T: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr):
+    """Do as `query_tile` for keys of a head; early tiles of a document have most work and come first."""
+    row = tl.program_id(1).to(tl.int64)
+    rank, head = tl.program_id(0) // K, tl.program_id(0) % K
+    if UNIT > 0:
+        first, end = _unit_tile(units + (row * 4 + 2) * UNITS, rank, BLOCK_N, UNIT, UNITS, False)
+    else:
+        first = rank * BLOCK_N
+        end = tl.minimum(first + BLOCK_N, T)
+    return row, first, end, head
 
 
 @triton.jit
@@ -68,13 +109,13 @@ def _jump(gap_starts, gap_ends, low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _tile(row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
+def tile_of(row, token, end, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr,
           PACK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    """Return (base, offsets, mask) of the tile [TOKENS·PACK, BLOCK_H] from a token and head of [B, T, HEADS, H] on."""
+    """Return (base, offsets, mask) of the tile [TOKENS·PACK, BLOCK_H] of tokens before `end` of [B, T, HEADS, H]."""
     lane, column = tl.arange(0, TOKENS * PACK), tl.arange(0, BLOCK_H)
     base = ((row * T + token) * HEADS + head) * H
     offsets = ((lane // PACK) * (HEADS * H) + (lane % PACK) * H)[:, None] + column[None, :]
-    mask = (token + lane // PACK < T)[:, None]
+    mask = (token + lane // PACK < end)[:, None]
     if H < BLOCK_H:
         mask = mask & (column < H)[None, :]
     return base, offsets, mask
@@ -87,14 +128,15 @@ def _load(source, row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.
     if DESCRIPTOR:
         return source.load([(row * T + token).to(tl.int32), head, 0]).reshape(TOKENS * PACK, BLOCK_H)
     else:
-        base, offsets, mask = _tile(row, token, head, T, HEADS, H, TOKENS, PACK, BLOCK_H)
+        base, offsets, mask = tile_of(row, token, T, head, T, HEADS, H, TOKENS, PACK, BLOCK_H)
         return tl.load(source + base + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(target, value, row, token, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
+def store_tile(target, value, row, token, end, head, T: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr,
            TOKENS: tl.constexpr, PACK: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    base, offsets, mask = _tile(row, token, head, T, HEADS, H, TOKENS, PACK, BLOCK_H)
+    """Store a tile's tokens before `end`."""
+    base, offsets, mask = tile_of(row, token, end, head, T, HEADS, H, TOKENS, PACK, BLOCK_H)
     tl.store(target + base + offsets, value.to(target.dtype.element_ty), mask=mask)
 
 
@@ -106,20 +148,21 @@ def _last_tile(low, stop, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, sinks, starts, out, lse,
+    q, k, v, sinks, starts, units, out, lse,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
-    WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr, HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
-    tile, pack = _query_tile(N // P)
-    row = tl.program_id(1).to(tl.int64)
     TOKENS: tl.constexpr = BLOCK_M // P
+    row, first, end, pack = query_tile(units, T, N // P, TOKENS, UNIT, UNITS)
+    if first >= end:
+        return
     head, kv_head = pack * P, pack * P // G
-    first = tile * TOKENS
-    last = tl.minimum(first + TOKENS, T) - 1
+    last = end - 1
     lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     tokens = first + lane // P
     starts += row * (3 * T if FORKS else T)
@@ -179,26 +222,23 @@ def forward_kernel(
     seen = (lows <= tokens) & (tokens < T)
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
-    _store(out, acc, row, first, head, T, N, H, TOKENS, P, BLOCK_H)
+    store_tile(out, acc, row, first, end, head, T, N, H, TOKENS, P, BLOCK_H)
     log_sum = tl.where(seen, (peak + tl.log2(total)) / LOG2_E, 0.0)
-    tl.store(lse + ((row * (N // P) + pack) * T + first) * P + lane, log_sum, mask=tokens < T)
+    tl.store(lse + ((row * (N // P) + pack) * T + first) * P + lane, log_sum, mask=tokens < end)
 
 
 @triton.jit
-def dq_kernel(
-    q, k, v, starts, out, lse, dout, dq, delta,
+def query_gradient(
+    q, k, v, starts, out, lse, dout, delta, row, first, end, pack,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one tile, and delta = Σ out·dout for `dkdv_kernel`; grid (query tiles · N // P, B)."""
+    """Store delta = Σ out·dout of one tile, and return its dq."""
     N: tl.constexpr = K * G
-    tile, pack = _query_tile(N // P)
-    row = tl.program_id(1).to(tl.int64)
     TOKENS: tl.constexpr = BLOCK_M // P
     head, kv_head = pack * P, pack * P // G
-    first = tile * TOKENS
-    last = tl.minimum(first + TOKENS, T) - 1
+    last = end - 1
     lane, slots = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     tokens = first + lane // P
     starts += row * (3 * T if FORKS else T)
@@ -213,7 +253,7 @@ def dq_kernel(
     q_tile = _load(q, row, first, head, T, N, H, TOKENS, P, BLOCK_H, Q_DESCRIPTOR)
     stats = ((row * (N // P) + pack) * T + first) * P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    tl.store(delta + stats, row_delta, mask=tokens < T)
+    tl.store(delta + stats, row_delta, mask=tokens < end)
     row_lse = tl.load(lse + stats, mask=tokens < T, other=0.0) * LOG2_E
 
     acc = tl.full((BLOCK_M, BLOCK_H), 0.0, tl.float32)
@@ -254,25 +294,42 @@ def dq_kernel(
             j = tl.where(j < bend, j, j + shift)
         k_tile = _load(k, row, j, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H, DESCRIPTORS)
         acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
-    _store(dq, acc * SCALE, row, first, head, T, N, H, TOKENS, P, BLOCK_H)
+    return acc * SCALE
 
 
 @triton.jit
-def dkdv_kernel(
-    q, k, v, ends, lse, delta, dout, dk, dv,
+def dq_kernel(
+    q, k, v, starts, units, out, lse, dout, dq, delta,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
+    UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of one tile, and delta for `dkdv_kernel`; grid (query tiles · N // P, B)."""
+    row, first, end, pack = query_tile(units, T, K * G // P, BLOCK_M // P, UNIT, UNITS)
+    if first >= end:
+        return
+    gradient = query_gradient(
+        q, k, v, starts, out, lse, dout, delta, row, first, end, pack,
+        T, K, V, G, P, H, WINDOW, FORKS, SCALE, DESCRIPTORS, Q_DESCRIPTOR, LATE, BLOCK_M, BLOCK_N, BLOCK_H,
+    )  # fmt: skip
+    store_tile(dq, gradient, row, first, end, pack * P, T, K * G, H, BLOCK_M // P, P, BLOCK_H)
+
+
+@triton.jit
+def key_value_gradients(
+    q, k, v, ends, lse, delta, dout, row, first, end, kv_head,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one tile, summed over the group of query heads; grid (key tiles · K, B).
+    """Return (dk, dv) of one tile, summed over the group of query heads.
 
     Scores are transposed, [keys, queries], so that no accumulator needs to be.
     """
-    tile, kv_head, row = tl.program_id(0) // K, tl.program_id(0) % K, tl.program_id(1).to(tl.int64)
     N: tl.constexpr = K * G
     TOKENS: tl.constexpr = BLOCK_M // P
-    first = tile * BLOCK_N
-    last = tl.minimum(first + BLOCK_N, T) - 1
+    last = end - 1
     lane = tl.arange(0, BLOCK_M)
     keys = first + tl.arange(0, BLOCK_N)
     FAR: tl.constexpr = FORKS and WINDOW > 0
@@ -315,5 +372,24 @@ def dkdv_kernel(
             dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
             dscores = weights * (dweights - row_delta[None, :])
             dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
-    _store(dk, dk_acc * SCALE, row, first, kv_head, T, K, H, BLOCK_N, 1, BLOCK_H)
-    _store(dv, dv_acc, row, first, V - K + kv_head, T, V, H, BLOCK_N, 1, BLOCK_H)
+    return dk_acc * SCALE, dv_acc
+
+
+@triton.jit
+def dkdv_kernel(
+    q, k, v, ends, units, lse, delta, dout, dk, dv,
+    T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
+    UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of one tile; grid (key tiles · K, B)."""
+    row, first, end, head = key_tile(units, T, K, BLOCK_N, UNIT, UNITS)
+    if first >= end:
+        return
+    dkeys, dvalues = key_value_gradients(
+        q, k, v, ends, lse, delta, dout, row, first, end, head,
+        T, K, V, G, P, H, WINDOW, FORKS, SCALE, DESCRIPTORS, BLOCK_M, BLOCK_N, BLOCK_H,
+    )  # fmt: skip
+    store_tile(dk, dkeys, row, first, end, head, T, K, H, BLOCK_N, 1, BLOCK_H)
+    store_tile(dv, dvalues, row, first, end, V - K + head, T, V, H, BLOCK_N, 1, BLOCK_H)

@@ -10,11 +10,12 @@ import triton
 from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.attention import kernels
+from jaxglue.ops.attention import kernels, rotated
+from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.launch import Launcher, shape_dtype_of
-from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.segments import UNIT, PackedSegments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +37,16 @@ class TritonAttention(Launcher):
     def forward(self, q, k, v, sinks, segments, *, window):
         """Return (out, lse)."""
         sizes, tiles = KernelSizes.of(q, k), self.tiles.forward
-        tokens = tiles.block_m // sizes.P
+        count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
             kernels.forward_kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, _starts(segments)),
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), q if sinks is None else sinks, _starts(segments), units),
             (shape_dtype_of(q), sizes.statistics()),
-            (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
+            (count * sizes.packs, sizes.B),
             tiles,
             _constants(sizes, v, window, segments)
+            | unit
             | {"HAS_SINKS": sinks is not None, "LATE": tiles.late}
             | by_descriptor,
         )
@@ -52,33 +54,54 @@ class TritonAttention(Launcher):
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
         constants = _constants(KernelSizes.of(q, k), v, window, segments)
-        dq, delta = self._query_gradient(q, k, v, segments, out, lse, dout, constants)
-        dk, dv = self._key_value_gradients(q, k, v, segments, lse, delta, dout, constants)
+        dq, delta = self._query_gradient(kernels.dq_kernel, q, (q, k, v), segments, (out, lse, dout), constants)
+        types = shape_dtype_of(k), shape_dtype_of(v)
+        arrays = (q, k, v), segments, (lse, delta, dout)
+        dk, dv = self._key_value_gradients(kernels.dkdv_kernel, types, *arrays, constants)
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def _query_gradient(self, q, k, v, segments, out, lse, dout, constants):
+    def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation: Rotation, *, window) -> jax.Array:
+        """Return the gradient to z, whose last heads are values and whose others became q and k by the rotation."""
+        norms, cos, sin = rotation.norms, rotation.cos, rotation.sin
+        constants = _constants(KernelSizes.of(q, k), z, window, segments)
+        constants |= {"EPS": 0.0 if norms is None else norms.eps, "HAS_NORM": norms is not None}
+        q_weight, k_weight = (cos, cos) if norms is None else norms.weights
+        arrays, given = ((q, k, z), segments), (out, lse, dout, z, q_weight, cos, sin)
+        dz, delta = self._query_gradient(rotated.rotated_dq_kernel, z, *arrays, given, constants)
+        written = jax.new_ref(dz)
+        others = lse, delta, dout, z, k_weight, cos, sin, written
+        self._key_value_gradients(rotated.rotated_dkdv_kernel, (), *arrays, others, constants)
+        return jax.freeze(written)
+
+    def _query_gradient(self, kernel, like, arrays, segments, given, constants):
+        """Return (an array like another with the gradient, delta)."""
+        q, k, v = arrays
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
-        tokens = tiles.block_m // sizes.P
+        count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
         q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
         return self._launch_tiles(
-            kernels.dq_kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1), _starts(segments), out, lse, dout),
-            (shape_dtype_of(q), sizes.statistics()),
-            (triton.cdiv(sizes.T, tokens) * sizes.packs, sizes.B),
+            kernel,
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), _starts(segments), units, *given),
+            (shape_dtype_of(like), sizes.statistics()),
+            (count * sizes.packs, sizes.B),
             tiles,
-            constants | {"LATE": tiles.late} | by_descriptor,
+            constants | unit | {"LATE": tiles.late} | by_descriptor,
         )
 
-    def _key_value_gradients(self, q, k, v, segments, lse, delta, dout, constants):
+    def _key_value_gradients(self, kernel, out_type, arrays, segments, given, constants):
+        q, k, v = arrays
+        lse, delta, dout, *others = given
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv
+        count, units, unit = _tiles_in_order(segments, tiles.block_n)
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
+        ends = _ends(segments, constants["WINDOW"])
         return self._launch_tiles(
-            kernels.dkdv_kernel,
-            (q, k, v, _ends(segments, constants["WINDOW"]), lse, delta, dout),
-            (shape_dtype_of(k), shape_dtype_of(v)),
-            (triton.cdiv(sizes.T, tiles.block_n) * sizes.K, sizes.B),
+            kernel,
+            (q, k, v, ends, units, lse, delta, dout, *others),
+            out_type,
+            (count * sizes.K, sizes.B),
             tiles,
-            constants,
+            constants | unit,
         )
 
     def _query_tile(self, q, tiles: AttentionTiles, sizes: "KernelSizes"):
@@ -139,6 +162,18 @@ class KernelSizes:
 def _constants(sizes: KernelSizes, v, window: int | None, segments: PackedSegments) -> dict:
     tile = {"V": v.shape[2], "BLOCK_H": triton.next_power_of_2(sizes.H), "FORKS": segments.gap_starts is not None}
     return sizes.constants(window) | tile
+
+
+def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
+    """Return the tiles of so many tokens in a row, the units that they are in, and a unit's tokens.
+
+    Without units, or for larger tiles, tiles start as they lie in a row; a unit has 0 tokens then.
+    """
+    T = segments.starts.shape[1]
+    if segments.units is None or tokens > UNIT:
+        return triton.cdiv(T, tokens), segments.starts, {"UNIT": 0, "UNITS": 0}
+    count = segments.units.shape[3]
+    return count * (UNIT // tokens), segments.units, {"UNIT": UNIT, "UNITS": count}
 
 
 def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
+from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.lora_swiglu import Matrices
 from jaxglue.ops.norm_rope import HeadNorms
 from jaxglue.ops.small_layer.pairs import Adapter, Pair, Partials, WeightGroup
@@ -39,8 +40,8 @@ class Context(Protocol):
     def sin(self) -> Float[Array, "B T half"]:
         """Return the sines."""
 
-    def attend_joined(self, q, k, joined, *, window: int | None) -> Float[Array, "B T N H"]:
-        """See `joined_attention`."""
+    def attend_rotated(self, rotation: Rotation, z, *, window: int | None) -> Float[Array, "B T N H"]:
+        """See `rotated_attention`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,10 @@ def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Conte
     qkv, out, gate_up, down = extended = kernels.extend_weights(groups)
     entered = kernels.extend(rows, weights.norms[0], qkv.downs, 3 * rank, eps=spec.eps)
     z = checkpoint_name(_times(entered, qkv.whole), names.QUERY)
-    q, k = kernels.split_rotate(z, _heads(spec, weights), weights.head_norms, context.cos, context.sin)
-    attend = partial(context.attend_joined, window=spec.window)
-    attended, attend_back = jax.vjp(attend, *(y.reshape(B, T, -1, spec.head_dim) for y in (q, k, z)))
+    heads = len(linears[0]) // spec.head_dim, len(linears[1]) // spec.head_dim
+    rotation = Rotation(kernels=kernels, heads=heads, norms=weights.head_norms, cos=context.cos, sin=context.sin)
+    attend = partial(context.attend_rotated, rotation, window=spec.window)
+    attended, attend_back = jax.vjp(attend, z.reshape(B, T, -1, spec.head_dim))
     attended = attended.reshape(len(rows), -1)
     left = _times(attended, out.whole)
     middle, normed, out_ranks = kernels.add_norm(rows, left, adapters[_OUT][0][1], weights.norms[1], eps=spec.eps)
@@ -104,21 +106,20 @@ def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Conte
     y, down_ranks = kernels.swiglu(gates, _swiglu_matrices(adapters))
     down_ranks = checkpoint_name(down_ranks, names.LORA_HIDDEN)
     kept = rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks
-    return (middle + _times(y, down.whole)).reshape(x.shape), (kept, extended, weights, adapters, context)
+    return (middle + _times(y, down.whole)).reshape(x.shape), (kept, extended, weights, adapters)
 
 
 def _backward(kernels, spec: LayerSpec, residuals, dy):
-    kept, (qkv, out, gate_up, down), weights, adapters, context = residuals
+    kept, (qkv, out, gate_up, down), weights, adapters = residuals
     rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks = kept
-    (B, T, D), heads, rank = dy.shape, _heads(spec, weights), len(adapters[0][0])
+    (B, T, D), rank = dy.shape, len(adapters[0][0])
     dy = dy.reshape(-1, D)
     dgates, partials = kernels.swiglu_gradient(gates, _swiglu_matrices(adapters), dy @ down.whole)
     up, dnormed = adapters[_OUT][0][1], dgates @ gate_up.whole
     dmiddle = kernels.middle_gradient(middle, weights.norms[1], dy, dnormed, up, eps=spec.eps)
     dattended = dmiddle @ out.whole
-    *dheads, dz = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
+    (dz,) = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
     dz = dz.reshape(z.shape)
-    dz = kernels.split_rotate_gradient(z, heads, weights.head_norms, context.cos, context.sin, dheads, dz)
     dentered = dz @ qkv.whole
     dx = kernels.entered_gradient(rows, weights.norms[0], dmiddle, dentered, entered, qkv.downs, eps=spec.eps)
     whole, columns = slice(0, D), sum(map(len, weights.linears[_GATE_UP]))
@@ -150,9 +151,3 @@ def _swiglu_matrices(adapters: tuple[Adapter, ...]) -> Matrices:
 
 def _times(extended: Float[Array, "M width"], weights: Float[Array, "out width"]) -> Float[Array, "M out"]:
     return jax.lax.dot_general(extended, weights, (((1,), (1,)), ((), ())))
-
-
-def _heads(spec: LayerSpec, weights: Weights) -> tuple[int, int, int]:
-    """Return the query heads, the key/value heads, and the head dim."""
-    queries, keys, *_ = weights.linears
-    return len(queries) // spec.head_dim, len(keys) // spec.head_dim, spec.head_dim

@@ -111,6 +111,11 @@ def assert_close(got, expected, dout, tolerance):
 def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend):
     case = SMALL[name]
     inputs, segments, dout = case.inputs(jnp.float32)
+    assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=late)
+
+
+def assert_interpreted(case, segments, inputs, dout, interpreted_backend, late=False):
+    """Assert that interpreted kernels compute a case."""
     tiles = AttentionTiles(block_m=16, block_n=16, num_warps=4, num_stages=1, late=late)
     backend = interpreted_backend(
         tiles=AttentionKernelTiles(forward=tiles, dq=tiles, dkdv=tiles), compute_capability=80
@@ -118,6 +123,17 @@ def test_interpreted_kernels_match_the_reference(name, late, interpreted_backend
     spec = FlashSpec(backend=backend, window=case.window)
     got = output_and_gradients(lambda *x: flash_attention(spec, *x, segments), inputs, dout)
     assert_close(got, expected_of(case, inputs, segments, dout), dout, 1e-5)
+
+
+def test_units_of_documents_match_the_reference(interpreted_backend, monkeypatch):
+    from jaxglue.ops import segments as rows
+    from jaxglue.ops.attention import triton
+
+    for module in (rows, triton):
+        monkeypatch.setattr(module, "UNIT", 16)
+    case = Case(lengths=((9, 65, 70), (3, 3, 80)), T=150, N=4, K=2, H=16)
+    inputs, segments, dout = case.inputs(jnp.float32)
+    assert_interpreted(case, segments, inputs, dout, interpreted_backend)
 
 
 @pytest.mark.gpu
