@@ -367,7 +367,9 @@ def step_times(step: Callable, steps: int, ahead: int = 0) -> list[tuple[float, 
         if index < steps:
             begun = time.perf_counter()
             _, gradients = step()
-            in_flight.append(jax.tree.leaves(gradients["layers"])[0])  # the first layer's come last; training donates all
+            in_flight.append(
+                jax.tree.leaves(gradients["layers"])[0]
+            )  # the first layer's come last; training donates all
             del gradients
             dispatched.append(time.perf_counter() - begun)
         if index >= ahead:
