@@ -29,6 +29,8 @@ _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 _HOPPER_HEAD_DIMS = (64, 128)
 _HOPPER_WINDOW = 1024
 """Least window on which Hopper's kernels are the fastest."""
+_NARROW_ROW = 65_536
+"""Tokens of a row in which they are the fastest on heads of 64."""
 
 
 Shaped = Array | jax.ShapeDtypeStruct
@@ -108,9 +110,11 @@ def _load_triton(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 def _order(shape: AttentionShape) -> tuple[str, ...]:
     reach = math.inf if shape.window is None else shape.window
-    if not shape.long or shape.head_dim <= 64 or reach < _HOPPER_WINDOW:
+    unbounded, wide = reach >= LONG_DOCUMENT, shape.head_dim > 64
+    suits = reach >= _HOPPER_WINDOW if wide else unbounded and shape.seq_len >= _NARROW_ROW
+    if not (shape.long and suits):
         return "triton", "cudnn", "hopper"
-    few = shape.segment_slots <= FEW_DOCUMENTS and reach >= LONG_DOCUMENT
+    few = wide and unbounded and shape.segment_slots <= FEW_DOCUMENTS
     return ("hopper", "cudnn", "triton") if few else ("hopper", "triton", "cudnn")
 
 

@@ -29,6 +29,7 @@ LLAMA = AttentionShape(dtype=jnp.bfloat16, head_dim=128, query_heads=32, kv_head
         ({"segment_slots": 8, "long": True, "forked": True}, (9, 0), "triton"),
         ({"segment_slots": 8, "long": True, "head_dim": 96}, (9, 0), "triton"),
         ({"segment_slots": 1, "long": True, "head_dim": 64}, (9, 0), "triton"),
+        ({"segment_slots": 1, "long": True, "head_dim": 64, "seq_len": 65_536}, (9, 0), "hopper"),
         ({"segment_slots": 1, "long": True, "window": 4096}, (9, 0), "hopper"),
         ({"segment_slots": 1}, (8, 9), "triton"),
         ({"segment_slots": 1, "window": 128}, (9, 0), "triton"),

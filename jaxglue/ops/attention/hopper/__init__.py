@@ -22,6 +22,7 @@ from jaxglue.ops.segments import PackedSegments
 _ROWS = 2 * GROUP_ROWS.value
 """Rows of a program: queries forward, keys backward."""
 _STAGES = 2
+"""Places for tiles on their way; one more for the gradients of narrow heads, which leave room."""
 _SPAN = 4
 """Tiles of tokens whose gradients of queries a program rounds."""
 
@@ -78,7 +79,8 @@ class HopperAttention(Launcher):
             (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(sums), turns),
             (dkv, dkv, dq, shape_dtype_of(sums), shape_dtype_of(turns)),
             ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
-            sizes.constants(window) | {"STAGES": _STAGES, "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
+            sizes.constants(window)
+            | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
             aliases={len(arrays) + 1: 3, len(arrays) + 2: 4},
         )
         return dq, dk, dv

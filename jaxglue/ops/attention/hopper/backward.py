@@ -47,12 +47,32 @@ def _hand_over(dq, tiles, n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _begin_scores(tiles, n, zero, SCORES: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+def _hold(tiles, SCORES: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr):
+    """Return a warpgroup's keys and values in registers, where narrow heads leave room there."""
+    if H <= 64:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+        keys = tiles.keys.index(0).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+        values = tiles.keys.index(1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+        return keys.load(OPERAND), values.load(OPERAND)
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def _own(held, which: gl.constexpr, tiles, zero, H: gl.constexpr, GROUP: gl.constexpr):
+    """Return a warpgroup's keys (0) or values (1) as an operand."""
+    if H <= 64:
+        return held[which]
+    else:
+        return tiles.keys.index(zero + which).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+
+
+@gluon.jit
+def _begin_scores(own, tiles, n, SCORES: gl.constexpr, H: gl.constexpr):
     """Begin the n-th tile's scores."""
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
-    keys = tiles.keys.index(zero).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
     query = tiles.queries.tiles.index(2 * await_place(tiles.queries, n)).reshape([GROUP_ROWS, H])
-    return warpgroup_mma(keys, query.permute((1, 0)), none, use_acc=False, is_async=True)
+    return warpgroup_mma(own, query.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -69,13 +89,13 @@ def _begin_dq(tiles, n, zero, H: gl.constexpr, GROUP: gl.constexpr):
 def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, sizes, GROUP: gl.constexpr):
     """Add the n-th tile's products to (dk, dv), and store the gradients of its scores."""
     dk, dv = sums
-    _, _, keys, stops, tiles = operands
+    _, _, keys, stops, tiles, held = operands
     SCORES: gl.constexpr = keys.type.layout.parent
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     place, zero = 2 * turn(tiles.queries, n)[0], token >> 31
     query = tiles.queries.tiles.index(place).reshape([GROUP_ROWS, sizes.H])
     dout = tiles.queries.tiles.index(place + 1).reshape([GROUP_ROWS, sizes.H])
-    values = tiles.keys.index(zero + 1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)
+    values = _own(held, 1, tiles, zero, sizes.H, GROUP)
     none = gl.zeros([GROUP_ROWS, GROUP_ROWS], gl.float32, layout=SCORES)
     dweights = warpgroup_mma(values, dout.permute((1, 0)), none, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -103,7 +123,7 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
 @gluon.jit
 def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.constexpr):
     """Add the tiles from `begin` to `end`, after another one, to (dk, dv); a tile's dq comes one tile late."""
-    first, count, keys, _, tiles = operands
+    first, count, keys, _, tiles, held = operands
     dk, dv = sums
     SCORES: gl.constexpr = keys.type.layout.parent
     for n in range(begin, end):
@@ -111,7 +131,7 @@ def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.cons
         zero = token >> 31  # 0, which the compiler cannot know: it would keep every address of keys in registers
         dq = _begin_dq(tiles, n - 1, zero, sizes.H, GROUP)
         release(tiles.queries, n - 1)
-        scores = _begin_scores(tiles, n, zero, SCORES, sizes.H, GROUP)
+        scores = _begin_scores(_own(held, 0, tiles, zero, sizes.H, GROUP), tiles, n, SCORES, sizes.H)
         dq = warpgroup_mma_wait(1, deps=[dq])
         _hand_over(dq, tiles, n - 1, GROUP)
         dk, dv = _differentiate_tile(scores, (dk, dv), n, token, MASK, operands, sizes, GROUP)
@@ -122,10 +142,11 @@ def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.cons
 def _all_tiles(operands, dk, dv, bounds, sizes, GROUP: gl.constexpr):
     """Add all tiles, of which there is at least one, to (dk, dv): some of each token's heads after the others."""
     PARTS: gl.constexpr = sizes.G // sizes.P
-    first, count, keys, _, tiles = operands
+    first, count, keys, _, tiles, held = operands
     token, zero, end = first + (count - 1) * (GROUP_ROWS // sizes.P), first >> 31, count * PARTS
     full, cut = gl.maximum((count - bounds.cut) * PARTS, 1), gl.maximum((count - bounds.full) * PARTS, 1)
-    scores = _begin_scores(tiles, 0, zero, keys.type.layout.parent, sizes.H, GROUP)
+    own = _own(held, 0, tiles, zero, sizes.H, GROUP)
+    scores = _begin_scores(own, tiles, 0, keys.type.layout.parent, sizes.H)
     sums = _differentiate_tile(scores, (dk, dv), 0, token, True, operands, sizes, GROUP)
     sums = _tiles(1, full, True, operands, sums, sizes, GROUP)
     sums = _tiles(full, cut, False, operands, sums, sizes, GROUP)
@@ -152,7 +173,8 @@ def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS:
     dv = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
     if bounds.count > 0:
         mbarrier.wait(tiles.loaded.index(0), 0)
-        dk, dv = _all_tiles((bounds.first, bounds.count, keys, stops, tiles), dk, dv, bounds, sizes, GROUP)
+        held = _hold(tiles, SCORES, H, GROUP)
+        dk, dv = _all_tiles((bounds.first, bounds.count, keys, stops, tiles, held), dk, dv, bounds, sizes, GROUP)
     values = tiles.keys.index(1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)  # only this warpgroup's
     store_rows(dk_out, dk * sizes.SCALE, values, row, first, head, T, HEADS, H, 1)
     store_rows(dv_out, dv, values, row, first, head, T, HEADS, H, 1)

@@ -100,8 +100,8 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     token = first + GROUP * (GROUP_ROWS // P)
     query = queries.index(GROUP)
     load_rows(q, query, row, token, head, T, N, H, P)
-    fence_async_shared()
     gl.barrier()
+    held = query.load(gl.DotOperandLayout(0, SCORES, 2))
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     tokens = token + lane // P
     lows = _first_visible(starts + row * T, tokens, T, sizes.WINDOW)
@@ -112,11 +112,11 @@ def _attend(q, sinks, starts, out, lse, queries, keys, values, row, head, first,
     total = gl.full([GROUP_ROWS], 1.0 if HAS_SINKS else 0.0, gl.float32, layout=lane.type.layout)
     acc = gl.zeros([GROUP_ROWS, H], gl.float32, layout=OUT)
     none = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    scores = warpgroup_mma(query, await_tile(keys, 0).permute((1, 0)), none, use_acc=False)
+    scores = warpgroup_mma(held, await_tile(keys, 0).permute((1, 0)), none, use_acc=False)
     release(keys, 0)
     weights, _, peak, total = _softmax(scores, peak, total, bounds.first, tokens, lows, True, FACTOR)
     weights = gl.convert_layout(weights.to(q.dtype.element_ty), WEIGHTS)
-    operands = bounds.first, query, keys, values, tokens, lows
+    operands = bounds.first, held, keys, values, tokens, lows
     state = _tiles(1, bounds.full, True, operands, (weights, acc, peak, total), FACTOR)
     state = _tiles(bounds.full, bounds.cut, False, operands, state, FACTOR)
     weights, acc, peak, total = _tiles(bounds.cut, bounds.count, True, operands, state, FACTOR)
