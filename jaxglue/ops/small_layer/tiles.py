@@ -7,7 +7,7 @@ from jaxglue.ops.lora.tiles import LoraTiles
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles(LoraTiles):
-    """SwiGLU's programs cover `length` columns forward and rows backward, others all."""
+    """SwiGLU's programs cover `length` columns forward and rows backward; others add up block_n partial sums at once."""
 
     block_m: int = 64
     block_n: int = 128
@@ -22,6 +22,7 @@ MIDDLE_TILES = RowTiles(num_warps=8)
 ENTERED_TILES = RowTiles(num_warps=8)
 SWIGLU_TILES = RowTiles(block_n=64)
 SWIGLU_GRADIENT_TILES = RowTiles(block_n=64, length=768)
+RANKS_TILES = RowTiles(block_m=32, block_n=4, num_stages=6)
 GRADIENT_TILES = RowTiles(num_stages=6)
 WEIGHT_TILES = RowTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
 _TILES = {
@@ -31,6 +32,7 @@ _TILES = {
     "entered": ENTERED_TILES,
     "swiglu": SWIGLU_TILES,
     "swiglu_gradient": SWIGLU_GRADIENT_TILES,
+    "ranks": RANKS_TILES,
     "gradient": GRADIENT_TILES,
     "weight": WEIGHT_TILES,
 }

@@ -24,14 +24,13 @@ from jaxglue.ops.small_layer.tiles import (
     EXTEND_TILES,
     GRADIENT_TILES,
     MIDDLE_TILES,
+    RANKS_TILES,
     SWIGLU_GRADIENT_TILES,
     SWIGLU_TILES,
     WEIGHT_TILES,
     RowTiles,
 )
 
-_VALUES, _PARTS, _STAGES = 1024, 4, 6
-"""Ranks of which a program adds up partial sums, how many sums of each at once, and how often it loads ahead."""
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
 
@@ -45,6 +44,7 @@ class TritonSmallLayer(TritonNormRope):
     entered_tiles: RowTiles = ENTERED_TILES
     swiglu_tiles: RowTiles = SWIGLU_TILES
     swiglu_gradient_tiles: RowTiles = SWIGLU_GRADIENT_TILES
+    ranks_tiles: RowTiles = RANKS_TILES
     gradient_tiles: RowTiles = GRADIENT_TILES
     weight_tiles: RowTiles = WEIGHT_TILES
 
@@ -141,14 +141,11 @@ class TritonSmallLayer(TritonNormRope):
 
     def _with_ranks(self, out, partials, D: int):
         """Return `out`, written up to column D, with the sums of its ranks and zeros behind; and these sums."""
-        (parts, M, R), width = partials.shape, out.shape[1]
+        (parts, M, R), width, tiles = partials.shape, out.shape[1], self.ranks_tiles
         refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, R), out.dtype))]
-        block_p, lanes = min(triton.next_power_of_2(parts), _PARTS), _lanes(R)
-        block_m = max(_VALUES // lanes, 1)
-        constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts}
-        constants |= {"BLOCK_R": lanes, "BLOCK_M": block_m, "BLOCK_P": block_p, "STAGES": _STAGES}
-        grid = (triton.cdiv(M, block_m),)
-        self._launch(kernels.ranks_kernel, (partials, *refs), (), grid, constants, num_stages=_STAGES)
+        constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts, "BLOCK_R": _lanes(R)}
+        constants |= {"BLOCK_M": tiles.block_m, "BLOCK_P": tiles.block_n, "STAGES": tiles.num_stages}
+        self._run(kernels.ranks_kernel, (partials, *refs), (), (triton.cdiv(M, tiles.block_m),), constants, tiles)
         return [jax.freeze(ref) for ref in refs]
 
     def adapter_gradients(

@@ -62,7 +62,7 @@ def kernels(interpreted):
     from jaxglue.ops.small_layer.triton import TritonSmallLayer
 
     tiles = RowTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
-    names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "gradient", "weight"
+    names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "ranks", "gradient", "weight"
     return interpreted(TritonSmallLayer)(compute_capability=90, **{f"{name}_tiles": tiles for name in names})
 
 
