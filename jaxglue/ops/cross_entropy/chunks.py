@@ -15,6 +15,9 @@ SoftmaxGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"], F
 ProductGradient = Callable[..., tuple[Float[Array, " M"], Float[Array, "M D"]]]
 """(hidden states [M, D], output projection [V, D], targets, weights) → each token's loss and float32 gradient."""
 
+_TILE = 128
+"""Rows of a matmul's tile."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSpec:
@@ -22,7 +25,9 @@ class ChunkSpec:
 
     cross_entropy: CrossEntropy
     chunk: int
-    """Tokens whose logits exist at a time."""
+    """Most tokens whose logits exist at a time."""
+    product_chunk: int = 0
+    """The same of `product_gradient`, whose exponentials are half as wide."""
     softmax_gradient: SoftmaxGradient | None = None
     product_gradient: ProductGradient | None = None
 
@@ -48,8 +53,10 @@ def times_transposed(x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Ar
 
 
 def split_chunks(chunk: int, *arrays: Array) -> list[Array]:
-    """Split arrays of M rows into [M / chunk, chunk, …], padded with zeros."""
-    chunk = min(chunk, len(arrays[0]))
+    """Split arrays of M rows into equal parts of at most `chunk` rows, [parts, rows, …], padded with zeros."""
+    parts = -(-len(arrays[0]) // chunk)
+    rows = -(-len(arrays[0]) // parts)
+    chunk = min(chunk, -(-rows // _TILE) * _TILE) if parts > 1 else rows
     padding = -len(arrays[0]) % chunk
     padded = (jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1)) for array in arrays)
     return [array.reshape(-1, chunk, *array.shape[1:]) for array in padded]
