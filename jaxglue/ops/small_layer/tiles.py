@@ -7,7 +7,7 @@ from jaxglue.ops.lora.tiles import LoraTiles
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles(LoraTiles):
-    """SwiGLU's programs cover `length` columns forward and rows backward; ranks' add up block_n partial sums at once."""
+    """SwiGLU's programs cover `length` columns forward, rows backward; ranks' add up block_n partial sums at once."""
 
     block_m: int = 64
     block_n: int = 128
