@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -360,23 +360,35 @@ def is_unexpected(ms: float, expected: float | None) -> bool:
     return expected is None or abs(ms / expected - 1) > UNEXPECTED
 
 
-def step_times(step: Callable, steps: int, ahead: int = 0) -> list[tuple[float, float]]:
-    """Return seconds of each step and of its dispatch; the host dispatches `ahead` steps before it waits for one."""
-    dispatched, ended, in_flight = [], [time.perf_counter()], deque()
-    for index in range(steps + ahead):
-        if index < steps:
+def step_times(step: Callable, steps: int, ahead: int) -> list[tuple[float, float]]:
+    """Return seconds of each step and of its dispatch; the host dispatches `ahead` steps before it waits for one.
+
+    A thread takes the time at each step's end, as dispatch waits, too, where layers copy to the host.
+    """
+    dispatched, ended = [], list[Future[float]]()
+    started = time.perf_counter()
+    with ThreadPoolExecutor(1) as watching:
+        for index in range(steps):
             begun = time.perf_counter()
-            _, gradients = step()
-            in_flight.append(
-                jax.tree.leaves(gradients["layers"])[0]
-            )  # the first layer's come last; training donates all
-            del gradients
+            ended.append(watching.submit(ready_at, last_result(*step())))
             dispatched.append(time.perf_counter() - begun)
-        if index >= ahead:
-            jax.block_until_ready(in_flight.popleft())
-            ended.append(time.perf_counter())
-            report(f"a step of {(ended[-1] - ended[-2]) * 1e3:,.0f} ms")
-    return list(zip(np.diff(ended).tolist(), dispatched, strict=True))
+            if index >= ahead:
+                ended[index - ahead].result()
+        times = np.diff([started, *(end.result() for end in ended)]).tolist()
+    report("steps of " + ", ".join(f"{1e3 * seconds:,.0f}" for seconds in times) + " ms")
+    return list(zip(times, dispatched, strict=True))
+
+
+def ready_at(array: jax.Array) -> float:
+    """Return the time when an array is ready."""
+    array.block_until_ready()
+    return time.perf_counter()
+
+
+def last_result(loss: jax.Array, gradients: dict) -> jax.Array:
+    """Return a small array that is ready when a step ends: of the first layer's gradients; others do not stay."""
+    layers = gradients["layers"]
+    return min(jax.tree.leaves(layers[0] if isinstance(layers, list) else layers), key=lambda array: array.nbytes)
 
 
 @contextmanager

@@ -15,7 +15,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
-from jaxglue.planner.kernel_times import conversion_seconds, loop_seconds, matmul_seconds, padding, together, with_gap
+from jaxglue.planner.kernel_times import (
+    conversion_seconds,
+    fused_seconds,
+    kernel_seconds,
+    matmul_seconds,
+    padding,
+    with_gap,
+)
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
 
 _ALIASES = {
@@ -35,16 +42,6 @@ _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
 _SMALL = 2**16
 """Bytes of an array from which XLA gathers within another kernel of a loop."""
-_EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
-"""Kernels of experts' matmuls, and their share of the matmul rate."""
-_FUSED_SHARE = 0.92
-"""Share of the memory's rate at which kernels without matmuls move their bytes."""
-_KERNEL_SHARES = {"gradients_kernel": 0.73, "mxfp4_kernel": 0.81}
-"""The same by kernel: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
-_FP8_SHARE = 0.55
-"""The same of kernels that read or write FP8 codes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Time and memory of one run of a program."""
@@ -270,10 +267,9 @@ class _Trace:
         whole = sum(value.bytes for value in {*inputs, *outputs})
         moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
         name = getattr(eqn.params["fn"], "__name__", "")
-        copied = self._copy(moved) / (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE))
-        if name in _EXPERTS_KERNELS:
-            return together(flops / (_EXPERTS_SHARE * self._dot_rate(eqn)), copied)
-        return max(flops / self._dot_rate(eqn), copied, loop_seconds(eqn.params["metaparams"]))
+        return kernel_seconds(
+            name, eqn.params["metaparams"], flops=flops / self._dot_rate(eqn), moved=moved, codes=codes, gpu=self._gpu
+        )
 
     def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""
@@ -337,7 +333,7 @@ class _Trace:
         self.kernels.append(Kernel(tuple(inputs), tuple(outputs), seconds, inner, fused))
 
     def _fused_copy(self, moved: int) -> float:
-        return self._copy(moved) / _FUSED_SHARE
+        return fused_seconds(moved, self._gpu)
 
     def _copy(self, moved: int) -> float:
         return moved / self._gpu.copy

@@ -16,6 +16,16 @@ _LOOPS = ("COLUMNS", "F", "BLOCK_N"), ("COLUMNS", "N", "BLOCK_N"), ("ROWS", "M",
 """Constants of adapters' kernels: elements that a program passes in turns, of all, and in a turn."""
 _CODE_FLOPS = 820
 """FLOPs of matmuls in the time in which XLA converts an 8-bit code."""
+_FUSED_SHARE = 0.92
+"""Share of the memory's rate at which kernels without matmuls move their bytes."""
+_KERNEL_SHARES = {"gradients_kernel": 0.73}
+"""The same by kernel: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
+_FP8_SHARE = 0.55
+"""The same of kernels that read or write FP8 codes."""
+_BYTE_FLOPS = {"mxfp4_kernel": 200, "matmul_kernel": 180, "outer_kernel": 180}
+"""FLOPs of matmuls in the time in which a kernel that fills a slower memory's rate moves a byte, however fast it is."""
+_EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
+"""Kernels of experts' matmuls, and their share of the matmul rate."""
 
 
 def with_gap(seconds: float) -> float:
@@ -41,12 +51,38 @@ def conversion_seconds(codes: int, gpu: Gpu) -> float:
     return codes * _CODE_FLOPS / gpu.matmul
 
 
+def fused_seconds(moved: int, gpu: Gpu) -> float:
+    """Return the time of a kernel without matmuls."""
+    return moved / (_FUSED_SHARE * gpu.copy)
+
+
+def kernel_seconds(
+    name: str, constants: Mapping[str, Any], *, flops: float, moved: int, codes: bool, gpu: Gpu
+) -> float:
+    """Return the time of a Triton kernel.
+
+    Args:
+        name: of its function.
+        constants: with which it is compiled.
+        flops: seconds of its matmuls at the rate of large ones.
+        moved: bytes read and written.
+        codes: some are of FP8.
+        gpu: that runs it.
+    """
+    copied = moved / (gpu.copy * (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE)))
+    if name in _BYTE_FLOPS:
+        copied = max(moved / gpu.copy, moved * _BYTE_FLOPS[name] / gpu.matmul)
+    if name in _EXPERTS_KERNELS:
+        return _together(flops / _EXPERTS_SHARE, copied)
+    return max(flops, copied, loop_seconds(constants))
+
+
 def padding(constants: Mapping[str, Any]) -> float:
     """Return the rows that an experts' kernel multiplies by those given: of each expert, a quarter tile is empty."""
     experts, tiles = constants.get("E", 0), constants.get("TILES", 0)
     return 1 + experts / (4 * (tiles - experts)) if tiles > experts else 1.0
 
 
-def together(*seconds: float) -> float:
+def _together(*seconds: float) -> float:
     """Return the time of experts' matmuls and of reading their weights, which hide each other where one is short."""
     return sum(each**3 for each in seconds) ** (1 / 3)

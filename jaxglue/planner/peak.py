@@ -58,6 +58,11 @@ class PeakMemory:
     def _accumulates(self) -> bool:
         return self.workload.gradient_accumulation_steps > 1
 
+    @property
+    def _tied(self) -> bool:
+        """Return whether embedding and head train one table."""
+        return self.workload.config.tie_word_embeddings
+
     @cached_property
     def _stored(self) -> np.ndarray:
         """Return for each layer the bytes saved by it and those before."""
@@ -86,11 +91,17 @@ class PeakMemory:
         head += self.resident.host_head
         peak = self._buffers()[-1] + self._leaving() + self._stored[-1] + (trained if self._accumulates else 0) + head
         peak = max(peak, self._layers_backward.max())
-        if not self._accumulates:  # the embedding's gradients come last
-            embedding = max(sum(self.resident.trainable_ends) - self._head_gradients, 0)
-            first = 0 if self.workload.update_in_backward else self._gradients()[0]
-            peak = max(peak, first + embedding + model.input_bytes)
-        return peak
+        return max(peak, self._embedding_backward())
+
+    def _embedding_backward(self) -> int:
+        """Return the bytes of gradients, complete by then, and of a table's that is added to those of the head."""
+        ends = self.resident.trainable_ends
+        added = max(ends, default=0) if self._accumulates or self._tied else 0
+        if self._accumulates:
+            return self.resident.trainable + added + self.model.input_bytes
+        embedding = max(sum(ends) - self._head_gradients, 0)
+        first = self._kept_gradients if self.workload.update_in_backward else self._gradients()[0]
+        return first + embedding + added + self.model.input_bytes
 
     @cached_property
     def _layers_backward(self) -> np.ndarray:
@@ -113,13 +124,18 @@ class PeakMemory:
     def _head_gradients(self) -> int:
         return self.model.head.results - self.model.input_bytes
 
+    @property
+    def _kept_gradients(self) -> int:
+        """Return the bytes of the head's gradients that wait for the embedding's where each is used at once."""
+        return self._head_gradients if self._tied else 0
+
     def _gradients(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes of gradients."""
         if self._accumulates:
             return np.full(len(self.costs), self.resident.trainable)
         layers = np.array(self.resident.trainable_layers)
         if self.workload.update_in_backward:
-            return layers
+            return layers + self._kept_gradients
         return self._head_gradients + layers[::-1].cumsum()[::-1]
 
     def _temporaries(self) -> np.ndarray:

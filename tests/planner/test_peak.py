@@ -18,13 +18,16 @@ def layer(saved: float, temporary: float) -> LayerCost:
     return LayerCost(forward=NOTHING, backward=backward, saved=int(saved * GIB), offloaded=0, offloaded_names=0)
 
 
-def peak_gib(*costs: LayerCost, whole: bool = False) -> float:
-    layers = len(costs)
-    resident = SimpleNamespace(moments=0, trainable=0, host_head=0, trainable_ends=[0], trainable_layers=[0] * layers)
-    resident.frozen = lambda: 0
+def peak_gib(*costs: LayerCost, whole: bool = False, table: float = 0, tied: bool = False, steps: int = 1) -> float:
+    layers, ends = len(costs), [int(table * GIB)] * (1 if tied else 2)
+    resident = SimpleNamespace(moments=0, trainable=sum(ends), host_head=0, trainable_ends=ends)
+    resident.frozen, resident.trainable_layers = lambda: 0, [0] * layers
+    config = SimpleNamespace(tie_word_embeddings=tied)
+    work = {"gradient_accumulation_steps": steps, "reference": False, "update_in_backward": False}
+    head = Cost(seconds=0.0, temporary=0, results=ends[0])
     peak = PeakMemory(
-        workload=SimpleNamespace(gradient_accumulation_steps=1, reference=False, update_in_backward=False),
-        model=SimpleNamespace(gathered=0, scattered=0, input_bytes=0, head=NOTHING),
+        workload=SimpleNamespace(config=config, **work),
+        model=SimpleNamespace(gathered=0, scattered=0, input_bytes=0, head=head),
         resident=resident,
         costs=costs,
         streamed=[0] * layers,
@@ -43,3 +46,9 @@ def test_temporary_memory_finds_no_room_in_the_smaller_gap_of_freed_values():
     assert peak_gib(recomputed, kept) == pytest.approx(0.95 * (0.3 + 1 + 10.3 + 4), rel=1e-3)
     assert peak_gib(recomputed, kept, whole=True) < lean < peak_gib(recomputed, kept)
     assert peak_gib(kept, kept) == pytest.approx(0.3 + 8 + 1.03, rel=1e-2)  # the last layer needs most
+
+
+def test_a_tables_gradient_is_made_beside_the_sum_it_is_added_to():
+    assert peak_gib(layer(0, 0), table=1) == pytest.approx(0.3 + 2 + 2, rel=1e-3)  # two tables, and their gradients
+    assert peak_gib(layer(0, 0), table=1, tied=True) == pytest.approx(0.3 + 1 + 2, rel=1e-3)
+    assert peak_gib(layer(0, 0), table=1, steps=2) == pytest.approx(0.3 + 2 + 2 + 1, rel=1e-3)
