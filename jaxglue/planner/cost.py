@@ -42,6 +42,8 @@ _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
 _SMALL = 2**16
 """Bytes of an array from which XLA gathers within another kernel of a loop."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Time and memory of one run of a program."""
