@@ -31,7 +31,7 @@ from pathlib import Path
 from check_runs import CASES, FAULTS, LORA, ROOT, Runs, block_means, difference, fastest_steps
 from measure import table, write_results
 
-from jaxglue.engine.compiler import LIBRARY_MATMULS
+from jaxglue.engine.compiler import STEP_OPTIONS
 
 RECORDED = ROOT / "benchmarks/results/gpu_check.json"
 CHATS = ROOT / "scripts/quickstart/chats.jsonl"
@@ -95,7 +95,7 @@ def gpu_test_files() -> list[str]:
 def _pytest(check: Check, part: str, arguments: list[str]) -> Row:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     # As in training: XLA's choice among Triton's matmuls takes longer than all tests.
-    options = " ".join(f"--{name}={str(value).lower()}" for name, value in LIBRARY_MATMULS.items())
+    options = " ".join(f"--{name}={str(value).lower()}" for name, value in STEP_OPTIONS.items())
     environment = check.runs.environment | {"XLA_FLAGS": f"{options} {os.environ.get('XLA_FLAGS', '')}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()

@@ -9,14 +9,16 @@ from typing import Any
 import jax
 from jax.stages import Lowered, Traced
 
-LIBRARY_MATMULS = {
+STEP_OPTIONS = {
     # cuBLAS for every matmul: it reads adapters' narrow ones at 90% of copy bandwidth, accumulates into its output, and
     # tunes in 0.1 s; XLA's Triton kernels lose on all three.
     "xla_gpu_enable_triton_gemm": False,
     # Merged matmuls of one input would copy weights together and results apart.
     "xla_gpu_dot_merger_threshold_mb": 0,
+    # XLA's cache does not keep these choices: sums would be rounded otherwise after another compilation.
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
-_EXCHANGING = LIBRARY_MATMULS | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+_EXCHANGING = STEP_OPTIONS | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 _tracing = ContextVar("tracing", default=False)
 
 
@@ -62,7 +64,7 @@ class Program:
         return self._alone._cache_size()
 
 
-jit_step = partial(Program, compiler_options=LIBRARY_MATMULS)
+jit_step = partial(Program, compiler_options=STEP_OPTIONS)
 """`jax.jit` for the programs of a training step."""
 
 jit_exchanging = partial(Program, compiler_options=_EXCHANGING)

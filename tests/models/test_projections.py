@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.engine.compiler import LIBRARY_MATMULS
+from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import Linear, project_together
 from jaxglue.models.lora import add_lora
@@ -94,7 +94,7 @@ def test_gpu_matmuls_accumulate_onto_each_other(h200):
         return y, pull(dy)
 
     trees = jax.tree.map(lambda leaf: shaped(*leaf.shape, dtype=leaf.dtype), (adapters, weights))
-    lowered = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*trees, shaped(1, M, D), [shaped(1, M, 256)] * 3)
+    lowered = jax.jit(step, compiler_options=STEP_OPTIONS).lower(*trees, shaped(1, M, D), [shaped(1, M, 256)] * 3)
     text = lowered.compile().as_text()
     assert not re.search(r"bf16\[(1,)?1024,(512|256)\]\S* (fusion|add)\(", text[text.index("ENTRY") :])
     assert text.count("__cublas$lt$matmul") == 3 + 3 + 1 + 3 + 1 + 3 + 1 + 3  # three, or one, of each kind

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from closeness import assert_close, outputs_and_gradients
 
-from jaxglue.engine.compiler import LIBRARY_MATMULS
+from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.lora import LORA, Quantizer, lora_add, lora_expand, lora_expand_gradients_and_codes, lora_shrink
 
@@ -138,7 +138,7 @@ def test_only_kernels_write_wide_arrays(gpu_target, capability):
     narrow = [shaped(N, R, dtype=jnp.float32)] * 2
     arguments = shaped(M, D), shaped(2 * R, D, dtype=jnp.float32), narrow, [shaped(M, N)] * 2
     with tracing_for(capability):
-        text = jax.jit(step, compiler_options=LIBRARY_MATMULS).lower(*arguments).compile().as_text()
+        text = jax.jit(step, compiler_options=STEP_OPTIONS).lower(*arguments).compile().as_text()
     program = text[text.index("ENTRY") :]
     assert program.count('custom_call_target="triton_kernel_call_ffi"') == 2 + 2
     assert not re.search(rf"bf16\[{M},{N}\]\S* (fusion|add|pad|dot)\(", program)

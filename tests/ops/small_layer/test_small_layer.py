@@ -7,7 +7,7 @@ import pytest
 from closeness import assert_close
 from flax import nnx
 
-from jaxglue.engine.compiler import LIBRARY_MATMULS
+from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.equations import equations
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
@@ -97,7 +97,7 @@ def step_on(device, policy="none"):
         return y, pull(y)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), arguments)
-    return jax.jit(step, compiler_options=LIBRARY_MATMULS), shapes
+    return jax.jit(step, compiler_options=STEP_OPTIONS), shapes
 
 
 def test_few_kernels_run_between_matmuls(h200):
