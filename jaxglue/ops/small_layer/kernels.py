@@ -75,11 +75,11 @@ def extend_kernel(
     downs [BLOCK_R, D] are first matrices one below the other.
     """
     row = tl.program_id(0) * BLOCK_M
-    squares = tl.full((BLOCK_M,), 0.0, tl.float32)
+    squares = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)  # added up across threads at last
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
-        squares += tl.sum(tile * tile, 1)
-    scale = (1.0 / tl.sqrt(squares / D + EPS))[:, None]
+        squares += tile * tile
+    scale = (1.0 / tl.sqrt(tl.sum(squares, 1) / D + EPS))[:, None]
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
@@ -134,13 +134,14 @@ def norm_gradient_kernel(
     """
     row = tl.program_id(0) * BLOCK_M
     dtype = dx.dtype.element_ty
-    squares, along = tl.full((BLOCK_M,), 0.0, tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
+    squares = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    products = squares
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
-        squares += tl.sum(tile * tile, 1)
-        along += tl.sum(gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile, 1)
-    scale = 1.0 / tl.sqrt(squares / D + EPS)
+        squares += tile * tile
+        products += gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile
+    scale, along = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + EPS), tl.sum(products, 1)
     if WIDTH > D:  # ranks are the norm's products with the matrices, so their gradients' share needs no products
         dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         ranks = _load(extended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
