@@ -11,6 +11,7 @@ import optax
 from jax.stages import Traced
 from jaxtyping import Array, Float
 
+from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.lowering import on_device
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
@@ -65,11 +66,11 @@ class Optimizer:
             moments=config.moments,
         )
         self._init = jax.jit(self._init_part, static_argnames="prefix")
-        self._square_norm = jax.jit(optax.tree.norm, static_argnames="squared")
+        self._square_norm = jit_step(optax.tree.norm, static_argnames="squared")
         self._scalars = jax.jit(self._step_scalars)
         self._learning_rate = jax.jit(lambda step: jnp.asarray(self.schedule(step), jnp.float32))
-        self._update = jax.jit(self._update_parts, donate_argnums=(0, 1))
-        self._update_fused = jax.jit(self._fused_step, donate_argnums=(0, 1), static_argnames=("kernels", "clips"))
+        self._update = jit_step(self._update_parts, donate_argnums=(0, 1))
+        self._update_fused = jit_step(self._fused_step, donate_argnums=(0, 1), static_argnames=("kernels", "clips"))
 
     def init(self, trainable: Params) -> Params:
         """Return the state before the first step: `mu` and `nu` of every part."""

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.data.stream_iterator import StreamIterator
+from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.executor import Update
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_errors import fp8_errors
@@ -61,7 +62,7 @@ class TrainStep:
             reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)
             self.executor = self._make_executor(self.graphdefs, reference)
         self._optimizer_state = self._optimizer.init(self.trainable)
-        self._norm = jax.jit(optax.tree.norm)
+        self._norm = jit_step(optax.tree.norm)
         self._compiled: set[bool] = set()
         self._fp8: dict[str, Any] | None = None
 
