@@ -37,8 +37,8 @@ _RATES = {
     ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
     ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
     ("long", 128): Rates(Rate(0.70, 400), Rate(0.57, 250)),
-    ("hopper", 64): Rates(Rate(0.62, 280), Rate(0.52, 130)),
-    ("hopper", 128): Rates(Rate(0.87, 320), Rate(0.72, 130)),
+    ("hopper", 64): Rates(Rate(0.63, 480), Rate(0.55, 60)),
+    ("hopper", 128): Rates(Rate(0.88, 320), Rate(0.72, 130)),
     ("cudnn", 128): Rates(Rate(0.82, 490), Rate(0.76, 400)),
 }
 """By kernel and largest head dim: Triton kernels with tiles for short and long documents, Hopper's own, and cuDNN's.

@@ -10,7 +10,7 @@ from jaxglue.planner.traced import LayerCost
 
 _ENDS, _GROUPED_ENDS = 88.0, 36.0
 """Calls whose time it takes to dispatch embedding and head, with programs of one and of several layers in between."""
-_PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 1.0, 0.11, 0.14, 0.03
+_PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 1.0, 0.11, 0.14, 0.04
 """Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, in one of several programs of
 layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program."""
 _ARRAY = 0.85
@@ -22,9 +22,9 @@ _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
-_SERIAL, _GROUPED_SERIAL, _WHOLE_SERIAL = 0.05, 0.5, 0.02
-"""Shares of the shorter one of GPU's and host's time that are not hidden under the longer one. Of several programs with
-several layers one starts once the host has passed all their parameters."""
+_OVERLAP, _GROUPED_OVERLAP = 4.0, 1.7
+"""Exponents with which GPU's and host's time make a step's: the higher, the better the shorter one is hidden. Of several
+programs with several layers one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
@@ -70,13 +70,13 @@ class MicroBatch(NamedTuple):
     calls: float
     arrays: float
     copies: float
-    serial: float
-    """Share of the shorter one of both times that is not hidden under the longer one."""
+    overlap: float
+    """Exponent with which both times make the micro-batch's."""
 
     def seconds(self, host: Dispatch) -> float:
         """Return the time with this host."""
         dispatch = self.calls * host.call + self.arrays * host.array + self.copies * host.copy
-        return max(self.gpu_seconds, dispatch) + self.serial * min(self.gpu_seconds, dispatch)
+        return (self.gpu_seconds**self.overlap + dispatch**self.overlap) ** (1 / self.overlap)
 
 
 def micro_batch(
@@ -99,13 +99,13 @@ def micro_batch(
     kernels = sum(layer.kernels for layer in layers)
     arrays = _ARRAY * sum(_handled(layer, 1 if whole else passes) for layer in layers)
     if whole:
-        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _WHOLE_SERIAL)
+        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _OVERLAP)
     if layers_per_program > 1:
-        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_SERIAL)
+        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)
     streamed = [layer.frozen for layer in layers if layer.streamed]
     calls = _ENDS + passes * (_PASS * len(layers) + _COPY * len(streamed)) + _KERNEL * kernels
     copies = 2 * _COPIED_VALUE * sum(layer.offloaded for layer in layers) + passes * _COPIED_ARRAY * sum(streamed)
-    return MicroBatch(gpu_seconds, calls, arrays, copies, _SERIAL)
+    return MicroBatch(gpu_seconds, calls, arrays, copies, _OVERLAP)
 
 
 def _handled(layer: LayerArrays, passes: int) -> int:

@@ -94,9 +94,9 @@ class PeakMemory:
         return max(peak, self._embedding_backward())
 
     def _embedding_backward(self) -> int:
-        """Return the bytes of gradients, complete by then, and of a table's that is added to those of the head."""
+        """Return the bytes of gradients, complete by then, and of a table's that a program of its own adds to a sum."""
         ends = self.resident.trainable_ends
-        added = max(ends, default=0) if self._accumulates or self._tied else 0
+        added = max(ends, default=0) if (self._accumulates or self._tied) and not self.whole else 0
         if self._accumulates:
             return self.resident.trainable + added + self.model.input_bytes
         embedding = max(sum(ends) - self._head_gradients, 0)
