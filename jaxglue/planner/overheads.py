@@ -23,8 +23,8 @@ _SHORT_PASS = 1.2e-3
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
 _OVERLAP, _GROUPED_OVERLAP = 4.0, 1.7
-"""Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of several
-programs of layers, one starts once the host has passed all their parameters."""
+"""Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of
+several programs of layers, one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
