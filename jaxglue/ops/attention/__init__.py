@@ -27,6 +27,8 @@ __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotat
 
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 _HOPPER_HEAD_DIMS = (64, 128)
+_ROTATED_HEAD_DIMS = (128, 256)
+"""Those of gradients through rotation; ptxas serializes the matmuls of narrower heads in the kernel for keys."""
 _HOPPER_WINDOW = 1024
 """Least window on which Hopper's kernels are the fastest."""
 _NARROW_ROW = 65_536
@@ -178,7 +180,7 @@ def rotated_attention(
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), z.dtype) for heads in rotation.heads)
     _check(q, k, k, segments, window, None)
     kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
-    if kernels is not None and hasattr(kernels, "rotated_backward") and H & (H - 1) == 0:
+    if kernels is not None and hasattr(kernels, "rotated_backward") and H in _ROTATED_HEAD_DIMS:
         return rotated_flash_attention(FlashSpec(backend=kernels, window=window), rotation, z, segments)
     queries, keys, z = rotated_heads(rotation, z)
     values = z if getattr(kernels, "reads_joined_values", False) else z[:, :, -rotation.heads[1] :]

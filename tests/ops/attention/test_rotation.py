@@ -35,9 +35,9 @@ def rotation(interpreted):
 PACKED = pack_segments([[5, 1, 24]], seq_len=T)
 FORKED = pack_forks([[(5, 9, 3), (0, 12, 1)]], seq_len=T)
 CASES = {
-    "norms and forks": (16, True, FORKED, None),
-    "window": (16, False, PACKED, 7),
-    "head dim is no power of two": (24, True, PACKED, None),
+    "norms and forks": (128, True, FORKED, None),
+    "window": (128, False, PACKED, 7),
+    "narrow heads": (24, True, PACKED, None),
 }
 
 

@@ -22,7 +22,7 @@ from jaxglue.ops.small_layer import SMALL_LAYER, is_small
 TINY = {"vocab_size": 11, "num_hidden_layers": 1, "rope_theta": 1e4, "initializer_range": 0.2}
 SIZES = {"hidden_size": 40, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
 
-LARGER = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+LARGER = SIZES | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
 
 
 def random_case(kind="qwen3", rank=5, dtype=jnp.float32, lengths=((9, 1, 17), (30,)), tokens=31, sizes=SIZES):
