@@ -7,7 +7,7 @@ from jaxglue.ops.lora.tiles import LoraTiles
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles(LoraTiles):
-    """SwiGLU's programs cover `length` columns forward, rows backward; ranks' add up block_n partial sums at once."""
+    """SwiGLU's programs cover `length` columns forward; those of ranks add up block_n partial sums at once."""
 
     block_m: int = 64
     block_n: int = 128
@@ -21,7 +21,7 @@ ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
 MIDDLE_TILES = RowTiles(num_warps=8)
 ENTERED_TILES = RowTiles(num_warps=8)
 SWIGLU_TILES = RowTiles(block_n=64)
-SWIGLU_GRADIENT_TILES = RowTiles(block_n=64, length=768)
+SWIGLU_GRADIENT_TILES = RowTiles(block_n=64)
 RANKS_TILES = RowTiles(block_m=32, block_n=4, num_stages=6)
 GRADIENT_TILES = RowTiles(num_stages=6)
 WEIGHT_TILES = RowTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
@@ -36,6 +36,21 @@ _TILES = {
     "gradient": GRADIENT_TILES,
     "weight": WEIGHT_TILES,
 }
+
+
+_PROGRAMS = 264
+"""Of SwiGLU's backward kernel at a time on an H200."""
+
+
+def even_length(rows: int, blocks: int, block_m: int) -> int:
+    """Return the rows of a program of a block of columns, of `blocks`, so that the last programs are not few."""
+
+    def length(waves: int) -> int:
+        parts = max(_PROGRAMS * waves // blocks, 1)
+        return -(-rows // (parts * block_m)) * block_m
+
+    waves = min((1, 2, 3), key=lambda waves: waves * (length(waves) + block_m))
+    return length(waves)
 
 
 def shallow_tiles() -> dict[str, RowTiles]:

@@ -29,6 +29,7 @@ from jaxglue.ops.small_layer.tiles import (
     SWIGLU_TILES,
     WEIGHT_TILES,
     RowTiles,
+    even_length,
 )
 
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
@@ -128,12 +129,14 @@ class TritonSmallLayer(TritonNormRope):
     def swiglu_gradient(self, z, matrices: Matrices, dextended):
         """Return the gradient to z, and partial sums of those to the matrices [parts, F, R], the last one's turned."""
         (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.swiglu_gradient_tiles
-        parts, blocks = triton.cdiv(M, tiles.length), triton.cdiv(F, tiles.block_n)
+        blocks = triton.cdiv(F, tiles.block_n)
+        length = even_length(M, blocks, tiles.block_m)
+        parts = triton.cdiv(M, length)
         sums = (
             jax.ShapeDtypeStruct((blocks, M, 2 * R), z.dtype),
             *[jax.ShapeDtypeStruct((parts, F, R), jnp.float32)] * 3,
         )
-        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": tiles.length}
+        sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": length}
         constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
         arrays, out_type = (z, *matrices, dextended), (shape_dtype_of(z), *sums)
         dz, dranks, *dmatrices = self._run(joined_backward_kernel, arrays, out_type, (blocks, parts), constants, tiles)

@@ -138,3 +138,9 @@ def test_long_rows_and_large_weights_are_not_small():
     assert is_small(short, [short, short])
     assert not is_small(long, [short, short])
     assert not is_small(short, [large, large])
+
+
+def test_programs_of_equal_length_fill_an_h200():
+    from jaxglue.ops.small_layer.tiles import even_length
+
+    assert [even_length(rows, 48, 64) for rows in (8192, 4096, 100)] == [768, 832, 64]
