@@ -119,9 +119,9 @@ def pack_segments(
 def _units(bounds: Int[np.ndarray, "S+1"], sizes: Int[np.ndarray, "S+1"], T: int) -> Int[np.ndarray, "2 2 U"]:
     """Return (first tokens, ends) of a row's units, in the order of their queries and of their keys.
 
-    A document of several units begins one, and shorter ones after it share its last. Longer documents come first, and
-    in each its last queries and its first keys, for they have most work: the last programs on a GPU are short then.
-    Unused units begin at T.
+    A document of at least four units begins one, and shorter ones after it share its last. Longer documents come first,
+    and in each its last queries and its first keys, for they have most work: the last programs on a GPU are short then.
+    Unused units begin and end at T.
     """
     large = np.flatnonzero(sizes[:-1] >= _ALIGNED * UNIT)
     begins = np.union1d([0], bounds[large])

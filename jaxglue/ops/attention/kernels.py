@@ -15,7 +15,8 @@ Layout: q, out, dout, dq [B, T, N, H]; k, dk [B, T, K, H]; v, dv are the last K 
 [B, N // P, T, P] float32, lse in natural units. Offsets of tiles are 64-bit, offsets in a tile 32-bit. With DESCRIPTORS
 (compute capability ≥ 9.0), matmul operands come through TMA, which needs no registers for addresses.
 
-The heads of a tile run consecutively, and the tiles with least to do run last.
+The heads of a tile run consecutively, and the tiles with least to do run last. With a UNIT of tokens, tiles are parts
+of the UNITS in `PackedSegments.units`, and a program without a tile returns at once.
 
 With LATE, a loop's last matmul runs one tile late, while the next tile's exponentials are computed (FlashAttention-3,
 Shah et al. 2024, arXiv 2407.08608). The sums and their order stay the same.
@@ -31,14 +32,7 @@ MASKED = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
-def _unit_tile(
-    units,
-    rank,
-    TOKENS: tl.constexpr,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
-    LAST_FIRST: tl.constexpr,
-):
+def _unit_tile(units, rank, TOKENS: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, LAST_FIRST: tl.constexpr):
     """Return (first token, end) of a tile of a unit; a token not before the end if there is none."""
     SHARE: tl.constexpr = UNIT // TOKENS
     unit, part = units + rank // SHARE, rank % SHARE
@@ -151,9 +145,8 @@ def forward_kernel(
     q, k, v, sinks, starts, units, out, lse,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
-    HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = K * G
@@ -302,8 +295,8 @@ def dq_kernel(
     q, k, v, starts, units, out, lse, dout, dq, delta,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile, and delta for `dkdv_kernel`; grid (query tiles · N // P, B)."""
     row, first, end, pack = query_tile(units, T, K * G // P, BLOCK_M // P, UNIT, UNITS)
@@ -380,8 +373,7 @@ def dkdv_kernel(
     q, k, v, ends, units, lse, delta, dout, dk, dv,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile; grid (key tiles · K, B)."""
     row, first, end, head = key_tile(units, T, K, BLOCK_N, UNIT, UNITS)

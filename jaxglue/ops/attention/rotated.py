@@ -48,8 +48,8 @@ def rotated_dq_kernel(
     q, k, v, starts, units, out, lse, dout, z, weight, cos, sin, dz, delta,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, Q_DESCRIPTOR: tl.constexpr, LATE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
     EPS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Do as `dq_kernel`; write the first N heads of dz."""
@@ -68,8 +68,8 @@ def rotated_dkdv_kernel(
     q, k, v, ends, units, lse, delta, dout, z, weight, cos, sin, dz,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     UNIT: tl.constexpr, UNITS: tl.constexpr, WINDOW: tl.constexpr, FORKS: tl.constexpr, SCALE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    EPS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Do as `dkdv_kernel`; write the last 2·K heads of dz."""
     row, first, end, head = key_tile(units, T, K, BLOCK_N, UNIT, UNITS)
