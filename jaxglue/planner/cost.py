@@ -178,7 +178,7 @@ class _Trace:
             value.in_memory = True
             copied = self._fused_copy(value.bytes + sum(root.bytes for root in value.roots))
             codes = sum(root.bytes for root in value.roots if root.is_codes)
-            seconds = max(copied, conversion_seconds(codes, self._gpu))
+            seconds = max(copied, conversion_seconds(codes))
             self._kernel(value.roots, [value], seconds, fused=True)
 
     def _once(self, eqn, inputs: list[Value]) -> list[Value]:

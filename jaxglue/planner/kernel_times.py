@@ -14,16 +14,16 @@ _TURN = 1.1e-6
 """Seconds of a turn of a kernel's loop."""
 _LOOPS = ("COLUMNS", "F", "BLOCK_N"), ("COLUMNS", "N", "BLOCK_N"), ("ROWS", "M", "BLOCK_M"), ("D", "D", "BLOCK_N")
 """Constants of adapters' kernels: elements that a program passes in turns, of all, and in a turn."""
-_CODE_FLOPS = 820
-"""FLOPs of matmuls in the time in which XLA converts an 8-bit code."""
+_CODES_RATE = 0.83e12
+"""8-bit codes that XLA converts in a second on 132 multiprocessors, where memory is not slower."""
 _FUSED_SHARE = 0.92
 """Share of the memory's rate at which kernels without matmuls move their bytes."""
 _KERNEL_SHARES = {"gradients_kernel": 0.73}
 """The same by kernel: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
 _FP8_SHARE = 0.55
 """The same of kernels that read or write FP8 codes."""
-_BYTE_FLOPS = {"mxfp4_kernel": 200, "matmul_kernel": 180, "outer_kernel": 180}
-"""FLOPs of matmuls in the time in which a kernel that fills a slower memory's rate moves a byte, however fast it is."""
+_MOST_MOVED = {"mxfp4_kernel": 3.4e12, "matmul_kernel": 3.8e12, "outer_kernel": 3.8e12}
+"""Bytes that kernels move in a second on 132 multiprocessors, where memory is not slower."""
 _EXPERTS_KERNELS, _EXPERTS_SHARE = {"matmul_kernel", "outer_kernel"}, 0.9
 """Kernels of experts' matmuls, and their share of the matmul rate."""
 
@@ -46,9 +46,9 @@ def loop_seconds(constants: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def conversion_seconds(codes: int, gpu: Gpu) -> float:
+def conversion_seconds(codes: int) -> float:
     """Return the time of converting 8-bit codes."""
-    return codes * _CODE_FLOPS / gpu.matmul
+    return codes / _CODES_RATE
 
 
 def fused_seconds(moved: int, gpu: Gpu) -> float:
@@ -70,8 +70,8 @@ def kernel_seconds(
         gpu: that runs it.
     """
     copied = moved / (gpu.copy * (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE)))
-    if name in _BYTE_FLOPS:
-        copied = max(moved / gpu.copy, moved * _BYTE_FLOPS[name] / gpu.matmul)
+    if name in _MOST_MOVED:
+        copied = moved / min(gpu.copy, _MOST_MOVED[name])
     if name in _EXPERTS_KERNELS:
         return _together(flops / _EXPERTS_SHARE, copied)
     return max(flops, copied, loop_seconds(constants))
