@@ -115,7 +115,7 @@ def log_sum_squares(
 
 def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False) -> ChunkSpec:
     kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
-    product_chunk, chunk = chunk or chunk_size(len(weight), x.dtype.itemsize), chunk or chunk_size(len(weight))
+    chunk = chunk or chunk_size(len(weight))
     if fp8:
         scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
         return ChunkSpec(cross_entropy=scaled, chunk=chunk)
@@ -123,12 +123,11 @@ def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool
     return ChunkSpec(
         cross_entropy=kernels or reference_cross_entropy,
         chunk=chunk,
-        product_chunk=product_chunk,
         softmax_gradient=kernels.softmax_gradient if kernels and wide else None,
         product_gradient=kernels.product_gradient if kernels and kernels.multiplies(x, weight) else None,
     )
 
 
-def chunk_size(vocab_size: int, itemsize: int = 4) -> int:
-    """Return the tokens in a chunk: the largest power of two whose logits, of so many bytes, fit `LOGITS_BYTES`."""
-    return 1 << max(LOGITS_BYTES // (itemsize * vocab_size), 1).bit_length() - 1
+def chunk_size(vocab_size: int) -> int:
+    """Return the tokens in a chunk: the largest power of two whose logits fit `LOGITS_BYTES`."""
+    return 1 << max(LOGITS_BYTES // (4 * vocab_size), 1).bit_length() - 1

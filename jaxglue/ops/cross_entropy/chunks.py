@@ -26,8 +26,6 @@ class ChunkSpec:
     cross_entropy: CrossEntropy
     chunk: int
     """Most tokens whose logits exist at a time."""
-    product_chunk: int = 0
-    """The same of `product_gradient`, whose exponentials are half as wide."""
     softmax_gradient: SoftmaxGradient | None = None
     product_gradient: ProductGradient | None = None
 

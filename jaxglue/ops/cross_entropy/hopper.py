@@ -59,6 +59,20 @@ def _multiply(left, right, full, empty, n, GROUP: gl.constexpr, D: gl.constexpr,
 
 
 @gluon.jit
+def _store_part(numerators, part, buffer, row, column, M: gl.constexpr, V: gl.constexpr):
+    """Store some columns of 64 rows through shared memory."""
+    WIDTH: gl.constexpr = buffer.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    rows = row + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
+    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))
+    buffer.store(part.to(numerators.dtype.element_ty))
+    gl.barrier()
+    mask = (rows < M)[:, None] & (columns < V)[None, :]
+    gl.store(numerators + rows[:, None].to(gl.int64) * V + columns[None, :], buffer.load(WIDE), mask=mask)
+    gl.barrier()
+
+
+@gluon.jit
 def _exponentials(
     arrays, places, GROUP: gl.constexpr, M: gl.constexpr, V: gl.constexpr, D: gl.constexpr,
     TILES_M: gl.constexpr, TILES_N: gl.constexpr, PROGRAMS: gl.constexpr,
@@ -69,31 +83,23 @@ def _exponentials(
     BM: gl.constexpr = left.shape[1]
     BN: gl.constexpr = right.shape[1]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BN, BN // 8], [4, 1], [1, 0])
-    buffer = staging.index(GROUP)
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LOGITS))
-    column = gl.arange(0, BN, layout=gl.SliceLayout(0, LOGITS))
-    wide_lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, WIDE))
-    wide_column = gl.arange(0, BN, layout=gl.SliceLayout(0, WIDE))
-    wide_at = wide_lane[:, None].to(gl.int64) * V + wide_column[None, :]
+    columns = gl.arange(0, BN, layout=gl.SliceLayout(0, LOGITS))
     n = 0
     for tile in range(gl.program_id(0), TILES_M * TILES_N, PROGRAMS):
-        row, part = tile % TILES_M * BM + GROUP * GROUP_ROWS, tile // TILES_M
+        row, column, part = tile % TILES_M * BM + GROUP * GROUP_ROWS, tile // TILES_M * BN, tile // TILES_M
         rows = row + lane
         reference = gl.load(references + rows, mask=rows < M, other=0.0)
         logits, n = _multiply(left, right, full, empty, n, GROUP, D, LOGITS)
         differences = logits * LOG2_E - (reference * LOG2_E)[:, None]
         if part == TILES_N - 1:
-            differences = gl.where((column < V - part * BN)[None, :], differences, -1e30)
+            differences = gl.where((column + columns < V)[None, :], differences, -1e30)
         exponentials = gl.exp2(differences)
         gl.store(sums + rows * TILES_N + part, gl.sum(exponentials, 1), mask=rows < M)
         gl.store(tops + rows * TILES_N + part, gl.max(differences, 1) / LOG2_E, mask=rows < M)
-        buffer.store(exponentials.to(numerators.dtype.element_ty))
-        gl.barrier()
-        mask = (row + wide_lane < M)[:, None] & (wide_column < V - part * BN)[None, :]
-        target = numerators + row.to(gl.int64) * V + part * BN
-        gl.store(target + wide_at, buffer.load(WIDE), mask=mask)
-        gl.barrier()
+        first, second = exponentials.reshape([GROUP_ROWS, 2, BN // 2]).permute((0, 2, 1)).split()
+        _store_part(numerators, first, staging.index(GROUP), row, column, M, V)
+        _store_part(numerators, second, staging.index(GROUP), row, column + BN // 2, M, V)
 
 
 @gluon.jit
@@ -113,7 +119,7 @@ def exponentials_kernel(
     left = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     right = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     STAGING: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    staging = gl.allocate_shared_memory(x.dtype, [2, GROUP_ROWS, BN], STAGING)
+    staging = gl.allocate_shared_memory(x.dtype, [2, GROUP_ROWS, BN // 2], STAGING)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.barrier()

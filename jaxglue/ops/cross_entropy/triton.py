@@ -27,7 +27,7 @@ class ProductTiles:
     block_m: int = 2 * GROUP_ROWS.value
     block_n: int = 256
     block_k: int = 64
-    num_stages: int = 3
+    num_stages: int = 4
     programs: int = 132
 
 

@@ -42,16 +42,14 @@ def _scan_chunks(
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """Return (loss, dx, dweight, drows); a gradient that is not needed is None."""
     M, D = x.shape
-    to_input = needs == Needs(x=True) and rows is None
-    chunk = spec.product_chunk if to_input and spec.product_gradient is not None else spec.chunk
-    chunks = split_chunks(chunk, x, targets, loss_weights)
+    chunks = split_chunks(spec.chunk, x, targets, loss_weights)
     w = weight.astype(x.dtype)
     values, indices = (None, None) if rows is None else (rows[0].astype(x.dtype), rows[1])
 
     def step(carry, inputs):
         loss, dweight, drows = carry
         x_chunk, target, token_weight = inputs
-        if to_input:
+        if needs == Needs(x=True) and values is None:
             losses, alone = spec.loss_and_input_gradient(x_chunk, w, target, token_weight)
             return (loss + jnp.sum(losses), dweight, drows), alone
         logits = times_transposed(x_chunk, w)
