@@ -18,7 +18,7 @@ class RowTiles(LoraTiles):
 
 EXTEND_TILES = RowTiles(num_warps=8)
 ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
-MIDDLE_TILES = RowTiles(block_m=32, block_n=64, num_stages=5)
+MIDDLE_TILES = RowTiles(num_warps=8)
 ENTERED_TILES = RowTiles(num_warps=8)
 SWIGLU_TILES = RowTiles(block_n=64)
 SWIGLU_GRADIENT_TILES = RowTiles(block_n=64)
