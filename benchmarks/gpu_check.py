@@ -214,7 +214,8 @@ def warm_up(check: Check) -> None:
 
 def _train_for_speed(check: Check, name: str, steps: int) -> Path:
     tiny = check.device == "cpu"
-    sizes = {"seq-len": 128 if tiny else 8192, "batch-size": 1, "steps": steps}
+    # Ten steps with a checkpoint would time the checkpoint.
+    sizes = {"seq-len": 128 if tiny else 8192, "batch-size": 1, "steps": steps, "save-every": 10 * steps}
     family = {"family": "llama" if tiny else "qwen3-0.6b"}
     return check.runs.train(f"speed-{name.partition(',')[0]}", {**SPEED_CASES[name], **family, **sizes})
 
