@@ -21,6 +21,7 @@ from jaxglue.planner.kernel_times import (
     kernel_seconds,
     matmul_seconds,
     padding,
+    transposed_seconds,
     with_gap,
 )
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
@@ -217,6 +218,7 @@ class _Trace:
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
             seconds = matmul_seconds(max(flops / self._dot_rate(eqn), self._copy(moved)))
+            seconds += transposed_seconds(_fp8_to_transpose(eqn), self._gpu)
             return self._opaque(inputs, outputs, seconds)
         if name == "triton_kernel_call":
             return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
@@ -343,6 +345,12 @@ class _Trace:
 
 def _is_fp8(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
+
+
+def _fp8_to_transpose(eqn) -> int:
+    """Return the bytes of FP8 operands that cuBLAS needs with the contracted dimension last, and gets otherwise."""
+    pairs = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=True)
+    return sum(aval_bytes(var.aval) for var, (*_, last) in pairs if _is_fp8(var.aval) and last + 1 < var.aval.ndim)
 
 
 def _dot_flops(eqn) -> int:

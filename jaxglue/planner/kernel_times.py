@@ -56,6 +56,11 @@ def fused_seconds(moved: int, gpu: Gpu) -> float:
     return moved / (_FUSED_SHARE * gpu.copy)
 
 
+def transposed_seconds(size: int, gpu: Gpu) -> float:
+    """Return the time of transposing FP8 codes of so many bytes."""
+    return 2 * size / (_FP8_SHARE * gpu.copy)
+
+
 def kernel_seconds(
     name: str, constants: Mapping[str, Any], *, flops: float, moved: int, codes: bool, gpu: Gpu
 ) -> float:

@@ -41,7 +41,7 @@ def test_a_slower_host_lengthens_short_steps_only():
 
 def test_dispatch_is_split_into_calls_arrays_and_copies():
     ticks = itertools.count()
-    assert measure_dispatch(jax.devices()[0], clock=lambda: next(ticks)) == Dispatch(call=1 / 20, array=0, copy=0)
+    assert measure_dispatch(jax.devices()[0], clock=lambda: next(ticks)) == Dispatch(call=1 / 8, array=0, copy=0)
     assert all(rate > 0 for rate in measure_dispatch(jax.devices()[0])[:2])
 
 
