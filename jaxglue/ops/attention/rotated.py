@@ -15,6 +15,7 @@ from jaxglue.ops.attention.kernels import (
     store_tile,
     tile_of,
 )
+from jaxglue.ops.norm_rope.kernels import head_norm_gradient
 
 
 @triton.jit
@@ -35,9 +36,7 @@ def _take_back(
         right = tl.load(z + base + HALF + offsets, mask=mask, other=0.0).to(tl.float32)
         dleft *= tl.load(weight + columns).to(tl.float32)[None, :]
         dright *= tl.load(weight + HALF + columns).to(tl.float32)[None, :]
-        scale = 1.0 / tl.sqrt(tl.sum(left * left + right * right, 1) / H + EPS)
-        along = (tl.sum(dleft * left + dright * right, 1) * scale * scale / H)[:, None]
-        dleft, dright = (dleft - left * along) * scale[:, None], (dright - right * along) * scale[:, None]
+        dleft, dright = head_norm_gradient(left, right, dleft, dright, H, EPS)
     dtype = dz.dtype.element_ty
     tl.store(dz + base + offsets, dleft.to(dtype), mask=mask)
     tl.store(dz + base + HALF + offsets, dright.to(dtype), mask=mask)

@@ -7,54 +7,48 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, barriers
-
-LOG2_E = gl.constexpr(1.4426950408889634)
+from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, await_place, release, ring, vacate
+from jaxglue.ops.attention.kernels import LOG2_E
 
 
 @gluon.jit
-def _load_tiles(x, w, left, right, full, empty, D: gl.constexpr, TILES_M: gl.constexpr, TILES: gl.constexpr,
+def _load_tiles(x, w, left, right, D: gl.constexpr, TILES_M: gl.constexpr, TILES: gl.constexpr,
                 PROGRAMS: gl.constexpr):  # fmt: skip
-    """Load the factors of all tiles of a program."""
-    STAGES: gl.constexpr = full.shape[0]
+    """Load the factors of all tiles of a program, right ones beside the places of the ring of left ones."""
+    BYTES: gl.constexpr = x.block_type.nbytes + w.block_type.nbytes
     ROWS: gl.constexpr = x.block_type.shape[0]
     COLUMNS: gl.constexpr = w.block_type.shape[0]
     DEPTH: gl.constexpr = x.block_type.shape[1]
     n = 0
     for tile in range(gl.program_id(0), TILES, PROGRAMS):
         for k in range(0, D, DEPTH):
-            place = n % STAGES
-            mbarrier.wait(empty.index(place), (n // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(place), x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [tile % TILES_M * ROWS, k], full.index(place), left.index(place))
-            tma.async_copy_global_to_shared(w, [tile // TILES_M * COLUMNS, k], full.index(place), right.index(place))
+            place, full = vacate(left, n, BYTES)
+            tma.async_copy_global_to_shared(x, [tile % TILES_M * ROWS, k], full, left.tiles.index(place))
+            tma.async_copy_global_to_shared(w, [tile // TILES_M * COLUMNS, k], full, right.index(place))
             n += 1
 
 
 @gluon.jit
-def _multiply(left, right, full, empty, n, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def _multiply(left, right, n, GROUP: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return 64 rows of a tile of logits, from the n-th loaded factors on, and the number of the next ones."""
-    STAGES: gl.constexpr = full.shape[0]
-    DEPTH: gl.constexpr = left.shape[2]
+    DEPTH: gl.constexpr = left.tiles.shape[2]
     BN: gl.constexpr = right.shape[1]
     logits = gl.zeros([GROUP_ROWS, BN], gl.float32, layout=LAYOUT)
     for k in range(0, D, DEPTH):
-        place = n % STAGES
-        mbarrier.wait(full.index(place), n // STAGES & 1)
-        rows = left.index(place).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
+        place = await_place(left, n)
+        rows = left.tiles.index(place).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
         logits = warpgroup_mma(rows, right.index(place).permute((1, 0)), logits, is_async=True)
         logits = warpgroup_mma_wait(1, deps=[logits])
         if k > 0:
-            mbarrier.arrive(empty.index((n - 1) % STAGES), count=1)
+            release(left, n - 1)
         n += 1
     logits = warpgroup_mma_wait(0, deps=[logits])
-    mbarrier.arrive(empty.index((n - 1) % STAGES), count=1)
+    release(left, n - 1)
     return logits, n
 
 
@@ -79,8 +73,8 @@ def _exponentials(
 ):  # fmt: skip
     """Compute 64 rows of each tile of a program."""
     references, numerators, sums, tops = arrays
-    left, right, staging, full, empty = places
-    BM: gl.constexpr = left.shape[1]
+    left, right, staging = places
+    BM: gl.constexpr = left.tiles.shape[1]
     BN: gl.constexpr = right.shape[1]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     lane = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LOGITS))
@@ -90,7 +84,7 @@ def _exponentials(
         row, column, part = tile % TILES_M * BM + GROUP * GROUP_ROWS, tile // TILES_M * BN, tile // TILES_M
         rows = row + lane
         reference = gl.load(references + rows, mask=rows < M, other=0.0)
-        logits, n = _multiply(left, right, full, empty, n, GROUP, D, LOGITS)
+        logits, n = _multiply(left, right, n, GROUP, D, LOGITS)
         differences = logits * LOG2_E - (reference * LOG2_E)[:, None]
         if part == TILES_N - 1:
             differences = gl.where((column + columns < V)[None, :], differences, -1e30)
@@ -116,19 +110,18 @@ def exponentials_kernel(
     BK: gl.constexpr = x.block_type.shape[1]
     TILES_M: gl.constexpr = (M + BM - 1) // BM
     TILES_N: gl.constexpr = (V + BN - 1) // BN
-    left = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    left = ring(gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout), STAGES)
     right = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     STAGING: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     staging = gl.allocate_shared_memory(x.dtype, [2, GROUP_ROWS, BN // 2], STAGING)
-    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
     gl.barrier()
-    arrays, places = (references, numerators, sums, tops), (left, right, staging, full, empty)
+    arrays, places = (references, numerators, sums, tops), (left, right, staging)
     gl.warp_specialize(
         [
             (_exponentials, (arrays, places, 0, M, V, D, TILES_M, TILES_N, PROGRAMS)),
             (_exponentials, (arrays, places, 1, M, V, D, TILES_M, TILES_N, PROGRAMS)),
-            (_load_tiles, (x, w, left, right, full, empty, D, TILES_M, TILES_M * TILES_N, PROGRAMS)),
+            (_load_tiles, (x, w, left, right, D, TILES_M, TILES_M * TILES_N, PROGRAMS)),
         ],
         [4, 1],
         [240, 24],

@@ -12,12 +12,13 @@ def _load(x, columns, mask):
 
 
 @triton.jit
-def _inverse_rms(squares, D: tl.constexpr, EPS: tl.constexpr):
+def rms_scale(squares, D: tl.constexpr, EPS: tl.constexpr):
+    """Return the factor of a norm of D values from the sum of their squares."""
     return 1.0 / tl.sqrt(squares / D + EPS)
 
 
 @triton.jit
-def _normed(x, scale, weight, dtype: tl.constexpr):
+def normed(x, scale, weight, dtype: tl.constexpr):
     """Return x · scale · weight, rounded where the reference rounds."""
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
@@ -29,8 +30,8 @@ def norm_kernel(x, weight, out, D: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.co
     mask = columns < D
     dtype = out.dtype.element_ty
     row = _load(x + start, columns, mask)
-    scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
-    tl.store(out + start + columns, _normed(row, scale, _load(weight, columns, mask), dtype).to(dtype), mask=mask)
+    scale = rms_scale(tl.sum(row * row, 0), D, EPS)
+    tl.store(out + start + columns, normed(row, scale, _load(weight, columns, mask), dtype).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -39,8 +40,8 @@ def coded_norm_kernel(x, weight, codes, scales, inverse_rms, D: tl.constexpr, EP
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     row = _load(x + start, columns, mask)
-    inverse = _inverse_rms(tl.sum(row * row, 0), D, EPS)
-    row = _normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty)
+    inverse = rms_scale(tl.sum(row * row, 0), D, EPS)
+    row = normed(row, inverse, _load(weight, columns, mask), x.dtype.element_ty)
     scale = e4m3_scale(tl.max(tl.abs(row), 0))
     row = clip_e4m3(row / scale)
     tl.store(codes + start + columns, row.to(codes.dtype.element_ty), mask=mask)
@@ -54,7 +55,7 @@ def norm_gradient_kernel(x, weight, dresidual, dout, dx, D: tl.constexpr, EPS: t
     start, columns = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
     mask = columns < D
     row, grad = _load(x + start, columns, mask), _load(dout + start, columns, mask) * _load(weight, columns, mask)
-    scale = _inverse_rms(tl.sum(row * row, 0), D, EPS)
+    scale = rms_scale(tl.sum(row * row, 0), D, EPS)
     along = tl.sum(grad * row, 0) * scale * scale / D
     total = _load(dresidual + start, columns, mask) + (grad - row * along) * scale
     tl.store(dx + start + columns, total.to(dx.dtype.element_ty), mask=mask)
@@ -82,9 +83,9 @@ def _rotate(
         at, mask = heads[:, None] * H + columns[None, :], (heads < N)[:, None] & inside[None, :]
         left, right = _load(x, at, mask), _load(x + HALF, at, mask)
         if HAS_NORM:
-            scale = _inverse_rms(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
-            left = _normed(left, scale, left_weight, dtype)
-            right = _normed(right, scale, right_weight, dtype)
+            scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
+            left = normed(left, scale, left_weight, dtype)
+            right = normed(right, scale, right_weight, dtype)
         tl.store(out + at, (left * c - right * s).to(dtype), mask=mask)
         tl.store(out + HALF + at, (right * c + left * s).to(dtype), mask=mask)
 
@@ -101,6 +102,14 @@ def rotate_kernel(
     q, q_out, k, k_out = q + token * N * H, q_out + token * N * H, k + token * K * H, k_out + token * K * H
     _rotate(q, q_weight, cos, sin, q_out, N, H, EPS, HAS_NORM, INVERSE, BLOCK_N, BLOCK_H)
     _rotate(k, k_weight, cos, sin, k_out, K, H, EPS, HAS_NORM, INVERSE, BLOCK_K, BLOCK_H)
+
+
+@triton.jit
+def head_norm_gradient(left, right, dleft, dright, H: tl.constexpr, EPS: tl.constexpr):
+    """Return the gradients to the halves of heads, from those to their norm before its weight."""
+    scale = rms_scale(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
+    along = tl.sum(dleft * left + dright * right, 1)[:, None] * scale * scale / H
+    return (dleft - left * along) * scale, (dright - right * along) * scale
 
 
 @triton.jit
@@ -122,10 +131,9 @@ def _rotate_gradient(
         left, right = _load(x, at, mask), _load(x + HALF, at, mask)
         dleft, dright = _load(dout, at, mask), _load(dout + HALF, at, mask)
         dleft, dright = (dleft * c + dright * s) * left_weight, (dright * c - dleft * s) * right_weight
-        scale = _inverse_rms(tl.sum(left * left + right * right, 1), H, EPS)[:, None]
-        along = tl.sum(dleft * left + dright * right, 1)[:, None] * scale * scale / H
-        tl.store(dx + at, ((dleft - left * along) * scale).to(dtype), mask=mask)
-        tl.store(dx + HALF + at, ((dright - right * along) * scale).to(dtype), mask=mask)
+        dleft, dright = head_norm_gradient(left, right, dleft, dright, H, EPS)
+        tl.store(dx + at, dleft.to(dtype), mask=mask)
+        tl.store(dx + HALF + at, dright.to(dtype), mask=mask)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ An adapter's first matrix A is [R, D], its second one B [out, R], both float32.
 import triton
 import triton.language as tl
 
+from jaxglue.ops.norm_rope.kernels import normed, rms_scale
+
 
 @triton.jit
 def _select(pointers, which, dtype: tl.constexpr):
@@ -58,10 +60,9 @@ def _store_ranks(out, ranks, row, M: tl.constexpr, D: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _normed(tile, scale, weight, start, D: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
+def _norm_tile(tile, scale, weight, start, D: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
     """Return the norm of columns from `start` on, rounded where the reference rounds."""
-    tile = (tile.to(tl.float32) * scale).to(dtype).to(tl.float32)
-    return (tile * _weight(weight, start + tl.arange(0, BLOCK_N), D).to(dtype).to(tl.float32)).to(dtype)
+    return normed(tile.to(tl.float32), scale, _weight(weight, start + tl.arange(0, BLOCK_N), D), dtype).to(dtype)
 
 
 @triton.jit
@@ -79,11 +80,11 @@ def extend_kernel(
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         squares += tile * tile
-    scale = (1.0 / tl.sqrt(tl.sum(squares, 1) / D + EPS))[:, None]
+    scale = rms_scale(tl.sum(squares, 1), D, EPS)[:, None]
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
-        tile = _normed(tile, scale, weight, start, D, BLOCK_N, out.dtype.element_ty)
+        tile = _norm_tile(tile, scale, weight, start, D, BLOCK_N, out.dtype.element_ty)
         _store(out, tile, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N)
         matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
         product = tl.dot(tile, tl.trans(matrix), product, input_precision=PRECISION)
@@ -112,11 +113,11 @@ def add_norm_kernel(
         tile = tl.dot(own, tl.trans(matrix), tile, input_precision=PRECISION).to(dtype)
         _store(total, tile, row, start, M, D, D, BLOCK_M, BLOCK_N)
         squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), 1)
-    scale = (1.0 / tl.sqrt(squares / D + EPS))[:, None]
+    scale = rms_scale(squares, D, EPS)[:, None]
     tl.debug_barrier()  # other threads wrote the total
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(total, row, start, M, D, D, BLOCK_M, BLOCK_N)
-        tile = _normed(tile, scale, weight, start, D, BLOCK_N, dtype)
+        tile = _norm_tile(tile, scale, weight, start, D, BLOCK_N, dtype)
         _store(normed, tile, row, start, M, D, D, BLOCK_M, BLOCK_N)
 
 
@@ -141,7 +142,7 @@ def norm_gradient_kernel(
         gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
         squares += tile * tile
         products += gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile
-    scale, along = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + EPS), tl.sum(products, 1)
+    scale, along = rms_scale(tl.sum(squares, 1), D, EPS), tl.sum(products, 1)
     if WIDTH > D:  # ranks are the norm's products with the matrices, so their gradients' share needs no products
         dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         ranks = _load(extended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
