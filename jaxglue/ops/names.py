@@ -20,7 +20,8 @@ LAYER_VALUES = {
     VALUE: "the value projection [B, T, K·H]",
     ATTENTION_OUT: "attention's output, before its projection [B, T, N·H]",
     ATTENTION_LSE: "attention's log-sum-exp, float32, of the size of [B, N, T]; only in fused backends",
-    ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D], in small ones with its norm",
+    ATTENTION_RESIDUAL: "the residual stream between attention and feed-forward [B, T, D]; in small layers"
+    " its norm, too",
     GATE: "the gate projection of the feed-forward, without its adapter where SwiGLU adds it [B, T, F]; in small layers"
     " with it, and up's beside it",
     UP: "the up projection of the feed-forward, likewise [B, T, F]",

@@ -24,7 +24,7 @@ class Value:
     of_arguments: bool = False
     """An argument, or converted from some."""
     is_codes: bool = False
-    """Of 8-bit integers."""
+    """Holds 8-bit integers."""
     is_slice: bool = False
     """A loop's part of an array."""
 

@@ -28,14 +28,13 @@ __all__ = ["ATTENTION", "AttentionShape", "Rotation", "packed_attention", "rotat
 _TRITON_HEAD_DIMS = (64, 96, 128, 256)
 _HOPPER_HEAD_DIMS = (64, 128)
 _ROTATED_HEAD_DIMS = (128, 256)
-"""Those of gradients through rotation; ptxas serializes the matmuls of narrower heads in the kernel for keys."""
+"""Head dims whose gradients go through rotation; ptxas serializes the matmuls of narrower ones in the keys' kernel."""
 _HOPPER_WINDOW = 1024
 """Least window on which Hopper's kernels are the fastest."""
 _NARROW_ROW = 65_536
 """Tokens of a row in which they are the fastest on heads of 64."""
 
-
-Shaped = Array | jax.ShapeDtypeStruct
+_Shaped = Array | jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ def _attend(kernels: AttentionBackend | None, q, k, v, sinks, segments: PackedSe
     return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
 
 
-def _shape(q: Shaped, k: Shaped, segments: PackedSegments, window: int | None) -> AttentionShape:
+def _shape(q: _Shaped, k: _Shaped, segments: PackedSegments, window: int | None) -> AttentionShape:
     return AttentionShape(
         dtype=q.dtype,
         head_dim=q.shape[3],

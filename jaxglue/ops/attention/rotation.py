@@ -1,4 +1,4 @@
-"""Attention of queries and keys that it makes itself, of projections that lie side by side."""
+"""Attention of projections that lie side by side, whose queries and keys it norms and rotates itself."""
 
 from dataclasses import dataclass, field
 from functools import partial

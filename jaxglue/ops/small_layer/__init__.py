@@ -23,7 +23,7 @@ def _load(capability: Capability, dtype, rank: int) -> Any:
     from jaxglue.ops.small_layer.triton import TritonSmallLayer
 
     roomy = HOPPER <= capability < (12, 0)
-    return TritonSmallLayer.of(capability, **({} if roomy else shallow_tiles()))
+    return TritonSmallLayer.of(capability, **({} if roomy else shallow_tiles(TritonSmallLayer)))
 
 
 SMALL_LAYER = Operation(

@@ -1,6 +1,6 @@
 """Tile sizes of the kernels, measured on an H200."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from jaxglue.ops.lora.tiles import LoraTiles
 
@@ -25,21 +25,9 @@ SWIGLU_GRADIENT_TILES = RowTiles(block_n=64)
 RANKS_TILES = RowTiles(block_m=32, block_n=4, num_stages=6)
 GRADIENT_TILES = RowTiles(num_stages=6)
 WEIGHT_TILES = RowTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
-_TILES = {
-    "extend": EXTEND_TILES,
-    "add_norm": ADD_NORM_TILES,
-    "middle": MIDDLE_TILES,
-    "entered": ENTERED_TILES,
-    "swiglu": SWIGLU_TILES,
-    "swiglu_gradient": SWIGLU_GRADIENT_TILES,
-    "ranks": RANKS_TILES,
-    "gradient": GRADIENT_TILES,
-    "weight": WEIGHT_TILES,
-}
-
 
 _PROGRAMS = 264
-"""Of SwiGLU's backward kernel at a time on an H200."""
+"""Programs of SwiGLU's backward kernel that an H200 runs at a time."""
 
 
 def even_length(rows: int, blocks: int, block_m: int) -> int:
@@ -53,7 +41,8 @@ def even_length(rows: int, blocks: int, block_m: int) -> int:
     return length(waves)
 
 
-def shallow_tiles() -> dict[str, RowTiles]:
-    """Return tiles, by field of `TritonSmallLayer`, for 99 KiB of shared memory."""
-    low = _TILES | dict.fromkeys(("middle", "entered"), RowTiles(block_m=32))
-    return {f"{name}_tiles": replace(tiles, num_stages=min(tiles.num_stages, 2)) for name, tiles in low.items()}
+def shallow_tiles(kernels: type) -> dict[str, RowTiles]:
+    """Return the tiles of a class of kernels, by field, for 99 KiB of shared memory."""
+    tiles = {field.name: field.default for field in fields(kernels) if isinstance(field.default, RowTiles)}
+    low = tiles | dict.fromkeys(("middle_tiles", "entered_tiles"), RowTiles(block_m=32))
+    return {name: replace(each, num_stages=min(each.num_stages, 2)) for name, each in low.items()}

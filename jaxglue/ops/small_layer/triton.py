@@ -57,9 +57,8 @@ class TritonSmallLayer(TritonNormRope):
         numbers = itertools.count()
         for group in groups:
             columns, total, width = group.weights[0].shape[1], sum(map(len, group.weights)), group.width(rank)
-            shapes = (
-                [(width, columns)] if group.joined else [(total, width), (_lanes(rank * len(group.adapters)), columns)]
-            )
+            lanes = _lanes(rank * len(group.adapters))
+            shapes = [(width, columns)] if group.joined else [(total, width), (lanes, columns)]
             firsts, below, end = len(outs) + len(shapes) - 1, total if group.joined else 0, shapes[-1][0]
             above = itertools.accumulate(map(len, group.weights), initial=0)
             for place, (weight, top, number) in enumerate(zip(group.weights, above, numbers, strict=False)):
