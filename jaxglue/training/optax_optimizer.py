@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import scale_by_muon
 
+from jaxglue.engine.compiler import jit_step
 from jaxglue.models.parameters import Params
 from jaxglue.ops.adam import StepScalars
 from jaxglue.sharding.gather import constrain_params
@@ -44,7 +45,7 @@ class OptaxOptimizer(Optimizer):
         leaves, treedef = jax.tree.flatten(shardings)
         key = (*leaves, treedef)
         if key not in self._programs:
-            self._programs[key] = jax.jit(self._update_parts, donate_argnums=(0, 1), out_shardings=shardings)
+            self._programs[key] = jit_step(self._update_parts, donate_argnums=(0, 1), out_shardings=shardings)
         return self._programs[key](parts, states, gradients, scalars)
 
     def _update_parts(self, parts: list[Params], states: list[Params], gradients: list[Params], scalars: StepScalars):
