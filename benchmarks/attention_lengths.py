@@ -155,7 +155,7 @@ def main() -> None:
         for row in measure(heads, tokens, rows, args.kernels):
             results["rows"].append(row)
             print(*row, sep="  ", flush=True)
-        write_results(args.json, results, indent=None)
+        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+from measure import write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQ_LEN = {"tiny": 512, "qwen3-0.6b": 8192, "qwen3-8b": 16384}
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-triton", "triton")
 
 
 def run(*command: str) -> None:
@@ -77,11 +77,7 @@ def main() -> None:
     results = [result for shape in args.shapes for result in measure(shape, args)]
     print(table(results))
     if args.json:
-        import jax  # only now: two processes cannot both hold most of the GPU's memory
-
-        info = {"gpu": jax.devices()[0].device_kind, "command": " ".join(["python", *sys.argv])}
-        versions = {package: version(package) for package in PACKAGES}
-        args.json.write_text(json.dumps({**info, "versions": versions, "results": results}, indent=2) + "\n")
+        write_results(args.json, results)  # only now: two processes cannot both hold most of the GPU's memory
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from check_runs import CASES, FAULTS, LORA, ROOT, Runs, block_means, difference, fastest_steps
-from measure import table, write_results
+from measure import table, write_json, write_results
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 
@@ -285,8 +285,7 @@ def record(path: Path, check: Check) -> None:
     """Add this device's fresh values to the record of all kinds."""
     entry = check.recorded.get(check.device, {})
     merged = {key: {**entry.get(key, {}), **values.copy()} for key, values in check.fresh.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(check.recorded | {check.device: merged}, indent=1) + "\n")
+    write_json(path, check.recorded | {check.device: merged})
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def table(results: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def write_results(path: Path, results: list[dict] | dict, *, gpu: str | None = None, indent: int | None = 2) -> None:
+def write_results(path: Path, results: list[dict] | dict, *, gpu: str | None = None) -> None:
     """Write results as JSON with GPU (by default this process's), versions and command."""
     installed = {distribution.name for distribution in distributions()}
     info = {
@@ -78,7 +78,12 @@ def write_results(path: Path, results: list[dict] | dict, *, gpu: str | None = N
         "command": shlex.join(["python", *sys.argv]),
         "results": results,
     }
+    write_json(path, info)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write compact JSON atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(info, indent=indent) + "\n")
+    temporary.write_text(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.rename(path)

@@ -63,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     results = grid(args) if args.grid else compare(args.measured)
     if args.json:
-        write_results(args.json, results, gpu=results[0]["gpu"] if results else "none", indent=None)
+        write_results(args.json, results, gpu=results[0]["gpu"] if results else "none")
 
 
 def grid(args: argparse.Namespace) -> list[dict]:
@@ -74,7 +74,7 @@ def grid(args: argparse.Namespace) -> list[dict]:
         results.append(row)
         print(*planner_grid.line(row).values(), sep="  ", flush=True)
         if args.json:
-            write_results(args.json, results, gpu=row["gpu"], indent=None)
+            write_results(args.json, results, gpu=row["gpu"])
     print(table([planner_grid.line(row) for row in results]))
     for name, value in planner_grid.summary(results).items():
         print(f"{name}: {value}")

@@ -28,7 +28,7 @@ import numpy as np
 from gpus import FreeGpus
 from inputs import SHAPES, make_adapter, make_model
 from kernel_profile import MATMUL
-from measure import table, uniform_lengths
+from measure import table, uniform_lengths, write_json
 
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
@@ -256,12 +256,8 @@ def merge(path: Path, files: list[Path]) -> list[dict]:
 
 def write(path: Path, results: list[dict], commands: list[str] | None = None) -> None:
     """Write all results so far atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
     commands = commands or [shlex.join(["python", *sys.argv])]
-    content = {"commands": commands, "losses": loss_differences(results), "results": results}
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.rename(path)
+    write_json(path, {"commands": commands, "losses": loss_differences(results), "results": results})
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from inputs import SHAPES
-from measure import table
+from measure import table, write_json
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
@@ -97,7 +97,7 @@ def main() -> None:
             print(results[-1], flush=True)
     if args.json:
         command = f"python benchmarks/what_fits.py --json {args.json}"
-        args.json.write_text(json.dumps({"command": command, "seq_len": SEQ_LEN, "results": results}, indent=1) + "\n")
+        write_json(args.json, {"command": command, "seq_len": SEQ_LEN, "results": results})
     print(format_table(results))
 
 
