@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.layers import Linear, RMSNorm, project
+from jaxglue.models.layers import RMSNorm
+from jaxglue.models.linear import Linear, project
 from jaxglue.models.vocabulary import Embedding, output_matrix
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments, pack_segments

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxglue.config import nearest
 from jaxglue.models.decoder import CausalLM
-from jaxglue.models.layers import Linear
+from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import ALL_LINEAR, MODULES, LoraConfig, match_pattern, parse_patterns
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
-from jaxglue.models.layers import project
+from jaxglue.models.linear import project
 from jaxglue.ops.moe import (
     Activation,
     Adapter,

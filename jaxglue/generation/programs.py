@@ -14,7 +14,7 @@ from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillCo
 from jaxglue.generation.sampling import sample_tokens
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.layers import project
+from jaxglue.models.linear import project
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.rope import rope_tables

@@ -20,7 +20,7 @@ from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.layers import project
+from jaxglue.models.linear import project
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
 from jaxglue.models.vocabulary import output_matrix

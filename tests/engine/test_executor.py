@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.layers import project
+from jaxglue.models.linear import project
 from jaxglue.models.parameters import merge_module
 
 LENGTHS = [[5, 1, 7], [12]]

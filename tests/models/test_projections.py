@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.models.context import PackedContext
-from jaxglue.models.layers import Linear, project_together
+from jaxglue.models.linear import Linear, project_together
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 
