@@ -271,7 +271,9 @@ class LayerExecutor:
         """
         if self._groups is not None:
             layers = trainable["layers"], frozen["layers"]
-            x, grouped, z = self._groups.forward(*layers, x, contexts, z)
+            # Where there are several groups, the first one's programs serve the others, too.
+            constant = self._is_whole and not jax.tree.leaves(trainable[self._entry_head.entry])
+            x, grouped, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
             return x, z, partial(self._groups.backward, grouped, *layers, contexts)
         x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z, ends)
         return x, z, partial(self._backward, saved, weights, trainable, frozen, contexts)

@@ -45,7 +45,7 @@ class LayerFunctions:
         self._layer, self._layout = layer_function(layer), layout
         self.policy, self._replayed = policy, replayed
         jit = jit_exchanging if layout.gathers else jit_step
-        self.forward = jit(self._forward)
+        self.forward = jit(self._forward, static_argnames="constant")
         # dy is not donated: dx would take its place, and XLA copy dy for matmuls that it schedules after dx.
         self.backward = jit(self._backward, donate_argnames="accumulated")
         self.apply = jit(self._apply)
@@ -63,14 +63,24 @@ class LayerFunctions:
         results = (layout.batch_spec, layout.gathered_specs(ahead))
         return per_device(program, layout.mesh, specs, results)(ahead, trainable, frozen, x, context)
 
-    def _forward(self, trainable: Params, frozen: Params, x: Hidden, context: PackedContext, ahead: Any = None):
-        """Return (y, residuals, the next layer's gathered weights)."""
+    def _forward(
+        self,
+        trainable: Params,
+        frozen: Params,
+        x: Hidden,
+        context: PackedContext,
+        ahead: Any = None,
+        *,
+        constant: bool = False,
+    ):
+        """Return (y, residuals, the next layer's gathered weights); the gradient to a constant x is zero."""
         layout, ahead_specs = self._layout, self._layout.param_specs(ahead)
+        layer = partial(_of_constant, self._layer) if constant else self._layer
 
         def program(ahead, *inputs):
             gathered = gather(layout, ahead, ahead_specs)
             find_attention = self._replayed and isinstance(context, PackedContext)
-            y, residuals = differentiate(self._layer, self.policy, inputs, find_attention=find_attention)
+            y, residuals = differentiate(layer, self.policy, inputs, find_attention=find_attention)
             return y, stack(layout, residuals), gathered
 
         specs = (ahead_specs, *self._input_specs(trainable, frozen, context))
@@ -135,6 +145,10 @@ def _run_module(graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Hi
     if context.dropout_key is not None:
         context = replace(context, dropout_key=device_key(context.dropout_key))
     return merge_module(graphdef, trainable, frozen)(x, context)
+
+
+def _of_constant(layer: Layer, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
+    return layer(trainable, frozen, jax.lax.stop_gradient(x), context)
 
 
 def add_trees(accumulated: Params | None, gradients: Params) -> Params:

@@ -49,7 +49,7 @@ class GroupFunctions:
     def __init__(self, layers: Sequence[LayerFunctions]):
         self._layers = layers
         self._recomputes = [layer.policy.saved is not None for layer in layers]
-        self.forward = jit_step(self._forward, static_argnames="treedefs")
+        self.forward = jit_step(self._forward, static_argnames=("treedefs", "constant"))
         self.backward = jit_step(self._backward, static_argnames="treedefs", donate_argnames="accumulated")
         self.apply = jit_step(self._apply, static_argnames="treedefs")
 
@@ -60,13 +60,15 @@ class GroupFunctions:
             x, _ = layer.apply(*weights, _round(x), context)
         return _round(x)
 
-    def _forward(self, trainable: _Layers, frozen: _Layers, x: Array, shared: list, keys: list, treedefs: tuple):
+    def _forward(
+        self, trainable: _Layers, frozen: _Layers, x: Array, shared: list, keys: list, treedefs: tuple, constant: bool
+    ):
         """Return (the last layer's output, every layer's saved values without the first one's input)."""
         saved: list[SavedLayer] = []
         contexts = _contexts(shared, keys, treedefs)
         for layer, *weights, context in zip(self._layers, trainable, frozen, contexts, strict=True):
             x = _round(x)
-            y, residuals, _ = layer.forward(*weights, x, context)
+            y, residuals, _ = layer.forward(*weights, x, context, constant=constant and not saved)
             saved.append(SavedLayer(x if saved else None, residuals))
             x = y
         return _round(x), saved
@@ -159,13 +161,23 @@ class LayerGroups:
         return x
 
     def forward(
-        self, trainable: _Layers, frozen: _Layers, x: Float[Array, "B T D"], contexts: list, z: Array | None
+        self,
+        trainable: _Layers,
+        frozen: _Layers,
+        x: Float[Array, "B T D"],
+        contexts: list,
+        z: Array | None,
+        *,
+        constant: bool,
     ) -> tuple[Float[Array, "B T D"], list[list[SavedLayer]], Array | None]:
-        """Run all layers, and on `z` the reference's; return both outputs, and between them each group's values."""
+        """Run all layers, and on `z` the reference's; return both outputs, and between them each group's values.
+
+        The backward pass leaves out the gradient to a constant x.
+        """
         saved: list[list[SavedLayer]] = []
         for group in self._groups:
             arguments = frozen[group.layers], x, *_share(contexts[group.layers])
-            y, values = group.functions.forward(trainable[group.layers], *arguments)
+            y, values = group.functions.forward(trainable[group.layers], *arguments, constant=constant and not saved)
             if z is not None and group.reference:
                 z = group.reference.apply(_nothing(arguments[0]), arguments[0], z, *arguments[2:])
             saved.append([values[0]._replace(x=x), *values[1:]])

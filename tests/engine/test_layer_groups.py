@@ -2,8 +2,10 @@
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxglue import LayerStack
 from jaxglue.engine import layer_groups
 from jaxglue.models.context import PackedContext
 
@@ -47,6 +49,37 @@ def test_a_program_of_all_layers_is_a_micro_batchs_only_one(split_parts, random_
         executor.loss_and_update(parts.trainable, parts.frozen, batches, 13.0, update)
         assert executor.compilations() == programs
     assert visited == ["lm_head", "norm", 1, 0, "embed_tokens"]
+
+
+@pytest.mark.parametrize("entry_learns", [True, False])
+def test_one_program_of_all_layers_skips_the_gradient_to_frozen_inputs(entry_learns):
+    learns = set()
+
+    @jax.custom_vjp
+    def scale(w, x):
+        return w * x
+
+    def forward(w, x):
+        learns.add(x.perturbed)
+        return w.value * x.value, (w.value, x.value)
+
+    scale.defvjp(forward, lambda saved, dy: (jnp.sum(saved[1] * dy), saved[0] * dy), symbolic_zeros=True)
+    params = {"entry": {"w": jnp.ones(3)}, "layers": [{"w": jnp.float32(2)}] * 3, "head": {}}
+    frozen = {} if entry_learns else {"entry": params["entry"]}
+    gradients = []
+    for size in (1, 2, 3):
+        learns.clear()
+        stack = LayerStack(
+            lambda params, batch, key: (batch * params["w"], None),
+            [lambda params, x, context, key: scale(params["w"], x)] * 3,
+            lambda params, x, batch: jnp.sum(x**2),
+            policy="none",
+            layers_per_program=size,
+        )
+        trained = params if entry_learns else params | {"entry": {}}
+        gradients.append(stack.loss_and_gradients(trained, [jnp.ones((1, 2, 3))], 1.0, frozen=frozen))
+        assert (False in learns) == (size == 3 and not entry_learns)
+    chex.assert_trees_all_equal(*gradients)
 
 
 def test_layers_of_a_group_keep_their_own_choice_of_fp8():

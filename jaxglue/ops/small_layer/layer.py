@@ -82,7 +82,8 @@ def fused_layer(
 def _forward(kernels, spec: LayerSpec, x, weights, adapters, context):
     if any(leaf.perturbed for leaf in jax.tree.leaves(weights)):
         raise ValueError("a small layer's weights are frozen beside adapters, but some are to train")
-    return _run(kernels, spec, *jax.tree.map(lambda leaf: leaf.value, (x, weights, adapters, context)))
+    y, (kept, *others) = _run(kernels, spec, *jax.tree.map(lambda leaf: leaf.value, (x, weights, adapters, context)))
+    return y, (kept if x.perturbed else (None, *kept[1:]), *others)
 
 
 def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Context):
@@ -119,13 +120,16 @@ def _backward(kernels, spec: LayerSpec, residuals, dy):
     dattended = dmiddle @ out.whole
     (dz,) = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
     dz = dz.reshape(z.shape)
-    dentered = dz @ qkv.whole
-    dx = kernels.entered_gradient(rows, weights.norms[0], dmiddle, dentered, entered, qkv.downs, eps=spec.eps)
+    skipped = D if rows is None else 0  # with x constant only the ranks need a gradient
+    dx, dentered = None, dz @ qkv.whole[:, skipped:]
+    if rows is not None:
+        dx = kernels.entered_gradient(rows, weights.norms[0], dmiddle, dentered, entered, qkv.downs, eps=spec.eps)
+        dx = dx.reshape(B, T, D)
     whole, columns = slice(0, D), sum(map(len, weights.linears[_GATE_UP]))
     firsts = [D + i * rank for i in range(3)]
     ends = itertools.accumulate(map(len, weights.linears[_QKV]), initial=0)
     pairs = [
-        *(Pair(entered, whole, dentered, first, False) for first in firsts),
+        *(Pair(entered, whole, dentered, first - skipped, False) for first in firsts),
         *(Pair(dz, slice(*part), entered, i, True) for part, i in zip(itertools.pairwise(ends), firsts, strict=True)),
         Pair(attended, slice(0, attended.shape[1]), dmiddle, D, False),
         Pair(dmiddle, whole, out_ranks, 0, True),
@@ -136,7 +140,7 @@ def _backward(kernels, spec: LayerSpec, residuals, dy):
     gradients = kernels.adapter_gradients(pairs, sums, rank)
     q, k, v, *seconds, out_a, out_b, gate, up, down_b, gate_b, up_b, down_a = gradients
     feed_forward = (gate, gate_b), (up, up_b), (down_a, down_b)
-    return dx.reshape(B, T, D), None, (*zip((q, k, v), seconds, strict=True), (out_a, out_b), *feed_forward), None
+    return dx, None, (*zip((q, k, v), seconds, strict=True), (out_a, out_b), *feed_forward), None
 
 
 fused_layer.defvjp(_forward, _backward, symbolic_zeros=True)

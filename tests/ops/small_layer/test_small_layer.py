@@ -87,6 +87,14 @@ def test_outputs_and_gradients_match_separate_operations(kernels, interpreted, k
     assert_close(got, expected, 1e-5)
 
 
+def test_adapters_learn_the_same_from_a_constant_input(kernels):
+    layer, (adapters, x) = random_case(lengths=((5, 2),), tokens=8)
+    with SMALL_LAYER.using(kernels):
+        *expected, _ = output_and_gradients(layer, (adapters, x))
+        got = output_and_gradients(lambda adapters: layer(adapters, x), (adapters,))
+    assert_close(got, expected, 1e-6)
+
+
 def step_on(device, policy="none"):
     """Return a step of a larger layer under a policy, and the shapes of its arguments there."""
     layer, arguments = random_case(rank=16, dtype=jnp.bfloat16, lengths=((300, 212),), tokens=512, sizes=LARGER)
