@@ -63,6 +63,12 @@ class LoraConfig(Config):
         parse_patterns("alpha_pattern", self.alpha_pattern)
 
     @property
+    def is_uniform(self) -> bool:
+        """Tell whether targets and patterns name kinds of modules alone, so that all layers have the same adapters."""
+        patterns = [parse_patterns(name, getattr(self, name)) for name in ("rank_pattern", "alpha_pattern")]
+        return all(re.fullmatch(r"[\w-]+", name) for names in (self.targets, *patterns) for name in names)
+
+    @property
     def scale(self) -> float:
         """Return the factor on the adapter's output, where no pattern gives another."""
         return self._scale(self.rank, self.alpha)

@@ -107,8 +107,12 @@ def abstract_parts(workload: Workload) -> tuple[ModelGraphDefs, Params, Params]:
 def _abstract_parts(
     config: DecoderConfig, lora: LoraConfig | None, dtype: Any, trainable: type[nnx.Param]
 ) -> tuple[ModelGraphDefs, Params, Params]:
-    """Build one layer of each kind, since a whole model takes seconds, and repeat its parts for all layers."""
-    kinds = sorted(set(config.first_of_kind))
+    """Build one layer of each kind, since a whole model takes seconds, and repeat its parts for all layers.
+
+    Where adapters differ between layers, all are built.
+    """
+    alike = config.first_of_kind if lora is None or lora.is_uniform else tuple(range(config.num_hidden_layers))
+    kinds = sorted(set(alike))
 
     def build():
         model = build_model(config.with_layers(kinds), dtype=dtype, rngs=nnx.Rngs(0))
@@ -117,7 +121,7 @@ def _abstract_parts(
         return model
 
     graphdefs, *trees = split_model(nnx.eval_shape(build), trainable)
-    order = [kinds.index(first) for first in config.first_of_kind]
+    order = [kinds.index(first) for first in alike]
     train, frozen = ({**tree, "layers": [tree["layers"][kind] for kind in order]} for tree in trees)
     return replace(graphdefs, layers=tuple(graphdefs.layers[kind] for kind in order)), train, frozen
 

@@ -212,6 +212,20 @@ def test_memory_limit_moves_weights_to_the_host(planner):
     assert planner.gpu.limited(1000).memory == planner.gpu.memory
 
 
+@pytest.mark.parametrize(
+    ("lora", "ranks"),
+    [
+        (LoraConfig(targets=("2.self_attn.q_proj",), rank=3), [0, 0, 3, 0, 0, 0]),
+        (LoraConfig(targets=("q_proj",), rank=3, rank_pattern=(r"layers\.[14]\..*=5",)), [3, 5, 3, 3, 5, 3]),
+        (LoraConfig(targets=("q_proj",), rank=3), [3] * 6),
+    ],
+)
+def test_layers_are_planned_with_the_adapters_of_their_own(workload, lora, ranks):
+    _, trainable, _ = abstract_parts(replace(workload, lora=lora))
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(layer)] for layer in trainable["layers"]]
+    assert [shape[0][0] if shape else 0 for shape in shapes] == ranks
+
+
 def test_8bit_moments_take_less_memory(workload):
     planners = [Planner(replace(workload, moment_bytes=each), find_gpu("RTX 4090")) for each in (8, 2)]
     plans = [planner.plan(parse_policy("full")) for planner in planners]
