@@ -11,6 +11,7 @@ Parts:
               activations and weights in host memory
     export    an adapter read again gives the same logits, and its merged export nearly
     overlap   the test of copies under computation, which needs the GPU for itself
+    drift     30 steps of Qwen3-0.6B's shape from B = 0: losses by our kernels in bf16 beside those in float32 without
     speed     tokens/s and memory of Qwen3-0.6B's shape, as recorded on this kind of GPU
     faults    a run with offload, streamed weights and NF4, killed again and again, equals an undisturbed one
 """
@@ -43,6 +44,8 @@ SEEDS = (0, 1, 2)
 SPEED_BAND, MEMORY_BAND = 0.08, 0.03
 MERGED_KL = 1e-3
 """Nats a token between an adapter and its merged export, whose weights are rounded to bfloat16 once more."""
+DRIFT = 1e-2
+"""Largest relative difference of a loss in bf16 from the same in float32."""
 SPEED_CASES = {
     "dots": {**LORA, "remat": "dots"},
     "offload, streamed": {**LORA, "remat": "offload", "weights": "host"},
@@ -191,6 +194,21 @@ def run_export(check: Check) -> list[Row]:
     ]  # fmt: skip
 
 
+def run_drift(check: Check) -> list[Row]:
+    """Compare the losses of training in bf16, by our kernels and by plain JAX, with those in float32."""
+    return drift_rows(json.loads(check.runs.python("benchmarks/drift.py")))
+
+
+def drift_rows(result: dict) -> list[Row]:
+    """Return a line for the kernels and, for comparison, one for plain JAX."""
+    first, *_, last = result["losses"]["float32"]
+    learned = f"of losses {first:.2f} … {last:.2f}"
+    return [
+        Row("drift", f"{result['shape']}, {name}", f"{drift:.1e} {learned}", f"< {DRIFT}", drift < DRIFT)
+        for name, drift in result["drift"].items()
+    ]
+
+
 def run_speed(check: Check) -> list[Row]:
     """Measure tokens/s and peak memory of a real shape."""
     rows = []
@@ -240,6 +258,7 @@ PARTS: dict[str, Callable[[Check], list[Row]]] = {
     "tiny": run_tiny,
     "export": run_export,
     "overlap": run_overlap,
+    "drift": run_drift,
     "speed": run_speed,
     "faults": run_faults,
 }

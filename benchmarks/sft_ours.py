@@ -55,10 +55,11 @@ def read_batches(path: Path) -> list[Batch]:
     with np.load(path) as stored:
         tokens, lengths = stored["tokens"], stored["lengths"]
     slots = segment_bucket(int((lengths > 0).sum(1).max()))
-    return [_batch(row, sizes[sizes > 0], slots) for row, sizes in zip(tokens, lengths, strict=True)]
+    return [make_batch(row, sizes[sizes > 0], slots) for row, sizes in zip(tokens, lengths, strict=True)]
 
 
-def _batch(tokens: np.ndarray, lengths: np.ndarray, slots: int) -> Batch:
+def make_batch(tokens: np.ndarray, lengths: np.ndarray, slots: int) -> Batch:
+    """Return a packed row."""
     segments = pack_segments([lengths.tolist()], seq_len=len(tokens), max_segments=slots)
     last = np.zeros((1, len(tokens)), bool)
     last[0, np.cumsum(lengths) - 1] = True

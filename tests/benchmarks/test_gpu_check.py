@@ -2,6 +2,9 @@
 
 import json
 
+import numpy as np
+import pytest
+
 
 def test_all_files_with_gpu_tests_are_found():
     from gpu_check import gpu_test_files
@@ -18,3 +21,17 @@ def test_record_adds_values_and_keeps_others(tmp_path):
     record(tmp_path / "a.json", Check(None, "A", recorded, None, 1, 0, 0, fresh=fresh))
     expected = recorded | {"A": {"losses": {"llama": 1}, "speed": {"dots": 2, "streamed": 3}}}
     assert json.loads((tmp_path / "a.json").read_text()) == expected
+
+
+def test_drift_is_that_of_losses_of_the_same_batches():
+    from drift import drift, measure
+    from gpu_check import drift_rows
+
+    result = measure("tiny", steps=3, tokens=128, rate=1e-2)
+    losses = result["losses"]
+    assert losses["float32"][0] == pytest.approx(np.log(2048), rel=0.05)
+    assert all(0 < found < 1e-3 for found in result["drift"].values())
+    assert result["drift"]["kernels"] == drift(losses["kernels"], losses["float32"])
+    assert [row.ok for row in drift_rows(result)] == [True, True]
+    result["drift"]["kernels"] = drift([1.02 * loss for loss in losses["kernels"]], losses["float32"])
+    assert [row.ok for row in drift_rows(result)] == [True, False]

@@ -1,0 +1,117 @@
+"""Train Qwen3-0.6B's shape by our kernels in bf16 beside the same in float32 without them; print losses as JSON.
+
+    python benchmarks/drift.py --steps 30
+
+Adapters start at B = 0, on random weights that bf16 holds: small values added to large ones have no bits in bf16, which
+random adapters do not show. Rows are packed with Python's own sources, two bytes a token. The references, in bf16 too,
+are plain JAX with full precision in float32's matmuls. Without a GPU the shape is a tiny one.
+"""
+
+import argparse
+import json
+import sysconfig
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from inputs import SHAPES
+from measure import uniform_lengths
+from sft_ours import make_batch
+
+from jaxglue.data.batch import Batch
+from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.policy import parse_policy
+from jaxglue.hf.loading import random_model
+from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import split_model
+from jaxglue.ops.adam import ADAM
+from jaxglue.ops.attention import ATTENTION
+from jaxglue.ops.cross_entropy import CROSS_ENTROPY
+from jaxglue.ops.lora import LORA
+from jaxglue.ops.lora_swiglu import LORA_SWIGLU
+from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.segments import segment_bucket
+from jaxglue.ops.small_layer import SMALL_LAYER
+from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer_config import OptimizerConfig
+
+OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, LORA, LORA_SWIGLU, NORM_ROPE, SMALL_LAYER
+"""Operations of a Qwen3 that have kernels."""
+
+
+def source_batches(count: int, tokens: int, vocabulary: int) -> list[Batch]:
+    """Return rows of consecutive documents of 64–1,024 tokens from Python's standard library."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[: 2 * count * tokens], np.uint16) % vocabulary
+    lengths = [uniform_lengths(tokens, seed=row) for row in range(count)]
+    slots = segment_bucket(max(map(len, lengths)))
+    rows = text.reshape(count, tokens).astype(np.int32)
+    return [make_batch(row, np.array(sizes), slots) for row, sizes in zip(rows, lengths, strict=True)]
+
+
+def train(
+    parts: tuple, config: DecoderConfig, batches: list[Batch], dtype, rate: float, *, reference: bool
+) -> list[float]:
+    """Return the loss of every batch, with AdamW between them."""
+    graphdefs, trainable, frozen = parts
+    trainable, frozen = jax.tree.map(jnp.copy, trainable), jax.tree.map(lambda x: x.astype(dtype), frozen)
+    optimizer = Optimizer(OptimizerConfig(learning_rate=rate, schedule="constant", warmup_ratio=0.0), len(batches))
+    # As planned for a small model; the reference keeps less.
+    settings: dict[str, Any] = {"policy": parse_policy("dots" if reference else "none"), "dtype": dtype}
+    settings["layers_per_program"] = 1 if reference else len(graphdefs.layers)
+    executor, state = Executor(graphdefs, config, **settings), optimizer.init(trainable)
+    losses = []
+    with ExitStack() as plain:
+        if reference:
+            plain.enter_context(jax.default_matmul_precision("highest"))
+            for operation in OPERATIONS:
+                plain.enter_context(operation.using(None))
+        for step, batch in enumerate(batches):
+            weight = float(batch.loss_weights.sum())
+            loss, gradients = executor.loss_and_gradients(trainable, frozen, [jax.device_put(batch)], weight)
+            trainable, state, _ = optimizer.update(trainable, state, gradients, step)
+            losses.append(loss)
+    return [float(loss) for loss in losses]
+
+
+def drift(losses: list[float], truth: list[float]) -> float:
+    """Return the largest relative difference of losses."""
+    return max(abs(a - b) / b for a, b in zip(losses, truth, strict=True))
+
+
+def measure(shape: str, steps: int, tokens: int, rate: float) -> dict[str, Any]:
+    """Return the losses of the three runs, and the drift of those in bf16."""
+    config = config_from_hf(SHAPES[shape])
+    model = random_model(config, dtype=jnp.bfloat16)
+    add_lora(model, LoraConfig(rank=16), rngs=nnx.Rngs(0))
+    parts = split_model(model, nnx.LoRAParam)
+    batches = source_batches(steps, tokens, config.vocab_size)
+    runs = {"float32": (jnp.float32, True), "reference": (jnp.bfloat16, True), "kernels": (jnp.bfloat16, False)}
+    losses = {
+        name: train(parts, config, batches, dtype, rate, reference=reference)
+        for name, (dtype, reference) in runs.items()
+    }
+    found = {name: drift(losses[name], losses["float32"]) for name in ("reference", "kernels")}
+    return {"shape": shape, "drift": found, "losses": losses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shape, tokens = ("tiny", 512) if jax.default_backend() == "cpu" else ("qwen3-0.6b", 2048)
+    parser.add_argument("--shape", choices=SHAPES, default=shape)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=tokens, help="of a step's row")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    args = parser.parse_args()
+    print(json.dumps(measure(args.shape, args.steps, args.tokens, args.learning_rate)))
+
+
+if __name__ == "__main__":
+    main()
