@@ -7,7 +7,6 @@ they are copied: XLA delays copies to the host until they save nothing, or seria
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +22,18 @@ from jaxglue.engine.embed_head import EntryHead
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, check_grouped
+from jaxglue.engine.layer_passes import LayerPasses
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
-from jaxglue.engine.saved import SavedLayer, check_dropped_inputs, offload, restore_inputs
+from jaxglue.engine.saved import check_dropped_inputs
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ParamKey, Params, set_part
-from jaxglue.ops.collectives import per_device
-from jaxglue.sharding.gather import gather, merge_gathered, select_to_gather, sum_partials, zero_partials
+from jaxglue.sharding.gather import sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
 Update = Callable[[ParamKey, Params], None]
 """Called with a part of the parameters (a name, or a layer's index) and its finished gradients."""
 
-_Weights = tuple[Params, Params]
-"""Trainable and frozen parameters of a layer."""
 _Backward = Callable[[list[Array], list[Params | None], Update], Array]
 """([gradient to the last layer's output], layers' sums, receiver of their gradients) → gradient to the first input.
 
@@ -91,27 +88,24 @@ class LayerExecutor:
         self._layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
-        self._groups: LayerGroups | None = None
         devices = layout.mesh.size if layout.mesh else 1
         check_grouped(layers_per_program, policies, devices=devices, stream_weights=stream_weights)
-        if layers_per_program > 1:
-            self._groups = LayerGroups(self._layers, self._reference, layers_per_program)
+        self._passes = LayerPasses(
+            self._layers,
+            self._reference,
+            layout,
+            stream_weights=stream_weights,
+            prefetch_depth=prefetch_depth,
+            host_buffers=host_buffers,
+        )
+        several = layers_per_program > 1
+        self._groups = LayerGroups(self._layers, self._reference, layers_per_program) if several else None
         self._is_whole = 1 < len(layers) <= layers_per_program
         self._whole = self._make_whole()
-        self._stream_weights = stream_weights
-        self._prefetch_depth = (
-            transfer.default_prefetch_depth(stream_weights) if prefetch_depth is None else prefetch_depth
-        )
-        self._uses_host = stream_weights or any(policy.offloaded for policy in policies)
-        if self._uses_host:
-            transfer.check_pinned_memory(jax.local_devices()[0])
-        self._host_buffers, self._offload = host_buffers, partial(offload, buffers=host_buffers)
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
         self._zero_partials = jax.jit(partial(zero_partials, layout), keep_unused=True)
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
         self._sum_loss = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.sharding(PartitionSpec()))
-        self._gather = jax.jit(self._gather_weights)
-        self._join = jax.jit(jax.lax.optimization_barrier, donate_argnums=0)
 
     def loss_and_gradients(
         self,
@@ -182,20 +176,12 @@ class LayerExecutor:
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yield the embedded tokens of a batch, then the output of each layer, or of the reference's layers."""
-        layers = self._reference if reference and self._reference is not None else self._layers
         x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
         yield x
-        running = self._run_ahead()
-        stored = self._stored_weights(trainable, frozen)
-        gathered = self._gather_first(stored)
-        for layer, context in zip(layers, contexts, strict=True):
-            weights = merge_gathered(gathered, stored.take())
-            weights = ({}, weights[1]) if reference else weights
-            x, gathered = layer.apply(*weights, x, context, select_to_gather(self._layout, stored.following))
-            if self._stream_weights:
-                running.add(x)
-            del weights
-            yield x
+        layers = trainable["layers"], frozen["layers"]
+        outputs = self._passes.outputs(*layers, x, contexts, reference=reference)
+        del x  # as later outputs, it stays on the device only while it is read
+        yield from outputs
 
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
@@ -205,20 +191,8 @@ class LayerExecutor:
         programs += [self._whole] if self._whole else []
         return sum(program.compilations() for program in programs)
 
-    def _prepare_buffers(self, layer: LayerFunctions, x: Any, residuals: Any) -> None:
-        """Pin buffers for the values of all layers of a type, by the shapes of one's."""
-        if self._host_buffers is None or not layer.policy.offloaded:
-            return
-        sent = jax.tree.leaves((x if layer.policy.offloads_input else None, residuals.offloaded))
-        stays = partial(transfer.keep_on_device, layers=len(self._layers), depth=self._prefetch_depth)
-        leaving = sum(own is layer and not stays(index) for index, own in enumerate(self._layers))
-        self._host_buffers.prepare([value.size * value.dtype.itemsize for value in sent] * leaving)
-
     def _empty_tree(self, trainable: Params) -> Params:
         return {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
-
-    def _run_ahead(self) -> transfer.RunAhead:
-        return transfer.RunAhead(transfer.RUN_AHEAD if self._prefetch_depth else 0)
 
     def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
@@ -269,14 +243,14 @@ class LayerExecutor:
 
         The head's parameters in `ends` that are on the host become copies on the device.
         """
+        layers = trainable["layers"], frozen["layers"]
         if self._groups is not None:
-            layers = trainable["layers"], frozen["layers"]
             # Where there are several groups, the first one's programs serve the others, too.
             constant = self._is_whole and not jax.tree.leaves(trainable[self._entry_head.entry])
-            x, grouped, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
-            return x, z, partial(self._groups.backward, grouped, *layers, contexts)
-        x, saved, weights, z = self._forward(trainable, frozen, x, contexts, z, ends)
-        return x, z, partial(self._backward, saved, weights, trainable, frozen, contexts)
+            x, groups, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
+            return x, z, partial(self._groups.backward, groups, *layers, contexts)
+        x, saved, z = self._passes.forward(*layers, x, contexts, z, partial(self._fetch_head, ends))
+        return x, z, partial(self._passes.backward, saved, *layers, contexts)
 
     def _reference_input(self, trainable, frozen, batch, x: Array, key: PRNGKeyArray | None) -> Array | None:
         """Return the input of the reference's layers, without the noise of training; None without a reference."""
@@ -287,100 +261,11 @@ class LayerExecutor:
     def _needs_reference(self, batch: Batch) -> bool:
         return self._reference is not None and (batch.answers is None or batch.answers.reference is None)
 
-    def _forward(
-        self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None, ends: Params
-    ) -> tuple[Array, list[SavedLayer], list[_Weights], Array | None]:
-        """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched.
-
-        Return the output, every layer's values and weights for the backward pass, and the reference's output.
-        """
-        saved: list[SavedLayer] = []
-        kept: list[_Weights] = []
-        running = self._run_ahead()
-        stored = self._stored_weights(trainable, frozen)
-        gathered = self._gather_first(stored)
-        for i, layer in enumerate(self._layers):
-            weights = merge_gathered(gathered, stored.take())
-            if i == max(len(self._layers) - transfer.HEAD_AHEAD, 0):
-                self._fetch_head(ends)
-            to_gather = select_to_gather(self._layout, stored.following)
-            y, residuals, gathered = layer.forward(*weights, x, contexts[i], to_gather)
-            if z is not None and self._reference is not None:
-                z, _ = self._reference[i].apply({}, weights[1], z, contexts[i])
-                if self._layout.mesh:  # all devices must run programs with collectives in one order
-                    y, z = self._join((y, z))
-            stays = transfer.keep_on_device(i, len(self._layers), self._prefetch_depth)
-            kept.append(weights if stays else (trainable["layers"][i], frozen["layers"][i]))
-            saved.append(SavedLayer(x, residuals) if stays else self._offload(layer.policy, x, residuals))
-            if self._uses_host:
-                running.add((saved[-1].x, saved[-1].residuals.offloaded) if layer.policy.offloaded or stays else y)
-            x = y
-            del weights, y, residuals  # free this layer's buffers before the next copy is requested
-        return x, saved, kept, z
-
     def _fetch_head(self, ends: Params) -> None:
         """Start copying the head's parameters that are on the host, in place of these."""
         for name in sorted(ends.keys() - {"layers", self._entry_head.entry}):
             if transfer.is_on_host(ends[name]):
                 ends[name] = transfer.to_device(ends[name])
-
-    def _backward(
-        self,
-        saved: list[SavedLayer],
-        kept: list[_Weights],
-        trainable,
-        frozen,
-        contexts,
-        dy: list[Array],
-        sums,
-        finish: Update,
-    ) -> Array:
-        """Return the gradient to the first layer's input; empty `saved`, `kept`, `dy` and `sums` on the way."""
-        moving = [self._stream_weights and transfer.is_on_host(layer) for layer in frozen["layers"]]
-        weights_ahead = self._prefetch_weights(kept, moving)
-        functions = tuple(zip(self._layers, trainable["layers"], frozen["layers"], contexts, strict=True))
-        restore = partial(restore_inputs, layers=functions, depth=self._prefetch_depth)
-        running, count = self._run_ahead(), len(saved)
-        values = self._prefetch_saved(saved, restore)
-        layers = transfer.Lookahead(zip(weights_ahead, values, strict=True), early=self._layout.gathers)
-        gathered, dx = None, dy.pop()
-        for i in reversed(range(count)):
-            stored, (x, residuals) = layers.take()
-            weights = merge_gathered(gathered, stored)
-            accumulated, sums[i] = sums[i], None
-            to_gather = select_to_gather(self._layout, layers.following and layers.following[0])
-            arguments = (residuals, *weights, x, contexts[i], dx, accumulated, to_gather)
-            dx, gradients, done, gathered = self._layers[i].backward(*arguments)
-            finish(i, gradients)
-            del stored, weights, x, residuals, to_gather, arguments, gradients, accumulated
-            if self._uses_host:
-                running.add(done)
-        return dx
-
-    def _prefetch_weights(self, kept: list[_Weights], moving: list[bool]) -> Iterator[_Weights]:
-        """Iterate over the layers' weights, the last first, prefetching those on the host; empty `kept` on the way."""
-        loads = [lambda: transfer.request(kept.pop())] * len(kept)
-        return map(transfer.received, transfer.prefetch(loads, self._prefetch_depth, reversed(moving)))
-
-    def _stored_weights(self, trainable: Params, frozen: Params) -> transfer.Lookahead[_Weights]:
-        """Iterate over every layer's stored weights, prefetching those on the host."""
-        layers = zip(trainable["layers"], frozen["layers"], strict=True)
-        if not self._stream_weights:
-            return transfer.Lookahead(iter(layers), early=self._layout.gathers)
-        loads = (partial(transfer.request, layer) for layer in layers)
-        depth = transfer.weights_prefetch_depth(self._prefetch_depth)
-        moving = map(transfer.is_on_host, frozen["layers"])
-        fetched = map(transfer.received, transfer.prefetch(loads, depth, moving))
-        return transfer.Lookahead(fetched, early=self._layout.gathers)
-
-    def _gather_first(self, stored: transfer.Lookahead[_Weights]) -> Any:
-        """Gather the first layer's weights in a program of their own: no layer before it could."""
-        return self._gather(select_to_gather(self._layout, stored.following)) if self._layout.gathers else None
-
-    def _gather_weights(self, shards):
-        layout, specs = self._layout, self._layout.param_specs(shards)
-        program = partial(gather, layout, specs=specs)
-        return per_device(program, layout.mesh, (specs,), layout.gathered_specs(shards))(shards)
 
     def _finish(self, update: Update, part: ParamKey, gradients: Params) -> None:
         """Pass on a part's gradients, summed over devices: once a step, however many the micro-batches."""
@@ -390,20 +275,3 @@ class LayerExecutor:
 
     def _total_loss(self, shares: Array) -> Float[Array, ""]:
         return self._sum_loss(shares) if self._layout.mesh else shares
-
-    def _prefetch_saved(
-        self, saved: list[SavedLayer], restore: Callable[[list[SavedLayer]], None]
-    ) -> Iterator[SavedLayer]:
-        """Iterate over the layers' values, the last first, prefetching those on the host; empty `saved` on the way.
-
-        A dropped input is computed when its layer's turn comes, as it takes memory.
-        """
-        ahead: deque[SavedLayer] = deque()
-        while saved or ahead:
-            while saved and len(ahead) <= self._prefetch_depth and (saved[-1].x is not None or not ahead):
-                if saved[-1].x is None:
-                    restore(saved)
-                layer = saved.pop()
-                ahead.append(transfer.to_device(layer) if self._uses_host else layer)
-                del layer
-            yield ahead.popleft()

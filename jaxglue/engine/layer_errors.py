@@ -31,8 +31,9 @@ def fp8_errors(executor: Executor, trainable: Params, frozen: Params, batch: Bat
     """Return the errors of a batch's forward pass, each layer's own."""
     trainable, frozen = transfer.commit((trainable, frozen))
     x, contexts = executor._entry_head.embed(trainable, frozen, batch, None)
-    stored, errors = executor._stored_weights(trainable, frozen), []
-    gathered = executor._gather_first(stored)
+    passes, errors = executor._passes, []
+    stored = passes.stored_weights(trainable["layers"], frozen["layers"])
+    gathered = passes.gather_first(stored)
     for layer, context in zip(executor._layers, contexts, strict=True):
         weights = merge_gathered(gathered, stored.take())
         y, gathered = layer.apply(*weights, x, context, select_to_gather(executor._layout, stored.following))

@@ -99,7 +99,7 @@ class Executor(LayerExecutor):
                 yield traced
                 y, residuals, _ = on_device(traced.out_info)
                 if not kind:
-                    self._prepare_buffers(layer, x, residuals)
+                    self._passes.prepare_buffers(layer, x, residuals)
                 x = y
                 backward.append((layer, (residuals, *weights, x, context, x, accumulated, None)))
             yield head.trace_head_backward(trainable, frozen, x, batch, scale, sums)

@@ -116,8 +116,8 @@ def events(four_layers, batches, monkeypatch):
 
     def make(prefetch_depth=1, stream_weights=False):
         (parts, executor), log = four_layers, []
-        monkeypatch.setattr(executor, "_prefetch_depth", prefetch_depth)
-        monkeypatch.setattr(executor, "_stream_weights", stream_weights)
+        monkeypatch.setattr(executor._passes, "_prefetch_depth", prefetch_depth)
+        monkeypatch.setattr(executor._passes, "_stream_weights", stream_weights)
         with monkeypatch.context() as patch:
             layer = executor._layers[0]
             patch.setattr(layer, "forward", _recorded(layer.forward, lambda _: log.append("F")))

@@ -90,8 +90,9 @@ def _run(recipe: Path, stop) -> tuple[int, str]:
 
 def _train(recipe: Path, stop) -> None:
     global _pipe
-    if stop is hang_up_ignored:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # The tests may themselves run in a shell's background, or under `nohup`.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if stop is hang_up_ignored else signal.SIG_DFL)
     if stop is close_pipe:
         _pipe = os.pipe()
         os.dup2(_pipe[1], 1)
