@@ -52,12 +52,21 @@ def parse_object(text: str | bytes, source: str) -> dict[str, Any]:
     return content
 
 
-def parse_json(text: str | bytes, source: str) -> Any:
+class MalformedJSONError(ValueError):
+    """A text that is not JSON."""
+
+
+class _RepeatedKeyError(ValueError):
+    """A key that an object has twice."""
+
+
+def parse_json(text: str | bytes, source: str, *, unique_keys: bool = False) -> Any:
     """Parse JSON of at most `MAX_DEPTH` levels.
 
     Args:
         text: UTF-8 if bytes, with or without a byte order mark.
         source: named by errors.
+        unique_keys: refuse an object with a key twice, of which Python keeps the last.
 
     Raises:
         ValueError: not UTF-8, not JSON (with line and column), a number too long to read, or nested too deeply.
@@ -65,18 +74,29 @@ def parse_json(text: str | bytes, source: str) -> Any:
     too_deep = f"{source}: nested more than {MAX_DEPTH} levels deep"
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except UnicodeDecodeError as error:
         raise ValueError(f"{source}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise ValueError(f"{source}: malformed JSON at {place}: {error.msg}") from error
+        raise MalformedJSONError(f"{source}: malformed JSON at {place}: {error.msg}") from error
     except RecursionError:
         raise ValueError(too_deep) from None
+    except _RepeatedKeyError as error:
+        raise ValueError(f"{source}: {error}") from None
     except ValueError:
         raise ValueError(f"{source}: malformed JSON: a number of more than 4,300 digits") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(content, MAX_DEPTH):
         raise ValueError(too_deep)
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _RepeatedKeyError(f"the key {repeated!r:.60} is there twice: leave one out")
     return content
 
 

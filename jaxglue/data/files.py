@@ -3,14 +3,14 @@
 import csv
 import io
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from jaxglue.json_file import MAX_BYTES, numbered_lines, parse_json
+from jaxglue.json_file import MAX_BYTES, MalformedJSONError, numbered_lines, parse_json
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -18,6 +18,9 @@ _PARQUET_ROWS, _PARQUET_BUFFER = 64, 2**20
 """Rows decoded and bytes of a column read at a time."""
 _ARRAY_BYTES = 2**31
 """Longest array of rows, which is read whole."""
+_TEXTS = 'write each text as a row, {"text": "…"} a line of a .jsonl file'
+_REMEDIES = {".txt": _TEXTS, ".md": _TEXTS, ".arrow": "name the folder that save_to_disk of `datasets` wrote"}
+"""Remedies by the types of files that are not read."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Suffixes of data files; all but Parquet files may be compressed, with a further suffix."""
 
@@ -34,12 +37,12 @@ class Row(NamedTuple):
 
 def is_compressed(path: Path) -> bool:
     """Tell from the name whether a file is compressed."""
-    return path.suffix in _COMPRESSION
+    return path.suffix.lower() in _COMPRESSION
 
 
 def file_type(path: Path) -> str:
     """Return the suffix of a file without that of its compression."""
-    return Path(path.stem).suffix if is_compressed(path) else path.suffix
+    return (Path(path.stem) if is_compressed(path) else path).suffix.lower()
 
 
 def file_rows(path: Path, skip: int = 0) -> Iterator[Row]:
@@ -49,10 +52,11 @@ def file_rows(path: Path, skip: int = 0) -> Iterator[Row]:
         ValueError: an unknown type, damaged compression, or malformed content, with file and line.
     """
     kind = file_type(path)
-    if kind == ".parquet" and path.suffix == kind:
+    if kind == ".parquet" and not is_compressed(path):
         return _parquet_rows(path, skip)
     if kind not in SUFFIXES or kind == ".parquet":
-        raise ValueError(f"data: {path} has an unknown file type: expected {expected_files()}")
+        hint = f"; {_REMEDIES[kind]}" if kind in _REMEDIES else ""
+        raise ValueError(f"data: {path} has an unknown file type: expected {expected_files()}{hint}")
     if kind in _DELIMITERS:
         return islice(_table_rows(path, _DELIMITERS[kind]), skip, None)
     return _json_rows(path, skip) if kind == ".json" else _jsonl_rows(path, skip)
@@ -72,7 +76,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         return
     import pyarrow as pa
 
-    compression = _COMPRESSION[path.suffix]
+    compression = _COMPRESSION[path.suffix.lower()]
     if not path.stat().st_size:
         raise ValueError(f"{path}: damaged {compression} file: it has no bytes")
     try:
@@ -86,7 +90,15 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
     with _opened(path) as file:
         for number, line in islice(numbered_lines(file, str(path)), skip, None):
             origin = f"{path}:{number}"
-            yield _checked(origin, parse_json(line, origin), len(line))
+            yield _checked(origin, _line_value(line, origin), len(line))
+
+
+def _line_value(line: bytes, origin: str) -> Any:
+    try:
+        return parse_json(line.strip(), origin, unique_keys=True)
+    except MalformedJSONError as error:
+        hint = "each line of a .jsonl file holds one row, and a .json file may hold them as an array"
+        raise ValueError(f"{error}; {hint}") from error
 
 
 def _json_rows(path: Path, skip: int) -> Iterator[Row]:
@@ -100,7 +112,7 @@ def _json_rows(path: Path, skip: int) -> Iterator[Row]:
         text = file.read(_ARRAY_BYTES + 1)
     if len(text) > _ARRAY_BYTES:
         raise ValueError(f"{path}: an array of more than {_ARRAY_BYTES:,} bytes: write a row a line, as .jsonl")
-    values = parse_json(text, str(path))
+    values = parse_json(text, str(path), unique_keys=True)
     for number, value in enumerate(values[skip:], skip + 1):
         yield _checked(f"{path}, row {number}", value, len(text) / len(values))
 
@@ -112,15 +124,38 @@ def _table_rows(path: Path, delimiter: str) -> Iterator[Row]:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         reader = csv.DictReader(_bounded_lines(lines), delimiter=delimiter, strict=True)
         try:
-            names = list(reader.fieldnames or ())
-            if len(set(names)) < len(names):
-                raise ValueError("two columns have the same name")
+            _check_columns(reader.fieldnames or (), delimiter)
             for row in reader:
                 yield Row(f"{path}:{reader.line_num}", _full_row(row), sum(map(len, row.values())) + len(row))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 after line {reader.line_num}: save the file as UTF-8") from error
+            raise ValueError(f"{path}:{_undecodable_line(path)}: not UTF-8: save the file as UTF-8") from error
         except (csv.Error, ValueError) as error:
-            raise ValueError(f"{path}:{reader.line_num}: {error}") from error
+            reason = str(error).replace("unexpected end of data", "a quotation mark after this line is never closed")
+            raise ValueError(f"{path}:{reader.line_num}: {reason}") from error
+
+
+def _check_columns(names: Sequence[str], delimiter: str) -> None:
+    """Refuse columns of one name, and a first line that is separated by another character."""
+    if len(set(names)) < len(names):
+        raise ValueError("two columns have the same name")
+    if len(names) == 1 and (others := set(";\t,|") - {delimiter}) & set(names[0]):
+        raise ValueError(
+            f"the first line names one column, {names[0]!r:.60}, with {min(others & set(names[0]))!r} in it: separate "
+            "columns by commas in a .csv, by tabs in a .tsv file"
+        )
+
+
+def _undecodable_line(path: Path) -> int:
+    with _opened(path) as file:
+        return next(number for number, line in enumerate(file, 1) if not _is_utf8(line))
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _bounded_lines(lines: TextIO) -> Iterator[str]:

@@ -22,6 +22,11 @@ ALPACA = (
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of Stanford Alpaca."""
+_UNREAD = {
+    "chat_template_kwargs": "write these settings into the template, and name it with --chat-template",
+    "functions": "name them 'tools'",
+}
+"""Remedies by keys of other programs' chats that change the conversation, and are not read."""
 
 
 def detect_format(row: Mapping[str, Any]) -> str:
@@ -46,10 +51,32 @@ def read_row(row: Mapping[str, Any], format: str) -> Chat | list[str]:
     """Return the chat of a row, or its strings: a prompt, if any, and a text to train on.
 
     Raises:
-        ValueError: a missing key, or a value of the wrong type.
+        ValueError: a missing key, a value of the wrong type, or a setting that is not read.
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
+    return with_system(_read_content(row, format), row)
+
+
+def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | list[str]:
+    """Begin a chat that has no system message with its row's `system` text.
+
+    Raises:
+        ValueError: a text for a prompt that is no chat, or other settings that are not read.
+    """
+    text = row.get("system") or ""
+    if not isinstance(content, Chat):
+        if text and len(content) > 1:
+            raise ValueError("'system' has a text, and the prompt is no chat: write the row as 'messages'")
+        return content
+    if unread := next((key for key in _UNREAD if row.get(key)), None):
+        raise ValueError(f"{unread!r} is not read: {_UNREAD[unread]}")
+    if not isinstance(text, str):
+        raise ValueError(f"'system' must be a string, got {type(text).__name__}")
+    return content.with_system(text) if text else content
+
+
+def _read_content(row: Mapping[str, Any], format: str) -> Chat | list[str]:
     match format:
         case "messages" | "conversations":
             return read_chat(row[format], row.get("tools"), format)
@@ -75,8 +102,8 @@ def alpaca_prompt(instruction: str, given: str) -> str:
 
 def _alpaca(row: Mapping[str, Any]) -> list[str]:
     """Return instruction, input and output."""
-    if unread := [key for key in ("history", "system") if row.get(key)]:
-        raise ValueError(f"the Alpaca format has no {listed(unread)}: use 'messages' for such rows")
+    if row.get("history"):
+        raise ValueError("the Alpaca format has no 'history': write such rows as 'messages'")
     return _strings({**row, "input": row.get("input") or ""}, "instruction", "input", "output")
 
 

@@ -16,6 +16,7 @@ _ROLES = {
     "function_call": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "function": "tool",
 }
 """Roles by ShareGPT's names."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -52,12 +53,23 @@ def read_chat(messages: Any, tools: Any, name: str) -> Chat:
     Raises:
         ValueError: messages other than a non-empty list of objects with roles and text, or malformed tools.
     """
+    if isinstance(messages, str) and messages.lstrip().startswith("["):  # of a table
+        messages = parse_json(messages, name)
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{name!r} must be a non-empty list of messages")
+        found = "an empty one" if messages == [] else type(messages).__name__
+        raise ValueError(f"{name!r} must be a non-empty list of messages, got {found}")
     tools = from_json(tools, "tools") or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list, got {type(tools).__name__}")
-    return Chat([_message(message) for message in messages], tools, [read_weight(message) for message in messages])
+    pairs = [_read_message(message, number) for number, message in enumerate(messages, 1)]
+    return Chat([message for message, _ in pairs], tools, [trained for _, trained in pairs])
+
+
+def _read_message(message: Any, number: int) -> tuple[dict[str, Any], bool | None]:
+    try:
+        return _message(message), read_weight(message)
+    except ValueError as error:
+        raise ValueError(f"message {number}: {error}") from error
 
 
 def read_weight(item: dict[str, Any]) -> bool | None:
@@ -70,11 +82,20 @@ def read_weight(item: dict[str, Any]) -> bool | None:
         raise ValueError("'train_detail' is not supported: split the message, and give each part 'train'")
     for key in _WEIGHTS:
         if (value := item.get(key)) is not None:
-            flag = _FLAGS.get(str(value).lower().removesuffix(".0"))
-            if flag is None:
-                raise ValueError(f"{key!r} must be 0, 1, true or false, got {str(value)[:40]!r}")
-            return flag
+            return read_flag(value, key)
     return None
+
+
+def read_flag(value: Any, name: str) -> bool:
+    """Return a truth value, which tables write as a number or text.
+
+    Raises:
+        ValueError: another value.
+    """
+    flag = _FLAGS.get(str(value).lower().removesuffix(".0"))
+    if flag is None:
+        raise ValueError(f"{name!r} must be 0, 1, true or false, got {str(value)[:40]!r}")
+    return flag
 
 
 def from_json(value: Any, name: str) -> Any:
@@ -86,7 +107,7 @@ def listed(names: Any) -> str:
     """Format the keys of a row for an error; of other values, their type."""
     if not isinstance(names, (dict, list)):
         return type(names).__name__
-    return ", ".join(repr(name)[:60] for name in list(names)[:20])
+    return ", ".join(repr(name)[:60] for name in list(names)[:20]) or "none"
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -96,15 +117,19 @@ def _message(message: Any) -> dict[str, Any]:
         raise ValueError(f"a message needs 'role' and 'content' (or 'from' and 'value'), got {listed(message)}")
     content, value = message.get("content", message.get("value")), message.get("value")
     if value is not None and value != content:
-        raise ValueError(f"a {role!r:.100} message has both 'content' and 'value': remove one")
+        raise ValueError(f"the {role!r:.100} message has both 'content' and 'value': remove one")
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": [_tool_call(from_json(content, "function_call"))]}
+    if (call := message.get("function_call")) is not None:  # OpenAI's, before tools
+        message = {**message, "tool_calls": [*(message.get("tool_calls") or ()), call]}
     if content is None and not message.get("tool_calls"):
-        raise ValueError(f"a {role!r:.100} message has no content")
-    dropped = ("role", "from", "content", "value", *_WEIGHTS)
+        raise ValueError(f"the {role!r:.100} message has no content")
+    dropped = ("role", "from", "content", "value", "function_call", *_WEIGHTS)
     kept = {key: value for key, value in message.items() if key not in dropped and value is not None}
     if wrong := next((key for key in REASONING if not isinstance(kept.get(key, ""), str)), None):
-        raise ValueError(f"the {wrong!r} of a {role!r:.100} message must be a string, got {type(kept[wrong]).__name__}")
+        raise ValueError(
+            f"the {wrong!r} of the {role!r:.100} message must be a string, got {type(kept[wrong]).__name__}"
+        )
     if "tool_calls" in kept:
         kept["tool_calls"] = _tool_calls(kept["tool_calls"])
     return {"role": _ROLES.get(role, role), "content": _text(content, role), **kept}
@@ -116,7 +141,7 @@ def _text(content: Any, role: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise ValueError(
-            f"the content of a {role!r:.100} message must be a string or a list of text parts, got "
+            f"the content of the {role!r:.100} message must be a string or a list of text parts, got "
             f"{type(content).__name__}; write objects as JSON strings"
         )
     return "".join(_part(part, role) for part in content)
@@ -127,7 +152,9 @@ def _part(part: Any, role: str) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f"a {role!r:.100} message has a part of type {kind!r:.100}: only text parts can be trained on")
+        raise ValueError(
+            f"the {role!r:.100} message has a part of type {kind!r:.100}: only text parts can be trained on"
+        )
     return part["text"]
 
 
@@ -142,5 +169,6 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or "name" not in function:
         raise ValueError(f"a tool call needs a function with 'name' and 'arguments', got {listed(call)}")
-    function = {**function, "arguments": from_json(function.get("arguments"), "arguments of a tool call")}
+    arguments = from_json(function.get("arguments") or {}, "arguments of a tool call")
+    function = {**function, "arguments": arguments}
     return {"type": "function", **{k: v for k, v in call.items() if k in ("id", "type")}, "function": function}

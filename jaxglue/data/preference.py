@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxglue.data.messages import Chat, listed, read_chat
+from jaxglue.data.formats import with_system
+from jaxglue.data.messages import Chat, listed, read_chat, read_flag
 
 Text = Chat | list[str]
 """A conversation, or the strings of a prompt and its answer."""
@@ -47,7 +48,8 @@ def read_answers(row: Mapping[str, Any], format: str) -> Answers:
     """
     if missing := [key for key in KEYS[format] if key not in row]:
         raise ValueError(f"a row of format {format!r} needs {listed(missing)}; its keys are {listed(row)}")
-    return _pair(row) if format == PAIRS else _labeled(row)
+    first, second = _pair(row) if format == PAIRS else _labeled(row)
+    return first and with_system(first, row), second and with_system(second, row)
 
 
 def read_margin(row: Mapping[str, Any]) -> float:
@@ -63,9 +65,14 @@ def _pair(row: Mapping[str, Any]) -> Answers:
     if row["chosen"] == row["rejected"]:
         raise ValueError("'chosen' and 'rejected' are equal, so the row says nothing: remove it")
     prompt, chosen, rejected = row.get("prompt"), _conversation(row["chosen"]), _conversation(row["rejected"])
+    if prompt is None and isinstance(row["chosen"], Mapping):  # LLaMA-Factory's and axolotl's rows
+        prompt = row.get("conversations", row.get("messages"))
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is None:
-            raise ValueError("'chosen' and 'rejected' are strings: give their 'prompt' too, or whole conversations")
+            raise ValueError(
+                "'chosen' and 'rejected' are strings: give their 'prompt' too, such as with --columns prompt=question, "
+                "or whole conversations"
+            )
         return _continued(prompt, chosen, "chosen", row), _continued(prompt, rejected, "rejected", row)
     if prompt is None or isinstance(prompt, str):
         return _divided(chosen, rejected, row.get("tools"), prompt)
@@ -73,9 +80,7 @@ def _pair(row: Mapping[str, Any]) -> Answers:
 
 
 def _labeled(row: Mapping[str, Any]) -> Answers:
-    label = row["label"]
-    if not isinstance(label, bool):
-        raise ValueError(f"'label' must be true or false, got {label!r:.40}")
+    label = read_flag(row["label"], "label")
     if "messages" in row:
         messages = read_chat(row["messages"], row.get("tools"), "messages")
         answer: Text = _with_prompt(messages, len(messages.messages) - 1, "messages")

@@ -23,7 +23,7 @@ from jaxglue.data.sources import Source, short_names
 from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
-from jaxglue.data.tokenizer import padding_token
+from jaxglue.data.tokenizer import padding_token, read_template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def prepare_data(
         ValueError: unusable data, naming file and line where possible.
     """
     if config.chat_template is not None:
-        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_template(config.chat_template)
     progress = progress or NoProgress()
     if task is not None and task.scored:
         task = task._replace(padding=padding_token(tokenizer))

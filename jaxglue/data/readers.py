@@ -71,10 +71,23 @@ def data_files(name: str) -> list[Path]:
         files = sorted(p for p in path.rglob("*") if _is_shown(p, path) and (is_saved or file_type(p) in SUFFIXES))
     else:
         hint = f"a data set of the Hugging Face hub is named {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset"
+        if any(character in name for character in "*?["):
+            hint = "patterns are not expanded: name the folder, or each file"
         raise ValueError(f"data: no such file or folder: {name} ({hint})")
     if not files:
         raise ValueError(f"data: no data file in {name}: expected {expected_files()}")
     return files
+
+
+def source_files(source: Source) -> list[Path]:
+    """Return a local source's data files; of saved data sets, those of its split.
+
+    Raises:
+        ValueError: as `data_files`.
+    """
+    split = Path(source.name) / source.split
+    is_split = (Path(source.name) / "dataset_dict.json").is_file() and split.is_dir()
+    return data_files(str(split) if is_split else source.name)
 
 
 def _is_shown(path: Path, folder: Path) -> bool:
@@ -105,7 +118,10 @@ def _renamed(row: Row, columns: dict[str, str]) -> Row:
 def _load_saved(source: Source) -> Any:
     import datasets
 
-    loaded = datasets.load_from_disk(source.name)
+    try:
+        loaded = datasets.load_from_disk(source.name)
+    except Exception as error:  # datasets and pyarrow raise errors of many types for damaged files
+        raise _damaged_folder(source.name, error) from error
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if source.split not in loaded:
@@ -138,8 +154,16 @@ def _torch_unnamed() -> Iterator[None]:
 
 
 def _arrow_rows(dataset: Any, name: str, skip: int = 0) -> Iterator[Row]:
-    for number, value in enumerate(dataset.skip(skip) if skip else dataset, skip + 1):
-        yield Row(f"{name}, row {number}", without_nulls(value))
+    try:
+        for number, value in enumerate(dataset.skip(skip) if skip else dataset, skip + 1):
+            yield Row(f"{name}, row {number}", without_nulls(value))
+    except (OSError, ValueError) as error:
+        raise _damaged_folder(name, error) from error
+
+
+def _damaged_folder(name: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return ValueError(f"{name}: a damaged data set: {reason}; save it again with save_to_disk")
 
 
 def _is_saved_dataset(path: Path) -> bool:

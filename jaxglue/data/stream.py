@@ -15,7 +15,7 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.cache import content_key
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
-from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
+from jaxglue.data.readers import hub_fingerprint, row_chunks, source_files, source_parts
 from jaxglue.data.selection import Selection, join_selections, overlong_error, select_documents
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore
@@ -194,7 +194,7 @@ def _file_ends(source: Source) -> list[tuple[str, str]]:
     """Return a digest of each file's size and ends: whole files would take minutes to read."""
     if source.name.startswith(HUB_PREFIX):
         return [(source.name, hub_fingerprint(source))]
-    return [(str(path), _digest_ends(path)) for path in data_files(source.name)]
+    return [(str(path), _digest_ends(path)) for path in source_files(source)]
 
 
 def _digest_ends(path: Path) -> str:

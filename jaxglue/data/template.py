@@ -98,7 +98,8 @@ class ChatTemplate:
             ValueError: no assistant turn, or a template that none of these methods handles.
         """
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("no assistant turn to train on: remove the row or use --loss-on all")
+            roles = ", ".join(sorted({message["role"][:100] for message in messages}))
+            raise ValueError(f"no assistant turn to train on, only of {roles}: remove the row or use --loss-on all")
         if _GENERATION.search(self._source(tools)):
             return self._render(messages, tools, return_assistant_tokens_mask=True)
         text = self.render(messages, tools)
@@ -280,6 +281,8 @@ def _split_token(found: re.Match) -> str:
 
 def _describe(error: Exception) -> str:
     message = (str(error) or "no reason given").splitlines()[0][:300]
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"its line {error.lineno} is no Jinja: {message}"
     return message if isinstance(error, jinja2.TemplateError | TypeError) else f"{type(error).__name__}: {message}"
 
 

@@ -92,7 +92,7 @@ class TemplateCheck:
         )
 
     def _rendered_roles(self) -> str:
-        return "the roles " + ", ".join(filter(self._is_rendered, _ROLES))
+        return f"the roles {', '.join(filter(self._is_rendered, _ROLES)) or '(none)'}"
 
     def _is_rendered(self, role: str) -> bool:
         probe = {"role": role, "content": _PROBE}

@@ -16,7 +16,7 @@ from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import detect_format
 from jaxglue.data.preference import KEYS, detect_preference
 from jaxglue.data.progress import Advance, DataProgress, metered
-from jaxglue.data.readers import data_files, hub_fingerprint, read_rows, row_chunks
+from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore, file_digest, write_store
 from jaxglue.data.workers import encode_here, encode_in_processes
@@ -137,7 +137,7 @@ def cache_key(
 def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:
     if source.name.startswith(HUB_PREFIX):
         return [(source.name, hub_fingerprint(source))]
-    files = data_files(source.name)
+    files = source_files(source)
     sizes = [path.stat().st_size for path in files]
     with progress.stage(f"hashing {source}", sum(sizes) or None) as advance:
         return [(str(path), file_digest(path)) for path in metered(files, sizes, advance)]
@@ -145,5 +145,5 @@ def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:
 
 def _size(source: Source) -> int | None:
     """Return the bytes of a source; None where they are only known when read."""
-    files = [] if source.name.startswith(HUB_PREFIX) else data_files(source.name)
+    files = [] if source.name.startswith(HUB_PREFIX) else source_files(source)
     return None if any(map(is_compressed, files)) else sum(path.stat().st_size for path in files) or None

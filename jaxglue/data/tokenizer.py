@@ -33,6 +33,21 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_template(path: str | Path) -> str:
+    """Read a chat template.
+
+    Raises:
+        ValueError: not UTF-8, or empty.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"chat_template: {path} is not UTF-8 at byte {error.start + 1}: save it as UTF-8") from error
+    if not text.strip():
+        raise ValueError(f"chat_template: {path} is empty: leave it out, or name a Jinja file")
+    return text
+
+
 def require_unicode(text: str) -> None:
     """Refuse half of a surrogate pair, which JSON and command lines may hold and tokenizers cannot read.
 

@@ -2,13 +2,16 @@
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.connection import wait
+from types import ModuleType
 
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row
@@ -29,7 +32,7 @@ def encode_in_processes[Tag](
     """
     context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
-        submitted = ((pool.submit(_encode_chunk, chunk), tag) for chunk, tag in jobs)
+        submitted = ((_submit(pool, chunk), tag) for chunk, tag in jobs)
         pending = deque(islice(submitted, 2 * workers))
         while pending:
             job, tag = pending.popleft()
@@ -39,6 +42,25 @@ def encode_in_processes[Tag](
             except BrokenProcessPool as error:
                 raise ValueError("a tokenizing process was killed, as for want of memory: lower --workers") from error
             yield result, tag
+
+
+_main_hidden = threading.Lock()
+
+
+def _submit(pool: ProcessPoolExecutor, chunk: Sequence[Row]) -> "Future[Encoded]":
+    with _without_main():  # a process that the chunk needs starts here
+        return pool.submit(_encode_chunk, chunk)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the caller's script, which each spawned process would run again unless it asks for `__main__`."""
+    with _main_hidden:
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 _encoder: Encoder

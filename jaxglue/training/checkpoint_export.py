@@ -9,6 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxglue.config import nearest
+from jaxglue.data.tokenizer import read_template
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.adapter_check import fit_tied
 from jaxglue.hf.files import atomic_folder, require_empty
@@ -132,5 +133,5 @@ def _read_run(config: TrainConfig) -> FinishedRun:
     adapter = load_adapter(config.model.adapter) if config.model.adapter and trains_rows else None
     config, vocabulary = read_vocabulary(config, base, adapter)
     if config.data.chat_template is not None:
-        vocabulary.tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
+        vocabulary.tokenizer.chat_template = read_template(config.data.chat_template)
     return FinishedRun(config=config, base=base, vocabulary=vocabulary)

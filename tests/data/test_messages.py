@@ -45,10 +45,10 @@ def test_text_parts_are_joined(trained):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([{"type": "image_url", "image_url": "a"}], "a 'user' message has a part of type 'image_url': only text"),
+        ([{"type": "image_url", "image_url": "a"}], "the 'user' message has a part of type 'image_url': only text"),
         ([3], "part of type 'int'"),
         ([{"type": "text", "text": 3}], "part of type 'text'"),
-        (3, "the content of a 'user' message must be a string or a list of text parts, got int"),
+        (3, "the content of the 'user' message must be a string or a list of text parts, got int"),
         ({"a": 1}, "a list of text parts, got dict; write objects as JSON strings"),
         (True, "got bool"),
     ],
@@ -108,20 +108,44 @@ def test_rows_with_weight_0_are_not_trained_on(trained):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ({**ANSWER, "weight": 0.5}, "'weight' must be 0, 1, true or false, got '0.5'"),
-        ({**ANSWER, "train": "yes"}, "'train' must be 0, 1, true or false, got 'yes'"),
-        ({**ANSWER, "train_detail": [{"begin_offset": 0}]}, "'train_detail' is not supported"),
+        ({**ANSWER, "weight": 0.5}, "message 3: 'weight' must be 0, 1, true or false, got '0.5'"),
+        ({**ANSWER, "train": "yes"}, "message 3: 'train' must be 0, 1, true or false, got 'yes'"),
+        ({**ANSWER, "train_detail": [{"begin_offset": 0}]}, "message 3: 'train_detail' is not supported"),
         ({**USER, "train": True}, "only an assistant's message can have a weight"),
         (
             {**ANSWER, "reasoning_content": 1},
-            "the 'reasoning_content' of a .* must be a string, got int",
+            "message 3: the 'reasoning_content' of the .* must be a string, got int",
         ),
-        ({**USER, "value": "another"}, "a 'user' message has both 'content' and 'value': remove one"),
+        ({**USER, "value": "another"}, "message 3: the 'user' message has both 'content' and 'value': remove one"),
     ],
 )
 def test_other_messages_are_refused(trained, message, error):
     with pytest.raises(ValueError, match=f"data.jsonl:7: {error}"):
         trained(chat(USER, ANSWER, message, ANSWER))
+
+
+@pytest.mark.parametrize("format", ["messages", "conversations", "question_answer", "prompt_completion"])
+def test_the_system_text_of_a_row_begins_its_chat(trained, format):
+    row = {
+        **{"messages": json.dumps([USER, ANSWER]), "conversations": [USER, ANSWER]},
+        **{"question": "a", "answer": "b", "prompt": [USER], "completion": [ANSWER]},
+    }
+    (whole,) = trained({**row, "system": "Be brief."}, format=format, loss_on="all")
+    assert whole.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
+    assert trained({**row, "system": ""}, format=format) == trained(row, format=format)
+    with pytest.raises(ValueError, match="'chat_template_kwargs' is not read"):
+        trained({**row, "chat_template_kwargs": {"enable_thinking": False}}, format=format)
+
+
+def test_a_system_text_needs_a_chat(trained):
+    with pytest.raises(ValueError, match="'system' has a text, and the prompt is no chat: write the row as 'messages'"):
+        trained({"prompt": "a", "completion": "b", "system": "Be brief."}, format="prompt_completion")
+
+
+def test_a_function_call_is_a_tool_call(trained):
+    call = {"role": "assistant", "content": "It is", "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    parts = trained(chat(USER, call, {"role": "function", "name": "add", "content": "2"}, ANSWER))
+    assert parts[0] == 'It is<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
 
 
 @pytest.mark.parametrize("format", ["question_answer", "alpaca_chat"])

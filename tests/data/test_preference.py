@@ -69,7 +69,7 @@ def test_an_overlong_pair_loses_the_end_of_the_longer_answer(prepare):
 
 def test_labeled_answers_stand_beside_the_previous_rows(prepare):
     rows = [
-        {"prompt": [USER], "completion": [said(text)], "label": label} for text, label in (("1", True), ("4", False))
+        {"prompt": [USER], "completion": [said(text)], "label": label} for text, label in (("1", True), ("4", "false"))
     ]
     prepared, tokenizer = prepare(rows, AnswerTask(labeled=True))
     batch, *_ = answers_of(prepared.train, tokenizer)
@@ -95,9 +95,16 @@ def test_bad_pairs_are_named(prepare, row, message):
         prepare([PAIR, row])
 
 
+def test_rows_of_a_conversation_and_two_messages_are_pairs(prepare):
+    answers = {name: {"from": "gpt", "value": text} for name, text in (("chosen", "1"), ("rejected", "4"))}
+    prepared, tokenizer = prepare([{"conversations": [USER], "system": "Be brief.", **answers}])
+    text = tokenizer.decode(prepared.train.store.tokens)
+    assert text.count("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user") == 2
+
+
 def test_a_label_is_boolean(prepare):
     rows = [{"prompt": "a", "completion": "b", "label": "good"}]
-    with pytest.raises(ValueError, match=r"data.jsonl:1: 'label' must be true or false, got 'good'"):
+    with pytest.raises(ValueError, match=r"data.jsonl:1: 'label' must be 0, 1, true or false, got 'good'"):
         prepare(rows, AnswerTask(labeled=True))
 
 

@@ -124,8 +124,8 @@ USER = {"role": "user", "content": "What is 1?"}
         ([{"text": "a"}, {"q": 1}], {}, r"data.jsonl:2: a row of format 'text' needs 'text'; its keys are 'q'"),
         ([{"text": 1}], {}, r"data.jsonl:1: 'text' must be a string, got int"),
         ([{"messages": []}], {}, r"data.jsonl:1: 'messages' must be a non-empty list"),
-        ([{"messages": [{"content": "a"}]}], {}, r"data.jsonl:1: a message needs 'role' and 'content'"),
-        ([{"messages": [{"role": "user"}]}], {}, r"data.jsonl:1: a 'user' message has no content"),
+        ([{"messages": [{"content": "a"}]}], {}, r"data.jsonl:1: message 1: a message needs 'role' and 'content'"),
+        ([{"messages": [{"role": "user"}]}], {}, r"data.jsonl:1: message 1: the 'user' message has no content"),
         (
             [
                 {
@@ -136,9 +136,9 @@ USER = {"role": "user", "content": "What is 1?"}
                 }
             ],
             {},
-            r"data.jsonl:1: arguments of a tool call: malformed JSON",
+            r"data.jsonl:1: message 2: arguments of a tool call: malformed JSON",
         ),
-        ([{"messages": [USER]}], {}, r"data.jsonl:1: no assistant turn"),
+        ([{"messages": [USER]}], {}, r"data.jsonl:1: no assistant turn to train on, only of user: remove"),
         ([{"text": ""}], {}, "the loss mask leaves no token to train on in any row"),
         ([{"text": "What"}], {"vocab_size": 5}, r"token id \d+, but the model's vocabulary has 5 entries"),
         ([{"text": "What"}], {"eval_fraction": 0.1}, "eval_fraction=0.1 of 1 documents: no document would be held out"),

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxglue.data import files
-from jaxglue.data.readers import read_rows
-from jaxglue.data.sources import parse_source
+from jaxglue.data.readers import read_rows, source_files
+from jaxglue.data.sources import Source, parse_source
 
 ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
 
@@ -43,6 +43,7 @@ def write_compressed(path):
 
 FILES = {
     "a.jsonl": write_json_lines,
+    "A.JSONL": write_json_lines,
     "a.json": write_json,
     "lines.json": write_json_lines,
     "a.parquet": write_parquet,
@@ -77,8 +78,12 @@ def test_reads_saved_datasets(tmp_path):
     data.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "dict")
     assert values(tmp_path / "one") == values(tmp_path / "dict") == ROWS
+    assert {path.parent.name for path in source_files(Source(name=str(tmp_path / "dict")))} == {"train"}
     with pytest.raises(ValueError, match="no split 'test': choose --split from train"):
         values(tmp_path / "dict", split="test")
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"one: a damaged data set: .*; save it again with save_to_disk"):
+        values(tmp_path / "one")
 
 
 def test_reads_hub_data_sets(monkeypatch):
@@ -111,7 +116,13 @@ def test_null_fields_from_arrow_are_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3: malformed JSON at .*column.*"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3: malformed JSON at column 9.*; each line .* one row"),
+        (
+            "a.json",
+            b'{\n "text": "a"\n}',
+            r"a.json:1: malformed JSON at column 2.*a .json file may hold them as an array",
+        ),
+        ("a.jsonl", b'{"text": {"a": 1, "a": 2}}\n', r"a.jsonl:1: the key 'a' is there twice"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl:2: not UTF-8 at byte 11"),
         ("a.jsonl", b"[1]\n", r"a.jsonl:1: a row must be a JSON object, got list"),
         ("a.json", b'[{"text": "a"},\n {"text"]', r"a.json: malformed JSON at line 2, column 9"),
@@ -124,13 +135,18 @@ def test_null_fields_from_arrow_are_dropped(tmp_path):
         ),
         ("a.json", b"[3]", r"a.json, row 1: a row must be a JSON object, got int"),
         ("a.parquet", b"not parquet", r"a.parquet: not a readable Parquet file"),
-        ("a.txt", b"a,b", r"a.txt has an unknown file type: expected .jsonl"),
+        ("a.txt", b"a,b", r"a.txt has an unknown file type: expected .jsonl.*; write each text as a row"),
         ("a.parquet.gz", b"a,b", r"a.parquet.gz has an unknown file type: expected .jsonl"),
         ("a.csv", b"text,b\na,b\nc\n", r"a.csv:3: the row has more or fewer fields than the first line names"),
         ("a.csv", b"a,b\na,b,c\n", r"a.csv:2: the row has more or fewer fields"),
         ("a.tsv", b"a\ta\n", r"a.tsv:1: two columns have the same name"),
-        ("a.csv", b'a,b\n"a', r"a.csv:.: unexpected end of data"),
-        ("a.csv", b"text\n\xff\n", r"a.csv: not UTF-8 after line \d"),
+        (
+            "a.csv",
+            b"a;b\n1;2\n",
+            r"a.csv:1: the first line names one column, 'a;b', with ';' in it: separate columns by",
+        ),
+        ("a.csv", b'a,b\n"a', r"a.csv:.: a quotation mark after this line is never closed"),
+        ("a.csv", b"text\n\xff\n", r"a.csv:2: not UTF-8: save"),
         ("a.jsonl.gz", b"hello", r"a.jsonl.gz: damaged gzip file"),
         ("a.jsonl.gz", gzip.compress(bytes(99999), mtime=0)[:50], r"a.jsonl.gz: damaged gzip file: Truncated"),
         ("a.csv.zst", b"hello", r"a.csv.zst: damaged zstd file"),

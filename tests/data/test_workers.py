@@ -1,4 +1,4 @@
-"""Tokenizing workers end with their parent, however it ends."""
+"""Tokenizing workers end with their parent, however it ends, and do not run its script again."""
 
 import signal
 import subprocess
@@ -7,18 +7,20 @@ import sys
 import psutil
 import pytest
 
-PREPARING = """
+SLOW = """
 import os, time
-from jaxglue.data.files import Row
-from jaxglue.data.workers import encode_in_processes
 
 class Slow:
     def encode(self, rows):
         print(os.getpid(), flush=True)
         time.sleep(600)
+"""
+PREPARING = """
+from slow import Slow
+from jaxglue.data.files import Row
+from jaxglue.data.workers import encode_in_processes
 
-if __name__ == "__main__":
-    list(encode_in_processes(Slow(), [((Row("", {}),), 0)] * 9, 2))
+list(encode_in_processes(Slow(), [((Row("", {}),), 0)] * 9, 2))
 """
 
 
@@ -26,6 +28,7 @@ if __name__ == "__main__":
 def test_workers_end_with_their_parent(tmp_path, number):
     script = tmp_path / "preparing.py"
     script.write_text(PREPARING)
+    (tmp_path / "slow.py").write_text(SLOW)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
         workers = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
         parent.send_signal(number)

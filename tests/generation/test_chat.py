@@ -153,7 +153,10 @@ def test_special_tokens_in_a_prompt_are_text(encode):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "user", "content": 5}]}, "prompt 1: the content of a 'user' message must be"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "prompt 1: message 1: the content of the 'user' message must be",
+        ),
         ({"messages": [{"role": "narrator", "content": "a"}]}, "prompt 1: unknown role 'narrator'"),
         ({"messages": []}, "prompt 1: 'messages' must be a non-empty list"),
         ({"prompt": "a", "messages": []}, r"rows.jsonl:1: expected an object with a text `prompt` or"),
