@@ -49,10 +49,10 @@ OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, LORA, LORA_SWIGLU, NORM_ROPE, SMALL
 def source_batches(count: int, tokens: int, vocabulary: int) -> list[Batch]:
     """Return rows of consecutive documents of 64–1,024 tokens from Python's standard library."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[: 2 * count * tokens], np.uint16) % vocabulary
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[: 2 * count * tokens], np.uint16)
     lengths = [uniform_lengths(tokens, seed=row) for row in range(count)]
     slots = segment_bucket(max(map(len, lengths)))
-    rows = text.reshape(count, tokens).astype(np.int32)
+    rows = text.reshape(count, tokens).astype(np.int32) % vocabulary
     return [make_batch(row, np.array(sizes), slots) for row, sizes in zip(rows, lengths, strict=True)]
 
 

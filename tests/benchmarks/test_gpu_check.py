@@ -35,3 +35,12 @@ def test_drift_is_that_of_losses_of_the_same_batches():
     assert [row.ok for row in drift_rows(result)] == [True, True]
     result["drift"]["kernels"] = drift([1.02 * loss for loss in losses["kernels"]], losses["float32"])
     assert [row.ok for row in drift_rows(result)] == [True, False]
+
+
+def test_tokens_of_sources_fill_rows_of_any_vocabulary():
+    from drift import source_batches
+
+    for vocabulary in (2048, 151_936):
+        first, second = source_batches(2, 128, vocabulary)
+        assert first.tokens.shape == (1, 128) and first.tokens.min() >= 0 and first.tokens.max() < vocabulary
+        assert (first.tokens != second.tokens).any()
