@@ -1,7 +1,7 @@
-"""The Triton backend: launches of the kernels in `kernels.py`."""
+"""The Triton backend: launches of the kernels in `kernels.py`, `backward_kernels.py` and `rotated.py`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
@@ -10,7 +10,8 @@ import triton
 from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float, Int
 
-from jaxglue.ops.attention import kernels, rotated
+from jaxglue.ops.attention import backward_kernels, kernels, rotated
+from jaxglue.ops.attention.kernels import KernelSpec
 from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import Gradients
@@ -45,35 +46,32 @@ class TritonAttention(Launcher):
             (shape_dtype_of(q), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
-            _constants(sizes, v, window, segments)
-            | unit
-            | {"HAS_SINKS": sinks is not None, "LATE": tiles.late}
-            | by_descriptor,
+            replace(_spec(sizes, v, window, segments), has_sinks=sinks is not None, q_descriptor=by_descriptor, **unit),
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        constants = _constants(KernelSizes.of(q, k), v, window, segments)
-        dq, delta = self._query_gradient(kernels.dq_kernel, q, (q, k, v), segments, (out, lse, dout), constants)
+        spec, given = _spec(KernelSizes.of(q, k), v, window, segments), (out, lse, dout)
+        dq, delta = self._query_gradient(backward_kernels.dq_kernel, q, (q, k, v), segments, given, spec)
         types = shape_dtype_of(k), shape_dtype_of(v)
         arrays = (q, k, v), segments, (lse, delta, dout)
-        dk, dv = self._key_value_gradients(kernels.dkdv_kernel, types, *arrays, constants)
+        dk, dv = self._key_value_gradients(backward_kernels.dkdv_kernel, types, *arrays, spec)
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
     def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation: Rotation, *, window) -> jax.Array:
         """Return the gradient to z, whose last heads are values and whose others became q and k by the rotation."""
         norms, cos, sin = rotation.norms, rotation.cos, rotation.sin
-        constants = _constants(KernelSizes.of(q, k), z, window, segments)
-        constants |= {"EPS": 0.0 if norms is None else norms.eps, "HAS_NORM": norms is not None}
+        spec = _spec(KernelSizes.of(q, k), z, window, segments)
+        spec = replace(spec, norm_eps=None if norms is None else norms.eps)
         q_weight, k_weight = (cos, cos) if norms is None else norms.weights
         arrays, given = ((q, k, z), segments), (out, lse, dout, z, q_weight, cos, sin)
-        dz, delta = self._query_gradient(rotated.rotated_dq_kernel, z, *arrays, given, constants)
+        dz, delta = self._query_gradient(rotated.rotated_dq_kernel, z, *arrays, given, spec)
         written = jax.new_ref(dz)
         others = lse, delta, dout, z, k_weight, cos, sin, written
-        self._key_value_gradients(rotated.rotated_dkdv_kernel, (), *arrays, others, constants)
+        self._key_value_gradients(rotated.rotated_dkdv_kernel, (), *arrays, others, spec)
         return jax.freeze(written)
 
-    def _query_gradient(self, kernel, like, arrays, segments, given, constants):
+    def _query_gradient(self, kernel, like, arrays, segments, given, spec: KernelSpec):
         """Return (an array like another with the gradient, delta)."""
         q, k, v = arrays
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
@@ -85,27 +83,27 @@ class TritonAttention(Launcher):
             (shape_dtype_of(like), sizes.statistics()),
             (count * sizes.packs, sizes.B),
             tiles,
-            constants | unit | {"LATE": tiles.late} | by_descriptor,
+            replace(spec, q_descriptor=by_descriptor, **unit),
         )
 
-    def _key_value_gradients(self, kernel, out_type, arrays, segments, given, constants):
+    def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: KernelSpec):
         q, k, v = arrays
         lse, delta, dout, *others = given
         sizes, tiles = KernelSizes.of(q, k), self.tiles.dkdv
         count, units, unit = _tiles_in_order(segments, tiles.block_n)
         q, dout = self._tiled((q, dout), tiles.block_m // sizes.P, sizes.P)
-        ends = _ends(segments, constants["WINDOW"])
+        ends = _ends(segments, spec.window)
         return self._launch_tiles(
             kernel,
             (q, k, v, ends, units, lse, delta, dout, *others),
             out_type,
             (count * sizes.K, sizes.B),
             tiles,
-            constants | unit,
+            replace(spec, **unit),
         )
 
     def _query_tile(self, q, tiles: AttentionTiles, sizes: "KernelSizes"):
-        """Return (q or its descriptor, the constant that tells which).
+        """Return (q or its descriptor, whether it is a descriptor).
 
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
         it wrongly where a tile has as many keys as a head has columns.
@@ -113,16 +111,17 @@ class TritonAttention(Launcher):
         width = triton.next_power_of_2(sizes.H)
         by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
         tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
-        return tile, {"Q_DESCRIPTOR": by_descriptor}
+        return tile, by_descriptor
 
     def _tiled(self, arrays, tokens: int, heads: int):
         """Return the arrays as descriptors of [tokens, heads] tiles where the GPU has them."""
         return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
 
-    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, constants):
-        blocks = {"DESCRIPTORS": self.descriptors, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, spec: KernelSpec):
+        block_m, block_n, late = tiles.block_m, tiles.block_n, tiles.late
+        spec = replace(spec, descriptors=self.descriptors, block_m=block_m, block_n=block_n, late=late)
         compiled = tiles.num_warps, tiles.num_stages
-        return self._launch(kernel, arrays, out_type, grid, constants | blocks, *compiled, registers=tiles.registers)
+        return self._launch(kernel, arrays, out_type, grid, {"spec": spec}, *compiled, registers=tiles.registers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +158,20 @@ class KernelSizes:
         return sizes | {"WINDOW": window or 0, "SCALE": self.H**-0.5}
 
 
-def _constants(sizes: KernelSizes, v, window: int | None, segments: PackedSegments) -> dict:
-    tile = {"V": v.shape[2], "BLOCK_H": triton.next_power_of_2(sizes.H), "FORKS": segments.gap_starts is not None}
-    return sizes.constants(window) | tile
+def _spec(sizes: KernelSizes, v, window: int | None, segments: PackedSegments) -> KernelSpec:
+    """Return the constants of a call, but not its tiles'."""
+    return KernelSpec(
+        T=sizes.T,
+        K=sizes.K,
+        V=v.shape[2],
+        G=sizes.G,
+        P=sizes.P,
+        H=sizes.H,
+        width=triton.next_power_of_2(sizes.H),
+        scale=sizes.H**-0.5,
+        window=window or 0,
+        forks=segments.gap_starts is not None,
+    )
 
 
 def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Array, "..."], dict]:
@@ -171,9 +181,9 @@ def _tiles_in_order(segments: PackedSegments, tokens: int) -> tuple[int, Int[Arr
     """
     T = segments.starts.shape[1]
     if segments.units is None or tokens > UNIT:
-        return triton.cdiv(T, tokens), segments.starts, {"UNIT": 0, "UNITS": 0}
+        return triton.cdiv(T, tokens), segments.starts, {"unit": 0, "units": 0}
     count = segments.units.shape[3]
-    return count * (UNIT // tokens), segments.units, {"UNIT": UNIT, "UNITS": count}
+    return count * (UNIT // tokens), segments.units, {"unit": UNIT, "units": count}
 
 
 def _starts(segments: PackedSegments) -> Int[Array, "B *bounds T"]:

@@ -1,0 +1,157 @@
+"""Triton kernels of packed attention's gradients: of the queries, and of the keys and values (see `kernels.py`)."""
+
+import triton
+import triton.language as tl
+
+from jaxglue.ops.attention.kernels import (
+    LOG2_E,
+    MASKED,
+    first_visible,
+    gaps,
+    jump,
+    key_tile,
+    last_tile,
+    load_tile,
+    query_tile,
+    store_tile,
+)
+
+
+@triton.jit
+def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr):
+    """Store delta = Σ out·dout of one tile, and return its dq."""
+    N: tl.constexpr = spec.K * spec.G
+    TOKENS: tl.constexpr = spec.block_m // spec.P
+    head, kv_head = pack * spec.P, pack * spec.P // spec.G
+    last = end - 1
+    lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
+    tokens = first + lane // spec.P
+    starts += row * (3 * spec.T if spec.forks else spec.T)
+    low = first_visible(starts, first, spec)
+    all_low = first_visible(starts, last, spec)
+    lows = first_visible(starts, tokens, spec)
+    if spec.forks and spec.window > 0:  # a second continuation begins further back than a first one ends
+        low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
+    dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, spec)
+    out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, spec)
+    # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
+    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
+    stats = ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    tl.store(delta + stats, row_delta, mask=tokens < end)
+    row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
+
+    acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
+    stop = last + 1
+    if spec.forks:
+        gap_starts, gap_ends = gaps(starts, tokens, spec.T)
+        any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
+        stop, bend, shift, skipped = jump(gap_starts, gap_ends, low, stop, spec.block_n)
+    dscores = tl.full((spec.block_m, spec.block_n), 0.0, tl.float32)
+    for i in range(low, stop, spec.block_n):
+        j, before = i, tl.maximum(i - spec.block_n, low)
+        if spec.forks:
+            j, before = tl.where(i < bend, i, i + shift), tl.where(before < bend, before, before + shift)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
+        v_tile = load_tile(v, row, j, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, spec.descriptors, spec)
+        scores = tl.dot(q_tile, tl.trans(k_tile))
+        dweights = tl.dot(dout_tile, tl.trans(v_tile))
+        if spec.late:
+            before_tile = load_tile(k, row, before, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
+            acc = tl.dot(dscores.to(k_tile.dtype), before_tile, acc)
+        cut = (j < all_low) | (j + spec.block_n - 1 > first)
+        if spec.forks:
+            cut = cut | ((j < any_end) & (j + spec.block_n > any_start))
+        if cut:
+            keys = j + slots
+            visible = (keys[None, :] <= tokens[:, None]) & (keys[None, :] >= lows[:, None])
+            if spec.forks:
+                visible &= (keys[None, :] < gap_starts[:, None]) | (keys[None, :] >= gap_ends[:, None])
+                visible &= (keys[None, :] < skipped) | (i >= bend)
+            scores = tl.where(visible, scores, MASKED)
+        weights = tl.exp2(scores * (spec.scale * LOG2_E) - row_lse[:, None])
+        dscores = weights * (dweights - row_delta[:, None])
+        if not spec.late:
+            acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
+    if spec.late:
+        j = last_tile(low, stop, spec.block_n)
+        if spec.forks:
+            j = tl.where(j < bend, j, j + shift)
+        k_tile = load_tile(k, row, j, kv_head, spec.K, spec.block_n, 1, spec.descriptors, spec)
+        acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc)
+    return acc * spec.scale
+
+
+@triton.jit
+def dq_kernel(q, k, v, starts, units, out, lse, dout, dq, delta, spec: tl.constexpr):
+    """Compute dq of one tile, and delta for `dkdv_kernel`; grid (query tiles · N // P, B)."""
+    row, first, end, pack = query_tile(units, spec)
+    if first >= end:
+        return
+    gradient = query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec)
+    store_tile(dq, gradient, row, first, end, pack * spec.P, spec.K * spec.G, spec.block_m // spec.P, spec.P, spec)
+
+
+@triton.jit
+def key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, kv_head, spec: tl.constexpr):
+    """Return (dk, dv) of one tile, summed over the group of query heads.
+
+    Scores are transposed, [keys, queries], so that no accumulator needs to be.
+    """
+    N: tl.constexpr = spec.K * spec.G
+    TOKENS: tl.constexpr = spec.block_m // spec.P
+    last = end - 1
+    lane = tl.arange(0, spec.block_m)
+    keys = first + tl.arange(0, spec.block_n)
+    FAR: tl.constexpr = spec.forks and spec.window > 0
+    ends += row * (2 * spec.T if FAR else spec.T)
+    stop, all_stop = tl.load(ends + last), tl.load(ends + first)
+    stops = tl.load(ends + keys, mask=keys < spec.T, other=0)
+    if FAR:
+        positions = tl.load(ends + spec.T + keys, mask=keys < spec.T, other=0)
+    elif spec.window > 0:
+        stop, all_stop = tl.minimum(stop, last + spec.window), tl.minimum(all_stop, first + spec.window)
+        stops = tl.minimum(stops, keys + spec.window)
+    if spec.forks:  # a beginning's keys are seen further on than its first continuation's
+        stop, all_stop = tl.max(stops, 0), -tl.max(-stops, 0)
+    k_tile = load_tile(k, row, first, kv_head, spec.K, spec.block_n, 1, False, spec)
+    v_tile = load_tile(v, row, first, spec.V - spec.K + kv_head, spec.V, spec.block_n, 1, False, spec)
+
+    dk_acc = tl.full((spec.block_n, spec.width), 0.0, tl.float32)
+    dv_acc = tl.full((spec.block_n, spec.width), 0.0, tl.float32)
+    for part in range(0, spec.G // spec.P):
+        pack = kv_head * (spec.G // spec.P) + part
+        for i in range(first, stop, TOKENS):
+            tokens = i + lane // spec.P
+            stats = ((row * (N // spec.P) + pack) * spec.T + i) * spec.P + lane
+            q_tile = load_tile(q, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
+            dout_tile = load_tile(dout, row, i, pack * spec.P, N, TOKENS, spec.P, spec.descriptors, spec)
+            row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
+            row_delta = tl.load(delta + stats, mask=tokens < spec.T, other=0.0)
+            scores = tl.dot(k_tile, tl.trans(q_tile))
+            dweights = tl.dot(v_tile, tl.trans(dout_tile))
+            cut = (i < last) | (i + TOKENS > all_stop)
+            if FAR:
+                cut = i >= first
+            if cut:
+                visible = (keys[:, None] <= tokens[None, :]) & (tokens[None, :] < stops[:, None])
+                if FAR:
+                    reached = tl.load(ends + spec.T + tokens, mask=tokens < spec.T, other=0)
+                    visible &= reached[None, :] < positions[:, None] + spec.window
+                scores = tl.where(visible, scores, MASKED)
+            weights = tl.exp2(scores * (spec.scale * LOG2_E) - row_lse[None, :])
+            dv_acc = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv_acc)
+            dscores = weights * (dweights - row_delta[None, :])
+            dk_acc = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_acc)
+    return dk_acc * spec.scale, dv_acc
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, ends, units, lse, delta, dout, dk, dv, spec: tl.constexpr):
+    """Compute dk and dv of one tile; grid (key tiles · K, B)."""
+    row, first, end, head = key_tile(units, spec)
+    if first >= end:
+        return
+    dkeys, dvalues = key_value_gradients(q, k, v, ends, lse, delta, dout, row, first, end, head, spec)
+    store_tile(dk, dkeys, row, first, end, head, spec.K, spec.block_n, 1, spec)
+    store_tile(dv, dvalues, row, first, end, spec.V - spec.K + head, spec.V, spec.block_n, 1, spec)
