@@ -34,13 +34,12 @@ def train(
     Raises:
         ValueError: a bad setting or bad input, before the accelerator is used.
     """
-    if isinstance(config, TrainConfig):
-        _refuse_settings(recipe, settings)
-        return trainer.train(config)
-    return trainer.train(from_settings(TrainConfig, {**(config or {}), **settings}, recipe))
+    return trainer.train(_configured(TrainConfig, config, settings, recipe))
 
 
-def generate(config: GenerateConfig | None = None, **settings: Any) -> Iterator[tuple[str, Iterator[str]]]:
+def generate(
+    config: GenerateConfig | Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[tuple[str, Iterator[str]]]:
     """Yield each prompt with its answer, streamed in pieces.
 
     Args:
@@ -50,12 +49,12 @@ def generate(config: GenerateConfig | None = None, **settings: Any) -> Iterator[
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or prompts.
     """
-    if config is not None:
-        _refuse_settings(None, settings)
-    return chat.generate(config or from_settings(GenerateConfig, settings))
+    return chat.generate(_configured(GenerateConfig, config, settings))
 
 
-def score(config: ScoreConfig | None = None, **settings: Any) -> Iterator[tuple[dict[str, Any], tuple[float, ...]]]:
+def score(
+    config: ScoreConfig | Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[tuple[dict[str, Any], tuple[float, ...]]]:
     """Yield each row of data with its score by a reward model, or the scores of its two answers.
 
     Args:
@@ -65,9 +64,7 @@ def score(config: ScoreConfig | None = None, **settings: Any) -> Iterator[tuple[
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or data.
     """
-    if config is not None:
-        _refuse_settings(None, settings)
-    found = rewards.score_rows(config or from_settings(ScoreConfig, settings))
+    found = rewards.score_rows(_configured(ScoreConfig, config, settings))
     return ((row.value, scores) for row, scores in found)
 
 
@@ -91,7 +88,15 @@ def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = 
     return make_planner(config).resolve(config.model.remat, weights=weights, host_memory=host_memory)
 
 
-def _refuse_settings(recipe: str | Path | None, settings: Mapping[str, Any]) -> None:
-    if recipe is not None or settings:
-        names = ", ".join([*(["recipe"] if recipe is not None else []), *settings])
-        raise ValueError(f"a configuration is complete, and {names} would be ignored: use dataclasses.replace")
+def _configured[C](cls: type[C], config: Any, settings: Mapping[str, Any], recipe: str | Path | None = None) -> C:
+    if isinstance(config, cls):
+        if recipe is not None or settings:
+            names = ", ".join([*(["recipe"] if recipe is not None else []), *settings])
+            raise ValueError(f"a configuration is complete, and {names} would be ignored: use dataclasses.replace")
+        return config
+    if config is None or isinstance(config, Mapping):
+        return from_settings(cls, {**(config or {}), **settings}, recipe)
+    raise ValueError(
+        f"config: expected a {cls.__name__} or a dictionary of settings, got {config!r:.100}; name each setting, as in "
+        "model=…"
+    )

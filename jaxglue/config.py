@@ -10,6 +10,8 @@ Python, flags and recipes read the same declarations: `RunConfig(steps=0)` fails
 import contextlib
 import dataclasses
 import math
+import numbers
+import os
 import re
 import types
 import typing
@@ -164,7 +166,7 @@ class Kind:
 
     def read_one(self, value: Any) -> Any:
         """Convert one item; raises like `read`."""
-        value = self.synonyms.get(value, value) if isinstance(value, str) else value
+        value = self._plain(value)
         if type(value) not in _ACCEPTS[self.scalar] and not (self.scalar is Path and isinstance(value, Path)):
             raise self._unexpected(value)
         if isinstance(value, str | Path) and _LONE_SURROGATE.search(str(value)):
@@ -182,6 +184,19 @@ class Kind:
         if isinstance(result, int | float) and result not in self.range:
             raise self._unexpected(value)
         return result
+
+    def _plain(self, value: Any) -> Any:
+        """Return our value for a synonym, the text of a path, and Python's number for NumPy's or a whole float."""
+        if isinstance(value, str):
+            return self.synonyms.get(value, value)
+        if self.scalar is str and isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if self.scalar not in (int, float) or isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return value
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        number = float(value)
+        return int(number) if self.scalar is int and number.is_integer() else number
 
     def _remedy(self, value: str) -> str:
         return f": {self.remedies[value]}" if value in self.remedies else nearest(value, map(str, self.choices))

@@ -34,24 +34,31 @@ _REASONS = {
         *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
         *("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm", "cut_cross_entropy"),
         *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
-        *("use_unsloth", "use_logits_to_keep"),
+        *("use_unsloth", "use_logits_to_keep", "fused_attn_kernel", "use_kernels", "torch_compile_mode"),
+        *("torch_compile_backend", "flex_attn_compile_kwargs", "cross_entropy_loss_fusion", "use_v1_kernels"),
     ),
     "--mesh says how GPUs share the work": (
         *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
         *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "ddp_bucket_cap_mb"),
         *("ddp_broadcast_buffers", "ignore_bias_buffers", "gpus", "num_gpus", "n_gpu", "num_processes"),
-        *("nproc_per_node", "dp_shard_size", "dp_replicate_size"),
+        *("nproc_per_node", "dp_shard_size", "dp_replicate_size", "use_ray", "ray_num_workers", "accelerator_config"),
     ),
     "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
         *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
         "max_samples",
     ),
-    "--weights and --embeddings say where weights are": ("device_map", "low_cpu_mem_usage", "lora_on_cpu"),
+    "--weights and --embeddings say where weights are": (
+        *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
+    ),
     "--memory-limit sets how much of the GPU is planned with": ("gpu_memory_limit", "gpu_memory_utilization"),
     "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
         *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
-        "quantization_method",
+        *("quantization_method", "bnb_4bit_quant_storage", "bnb_config_kwargs"),
     ),
+    "MXFP4 experts are read as they are; --expand-experts expands them": (
+        *("model_quantization_config", "model_quantization_config_kwargs"),
+    ),
+    "turns end where the chat template ends them": ("eot_tokens",),
     "documents are shuffled anew each epoch, by --seed": (
         *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
         "data_seed",
@@ -61,7 +68,7 @@ _REASONS = {
     "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
         *("logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
         *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
-        *("mlflow_experiment_name", "comet_project_name"),
+        *("mlflow_experiment_name", "comet_project_name", "project", "wandb_mode", "trackio_space_id"),
     ),
     "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
     "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
@@ -73,17 +80,19 @@ _REASONS = {
         *("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"),
         "saves_per_epoch",
     ),
-    "evaluation takes the training's batch size": ("per_device_eval_batch_size", "eval_batch_size"),
+    "evaluation takes the training's batch size": (
+        *("per_device_eval_batch_size", "eval_batch_size", "auto_find_batch_size", "eval_accumulation_steps"),
+    ),
     "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
     "this is what training does": ("do_train", "do_eval", "strict"),
     "jaxglue export --push publishes a result": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"),
     "adapters have no biases": ("bias", "lora_bias"),
-    "dtypes are bfloat16 and float32: --dtype": ("fp16",),
+    "dtypes are bfloat16 and float32: --dtype": ("fp16", "pure_bf16"),
     "no remote code is ever run": ("trust_remote_code",),
-    "the cache knows what has changed": ("overwrite_cache",),
+    "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
     "the tokenizer's own are used": ("eos_token", "pad_token"),
     "the console and metrics.jsonl have it": (
-        *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen"),
+        *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
     ),
     "each program finds this by itself": ("local_rank", "lora_task_type", "lora_fan_in_fan_out"),
     "the first and the last step are always shown, the last always saved": ("save_first_step",),
@@ -96,6 +105,11 @@ NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
 REFUSED = {
     **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
     **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
+    **dict.fromkeys(("fp8", "fp8_backend"), "--matmul fp8 multiplies in FP8"),
+    **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
+    "lora_target_parameters": "--targets names experts' projections, too",
+    "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
+    "compute_environment": "accelerate's settings: --mesh says how GPUs share the work",
 }
 """The same of settings without which a run would be another."""
 
@@ -120,13 +134,13 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                 _merge(values, _CONVERTERS[key](value))
             elif key in places:
                 group, field, kind = places[key]
-                if (read := kind.from_alias(key, _whole(kind, value))) is not KEEP:
+                if (read := kind.from_alias(key, value)) is not KEEP:
                     _merge(values, {group: {field: kind.read(read)}})
             elif key in NOTES:
                 left_out.setdefault(NOTES[key], []).append(key)
             elif key in REFUSED:
                 unknown.append(f"{key} ({REFUSED[key]})")
-            elif value is False:
+            elif value is False or value is None or value in ("", [], {}):
                 left_out.setdefault("off", []).append(key)
             else:
                 unknown.append(f"{key}{nearest(key, places)}")
@@ -158,11 +172,6 @@ def _merge(values: Nested, more: Nested) -> None:
         if twice := [name for name in fields if name in table and table[name] != fields[name]]:
             raise ValueError(f"{', '.join(twice)} is given twice, by this name and another: leave one out")
         table.update(fields)
-
-
-def _whole(kind: Kind, value: Any) -> Any:
-    """Return the whole number that a float stands for, such as 3 for 3.0 epochs."""
-    return int(value) if kind.scalar is int and isinstance(value, float) and value.is_integer() else value
 
 
 def _method(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,10 +236,13 @@ def _adapter(value: Any) -> Nested:
 
 
 _FORMATS = {
-    **dict.fromkeys(("chat_template", "sharegpt", "chat"), "auto"),
+    **dict.fromkeys(("chat_template", "sharegpt", "chat", "chat_template.default", "chat_template.argilla"), "auto"),
+    "bradley_terry.chat_template": "auto",
     **{"alpaca": "alpaca", "alpaca_chat.load_qa": "question_answer", "completion": "text", "pretrain": "text"},
 }
 """Row formats by axolotl's types."""
+_THINKING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning that templates read."""
 _ROWS = {"role": ("role", "from"), "content": ("content", "value")}
 """Names of a message's keys that are read without renaming."""
 
@@ -269,7 +281,11 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         options["format"] = _FORMATS[kind]
     if (split := item.pop("split", "train")) != "train":
         options["split"] = str(split)
-    columns = {"messages": item.pop("field_messages", "messages"), "text": item.pop("field", "text")}
+    names = {
+        "text": "field",
+        **{name: f"field_{name}" for name in ("messages", "chosen", "rejected", "system", "tools")},
+    }
+    columns = {name: item.pop(theirs, name) for name, theirs in names.items()}
     renamed = [f"{new}={old}" for new, old in columns.items() if old not in (new, "conversations")]
     if renamed:
         options["columns"] = ",".join(renamed)
@@ -278,6 +294,11 @@ def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
         given = item.pop(f"message_field_{key}", mapping.pop(key, known[0]))
         if given not in known:
             raise ValueError(f"{path}: {key} of a message: expected {' | '.join(known)}, got {given!r:.100}: rename it")
+    for key in ("field_thinking", "template_thinking_key"):
+        if (given := item.pop(key, _THINKING[0])) not in _THINKING:
+            raise ValueError(f"{path}: {key}: expected {' | '.join(_THINKING)}, got {given!r:.100}: rename it")
+    if (ends := item.pop("train_on_eos", "turn")) != "turn":
+        raise ValueError(f"{path}: train_on_eos: expected turn, got {ends!r:.100}")
     _check_roles(path, item.pop("roles", {}))
     if item.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
         raise ValueError(f"{path}: roles_to_train: the loss is on the assistant's turns, or on all: --loss-on all")
@@ -316,9 +337,32 @@ def _schedule_settings(value: Any) -> Nested:
 def _special_tokens(value: Any) -> Nested:
     if not isinstance(value, dict) or value.keys() - {"pad_token"}:
         raise ValueError(
-            f"the tokenizer's own are used, got {value!r:.100}: save a tokenizer that has them with the model"
+            f"the tokenizer's own are used, got {value!r:.100}: leave them out if it has them, or save one that does"
         )
     return {}  # packed rows need no padding token
+
+
+def _warmup(value: Any) -> Nested:
+    """Return the warm-up, of which numbers below 1 are shares."""
+    is_share = isinstance(value, float) and 0 < value < 1
+    return {"optimizer": {"warmup_ratio" if is_share else "warmup_steps": value}}
+
+
+def _reward_model(value: Any) -> Nested:
+    if not isinstance(value, bool):
+        raise ValueError(f"expected true | false, got {value!r:.100}")
+    return {"objective": {"objective": "reward"}} if value else {}
+
+
+def _only(*values: Any) -> Callable[[Any], Nested]:
+    """Return the reader of a setting that has the value of all runs here."""
+
+    def read(value: Any) -> Nested:
+        if value not in values:
+            raise ValueError(f"expected {' | '.join(map(str, values))}, got {value!r:.100}")
+        return {}
+
+    return read
 
 
 _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
@@ -326,6 +370,11 @@ _CONVERTERS: dict[str, Callable[[Any], Nested]] = {
     "datasets": _data_sets("data"),
     "test_datasets": _data_sets("eval_data"),
     "max_steps": _steps,
+    "warmup_steps": _warmup,
+    "reward_model": _reward_model,
+    "num_labels": _only(1),
+    "metric_for_best_model": _only("eval_loss", "loss", None),
+    "greater_is_better": _only(False, None),
     "lr_scheduler": _schedule,
     "lr_scheduler_type": _schedule,
     "lr_scheduler_kwargs": _schedule_settings,

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
-from jaxglue.dialects import translate
+from jaxglue.dialects import NOTES, REFUSED, translate
 from jaxglue.json_file import MAX_DEPTH, is_deeper
 
 SHIPPED = Path(__file__).parent / "recipes"
 """Recipes that come with the library."""
 _FOLDER = "{recipe}"
+_REMEDIES = NOTES | REFUSED
 _YAML = (".yaml", ".yml")
 _MAX_BYTES, _MAX_DOTS = 2**18, 1000
 """Of a recipe, and of one of its lines."""
@@ -111,7 +112,8 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
     flags: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in names:
-            raise ValueError(f"unknown setting {key!r:.100}{nearest(key, names)}")
+            remedy = f" has no counterpart: {_REMEDIES[key]}" if key in _REMEDIES else ""
+            raise ValueError(f"unknown setting {key!r:.100}{remedy or nearest(key, names)}")
         read = _read_value(fields[names[key]], key, value, "")
         if names[key] in flags:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")

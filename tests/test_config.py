@@ -3,6 +3,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import pytest
 
 from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range, plain_fields
@@ -35,7 +36,7 @@ class Group(Config):
         ("method", "qlora", "method: expected lora | full, got 'qlora'"),
         ("method", 1, "method: expected lora | full, got 1"),
         ("steps", 0, "steps: expected int >= 1 | none, got 0"),
-        ("steps", 1.0, "steps: expected int >= 1 | none, got 1.0"),
+        ("steps", 1.5, "steps: expected int >= 1 | none, got 1.5"),
         ("steps", True, "steps: expected int >= 1 | none, got True"),
         ("share", 1, "share: expected float >= 0 and < 1, got 1"),
         ("rate", "1", "rate: expected float > 0, got '1'"),
@@ -65,7 +66,9 @@ def test_values_are_converted_to_the_declared_type():
     settings = Settings(rate=2, files="a.jsonl", output="runs", share=0)
     assert settings == Settings(rate=2.0, files=("a.jsonl",), output=Path("runs"), share=0.0)
     assert isinstance(settings.rate, float) and isinstance(settings.output, Path)
-    assert Settings(files=["a", "b"]).files == ("a", "b")
+    assert Settings(files=["a", "b"]).files == Settings(files=[Path("a"), Path("b")]).files == ("a", "b")
+    assert type(Settings(steps=3.0).steps) is type(Settings(steps=np.int64(3)).steps) is int
+    assert type(Settings(rate=np.float32(0.5)).rate) is float
 
 
 def test_group_of_another_type_is_refused():

@@ -30,6 +30,18 @@ def test_dir_lists_public_names_only():
     assert dir(jaxglue) == jaxglue.__all__
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": "quickstart"}, "config: expected a TrainConfig or a dictionary of settings, got 'quickstart'"),
+        ({"packing": True}, "unknown setting 'packing' has no counterpart: documents are always packed"),
+    ],
+)
+def test_misplaced_settings_are_told_their_place(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jaxglue.train(**arguments)
+
+
 def test_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         jaxglue.nothing  # noqa: B018

@@ -151,6 +151,16 @@ def test_trl_recipe_is_translated(write, caplog):
     assert "template (the tokenizer's own" in caplog.text
 
 
+def test_reasoning_rewards_and_shares_of_axolotl_recipes_are_translated(write):
+    text = "base_model: m\nadapter: lora\nreward_model: true\nnum_labels: 1\nwarmup_steps: 0.1\nwandb_tags:\n"
+    rows = "field_thinking: thinking, template_thinking_key: thinking, field_chosen: good, type: chat_template.default"
+    config = load_config(TrainConfig, write(f"{text}datasets: [{{path: a.jsonl, {rows}}}]\n"))
+    assert (config.objective.objective, config.optimizer.warmup_ratio) == ("reward", 0.1)
+    assert config.data.sources[0].columns == {"chosen": "good"}
+    with pytest.raises(ValueError, match=r"field_thinking: expected reasoning_content | .*, got 'trace': rename it"):
+        load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a, field_thinking: trace}]\n"))
+
+
 def test_recipe_without_adapter_trains_all_weights(write):
     path = write("base_model: m\ndatasets:\n  - path: a.jsonl\n")
     config = load_config(TrainConfig, path)

@@ -48,13 +48,13 @@ class DataConfig(Config):
     """T: tokens in a packed row."""
     overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
     """Treatment of documents above `seq_len` tokens, with counts reported."""
-    chat_template: str | None = None
+    chat_template: Annotated[str, Alias("chat_template_path")] | None = None
     """Jinja file that replaces the tokenizer's chat template."""
     seed: Annotated[NonNegativeInt, Alias("random_state")] = 0
     """Seed of the held-out split and of the reported packing."""
     cache_dir: Annotated[str, Alias("dataset_prepared_path")] = "runs/cache"
     """Folder that caches tokenized data."""
-    streaming: bool = False
+    streaming: Annotated[bool, Alias("dataset_streaming")] = False
     """Tokenize and pack while training runs, for data larger than memory or disk: no cache, and a run of --steps."""
     stream_tokens: PositiveInt = 2**23
     """Tokens that are shuffled and packed together with --streaming; a step needs far fewer."""

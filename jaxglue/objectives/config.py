@@ -29,11 +29,11 @@ class ObjectiveConfig(Config):
     objective: Annotated[Objective, Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry)."""
-    loss_type: LossType = "sigmoid"
+    loss_type: Annotated[LossType, Alias("dpo_loss_type")] = "sigmoid"
     """Form of DPO's loss: sigmoid; sigmoid_norm, of log-probabilities for each token; or another of TRL's."""
     beta: Annotated[PositiveFloat, Alias("pref_beta", "rl_beta", "dpo_beta")] = 0.1
     """Strength of the tie to the reference; IPO's τ, ORPO's λ, the scale of SimPO's rewards."""
-    label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Range(ge=0, lt=0.5), Alias("dpo_label_smoothing")] = 0.0
     """Probability that a pair's order is wrong: conservative DPO, or loss_type robust or exo_pair."""
     rpo_alpha: Annotated[NonNegativeFloat, Alias("pref_ftx", "cpo_alpha")] = 0.0
     """Weight of the supervised loss of the preferred answers (RPO, arXiv 2404.19733)."""
@@ -41,9 +41,9 @@ class ObjectiveConfig(Config):
     """Weight a pair by the probabilities that the model gives its answers (WPO, arXiv 2406.11827)."""
     simpo_gamma: NonNegativeFloat = 0.5
     """Margin between the rewards of SimPO's answers."""
-    desirable_weight: Annotated[NonNegativeFloat, Alias("kto_chosen_weight")] = 1.0
+    desirable_weight: Annotated[NonNegativeFloat, Alias("kto_chosen_weight", "kto_desirable_weight")] = 1.0
     """Weight of KTO's good answers."""
-    undesirable_weight: Annotated[NonNegativeFloat, Alias("kto_rejected_weight")] = 1.0
+    undesirable_weight: Annotated[NonNegativeFloat, Alias("kto_rejected_weight", "kto_undesirable_weight")] = 1.0
     """Weight of KTO's bad answers."""
     center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of the squared sum of a pair's rewards, which centers them on 0 (arXiv 2312.09244); 0.01 is usual."""

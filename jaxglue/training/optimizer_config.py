@@ -16,7 +16,7 @@ RATE_FACTORS = {"lion": 0.1}
 """Factors on those of optimizers whose updates are larger than AdamW's; Muon's are scaled to them."""
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
-    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "lion_32bit": "lion",
 }
 _BETA2 = {"lion": 0.99}

@@ -157,6 +157,9 @@ def main(folder: Path = Path(__file__).parent) -> None:
     (folder / "pairs.jsonl").write_text("".join(pairs), encoding="utf-8")
     texts = [message["content"] for chat in chats for message in chat]
     train_tokenizer([*texts, "user\nassistant\nsystem\n"]).save_pretrained(folder / "model")
+    path = folder / "model/tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
