@@ -12,8 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, await_place, release, ring, vacate
-from jaxglue.ops.attention.kernels import LOG2_E
+from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, ring, vacate
+
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit

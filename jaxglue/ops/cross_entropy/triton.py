@@ -9,10 +9,10 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxtyping import Array, Float
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS
 from jaxglue.ops.cross_entropy import hopper, kernels
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.fp8 import E4M3
+from jaxglue.ops.tile_ring import GROUP_ROWS
 
 LARGEST_DEPTH = 2048
 """Columns of hidden states up to which exponentials are formed where logits are multiplied; measured at 1,024."""

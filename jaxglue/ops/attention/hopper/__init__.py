@@ -11,13 +11,13 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from jaxglue.ops.attention.hopper.backward import backward_kernel
 from jaxglue.ops.attention.hopper.forward import forward_kernel
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS
 from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.attention.triton import KernelSizes, sink_gradient
 from jaxglue.ops.attention.vjp import Gradients
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.segments import PackedSegments
+from jaxglue.ops.tile_ring import GROUP_ROWS
 
 _ROWS = 2 * GROUP_ROWS.value
 """Rows of a program: queries forward, keys backward."""

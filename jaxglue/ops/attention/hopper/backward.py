@@ -24,16 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jaxglue.ops.attention.hopper.backward_tiles import allocate, load_tiles, query_range
 from jaxglue.ops.attention.hopper.sums import add_shares, load_sums, round_sums, visible_end
-from jaxglue.ops.attention.hopper.tiles import (
-    GROUP_ROWS,
-    Range,
-    Sizes,
-    await_place,
-    release,
-    store_rows,
-    turn,
-)
+from jaxglue.ops.attention.hopper.tiles import Range, Sizes, store_rows
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
+from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, turn
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from jaxglue.ops.attention.hopper.sums import visible_end
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, Range, Ring, barriers, ring, vacate
+from jaxglue.ops.attention.hopper.tiles import Range
+from jaxglue.ops.tile_ring import GROUP_ROWS, Ring, barriers, ring, vacate
 
 
 @aggregate

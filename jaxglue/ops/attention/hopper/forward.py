@@ -12,18 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxglue.ops.attention.hopper.tiles import (
-    GROUP_ROWS,
-    Range,
-    Sizes,
-    await_tile,
-    load,
-    load_rows,
-    release,
-    ring,
-    store_rows,
-)
+from jaxglue.ops.attention.hopper.tiles import Range, Sizes, load_rows, store_rows
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
+from jaxglue.ops.tile_ring import GROUP_ROWS, await_tile, load, release, ring
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from jaxglue.ops.attention.hopper.tiles import GROUP_ROWS, await_place, release, rows, vacate
+from jaxglue.ops.attention.hopper.tiles import rows
+from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, vacate
 
 _ADDERS = gl.constexpr(2)
 """Warps that add a program's shares in turns: one waits for its additions to be done while another begins its own."""
