@@ -1,4 +1,4 @@
-"""Write `adam8bit.safetensors`: three steps of bitsandbytes' AdamW with 8-bit states.
+"""Write `adam8bit.safetensors`: three steps of bitsandbytes' AdamW with 8-bit states, of some blocks.
 
 Run with torch and bitsandbytes installed (made with torch 2.13 and bitsandbytes 0.50.2 on a CPU):
 
@@ -17,7 +17,9 @@ with mock.patch("ctypes.cdll.LoadLibrary", side_effect=OSError("not used here"))
     import bitsandbytes as bnb
 
 SHAPE = (40, 130)
-"""5,200 values: 20 blocks of 256 and one that is not full."""
+"""5,200 values: 20 blocks of 256 and one that is not full. Fewer than 4,096 would not be kept in 8 bits."""
+KEPT, BLOCK = 8, 256
+"""Full blocks that are written, beside the last one."""
 
 
 def main() -> None:
@@ -34,7 +36,14 @@ def main() -> None:
         for name, number in (("mean", 1), ("square", 2)):
             tensors[f"{name}{step}"] = state[f"state{number}"].clone()
             tensors[f"{name}_absmax{step}"] = state[f"absmax{number}"].clone()
+    tensors = {name: kept_blocks(tensor, 1 if "absmax" in name else BLOCK) for name, tensor in tensors.items()}
     save_file(tensors, Path(__file__).parent / "adam8bit.safetensors")
+
+
+def kept_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the first blocks and the last one of values, of which a full block has so many."""
+    flat = tensor.flatten()
+    return torch.cat([flat[: KEPT * block], flat[(flat.numel() - 1) // block * block :]])
 
 
 if __name__ == "__main__":
