@@ -23,19 +23,20 @@ def rescale(linear: Any, y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
     if linear.lora_magnitude_vector is None:
         return y
     magnitude = linear.lora_magnitude_vector[...]
-    gain = magnitude_gain(linear.weight.get_value(), linear.lora_A[...], linear.scaled_b, magnitude)
+    gain = magnitude_gain(linear.weight.get_value(), linear.lora_A[...], linear.scaled_b, magnitude, dtype=y.dtype)
     return (y * gain).astype(y.dtype)
 
 
 def magnitude_gain(
-    weight: Any, A: Float[Array, "R in"], scaled_b: Float[Array, "out R"], magnitude: Float[Array, " out"]
+    weight: Any, A: Float[Array, "R in"], scaled_b: Float[Array, "out R"], magnitude: Float[Array, " out"], *, dtype
 ) -> Float[Array, " out"]:
     """Return magnitude / ‖W + s·B·A‖ of each row, the norm a constant in the backward pass (section 4.3).
 
-    ‖w + b·A‖² = ‖w‖² + 2·b·(A·w) + b·A·Aᵀ·bᵀ needs no matrix beside the weight, which is read as it is stored.
+    ‖w + b·A‖² = ‖w‖² + 2·b·(A·w) + b·A·Aᵀ·bᵀ needs no matrix beside the weight, which is read as it is stored, or
+    expanded to `dtype`, that of the product, if it is quantized.
     """
     A, b = jax.lax.stop_gradient((A, scaled_b))
-    W = _matrix(jax.lax.stop_gradient(weight))
+    W = _matrix(jax.lax.stop_gradient(weight), dtype)
     products = jax.lax.dot_general(W, A.astype(W.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     gram = jnp.matmul(A, A.T, precision="highest")
     squares = _squares(W) + jnp.sum(b * (2 * products + jnp.matmul(b, gram, precision="highest")), axis=1)
@@ -43,8 +44,8 @@ def magnitude_gain(
     return magnitude / jnp.maximum(norms, jnp.finfo(jnp.float32).tiny)
 
 
-def _matrix(weight: Any) -> Float[Array, "out in"]:
-    return dequantize(weight, jnp.bfloat16) if is_quantized(weight) else weight
+def _matrix(weight: Any, dtype) -> Float[Array, "out in"]:
+    return dequantize(weight, dtype) if is_quantized(weight) else weight
 
 
 def _squares(weight: Float[Array, "out in"]) -> Float[Array, " out"]:
@@ -53,7 +54,7 @@ def _squares(weight: Float[Array, "out in"]) -> Float[Array, " out"]:
 
 @jax.jit
 def _row_norms(weight: Any) -> Float[Array, " out"]:
-    return jnp.sqrt(_squares(_matrix(weight)))
+    return jnp.sqrt(_squares(_matrix(weight, jnp.float32)))
 
 
 def _on_device(weight: Any) -> Any:

@@ -18,13 +18,13 @@ def test_gain_is_the_magnitude_over_the_norm_of_the_sum(how):
     A, b = 0.3 * jax.random.normal(keys[1], (4, 128)), jax.random.normal(keys[2], (24, 4))
     magnitude = jax.random.uniform(keys[3], (24,)) + 1
     expected = magnitude / np.linalg.norm(matrix + b @ A, axis=1)
-    precision = 1e-5 if how == "none" else 1e-2  # quantized ones are expanded to bfloat16
-    np.testing.assert_allclose(magnitude_gain(weight, A, b, magnitude), expected, rtol=precision)
-    np.testing.assert_allclose(row_norms(weight), np.linalg.norm(matrix, axis=1), rtol=precision)
+    for dtype, precision in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)):
+        np.testing.assert_allclose(magnitude_gain(weight, A, b, magnitude, dtype=dtype), expected, rtol=precision)
+    np.testing.assert_allclose(row_norms(weight), np.linalg.norm(matrix, axis=1), rtol=1e-5)
 
 
 def test_the_norm_is_a_constant_of_the_gradient():
     weight, A, b, magnitude = jnp.ones((3, 8)), jnp.ones((2, 8)), jnp.ones((3, 2)), jnp.ones(3)
-    gradients = jax.grad(lambda *values: magnitude_gain(weight, *values).sum(), (0, 1, 2))(A, b, magnitude)
+    gradients = jax.grad(lambda *values: magnitude_gain(weight, *values, dtype=jnp.float32).sum(), (0, 1, 2))(A, b, magnitude)
     assert not gradients[0].any() and not gradients[1].any()
     np.testing.assert_allclose(gradients[2], 1 / (3 * 8**0.5), rtol=1e-6)
