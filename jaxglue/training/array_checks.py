@@ -23,7 +23,7 @@ class ArrayCheck(NamedTuple):
 def check_arrays(tree: PyTree[Array]) -> dict[str, ArrayCheck]:
     """Return the checks of all arrays of a tree by name; on several processes all must call."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = jax.device_get([_check(leaf) for _, leaf in leaves])
+    found = jax.device_get([_check_in_turn(leaf) for _, leaf in leaves])
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): _read(row)
         for (path, _), row in zip(leaves, found, strict=True)
@@ -33,6 +33,16 @@ def check_arrays(tree: PyTree[Array]) -> dict[str, ArrayCheck]:
 def non_finite(tree: PyTree[Any]) -> list[str]:
     """Return the names of the arrays with infinite or NaN elements."""
     return [name for name, check in check_arrays(tree).items() if not check.is_finite]
+
+
+def _check_in_turn(x: Array) -> UInt32[Array, "3"]:
+    """Return `_check(x)`; of simulated devices once it is done.
+
+    Sums over such devices in several programs at once can block all of XLA's threads, as each waits for another device.
+    """
+    row = _check(x)
+    simulated = len(x.devices()) > 1 and next(iter(x.devices())).platform == "cpu"
+    return row.block_until_ready() if simulated else row
 
 
 def _read(row: UInt32[np.ndarray, "3"]) -> ArrayCheck:

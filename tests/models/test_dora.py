@@ -25,6 +25,8 @@ def test_gain_is_the_magnitude_over_the_norm_of_the_sum(how):
 
 def test_the_norm_is_a_constant_of_the_gradient():
     weight, A, b, magnitude = jnp.ones((3, 8)), jnp.ones((2, 8)), jnp.ones((3, 2)), jnp.ones(3)
-    gradients = jax.grad(lambda *values: magnitude_gain(weight, *values, dtype=jnp.float32).sum(), (0, 1, 2))(A, b, magnitude)
+    gradients = jax.grad(lambda *values: magnitude_gain(weight, *values, dtype=jnp.float32).sum(), (0, 1, 2))(
+        A, b, magnitude
+    )
     assert not gradients[0].any() and not gradients[1].any()
     np.testing.assert_allclose(gradients[2], 1 / (3 * 8**0.5), rtol=1e-6)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import load_model, random_model
@@ -15,6 +16,7 @@ from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.sharding.rules import Layout
+from jaxglue.training import array_checks
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"])
@@ -40,3 +42,17 @@ def test_every_row_is_read_once(mesh_of, tiny_config, tmp_path, monkeypatch, mes
     for name, tensor in got.items():
         np.testing.assert_array_equal(tensor, jax.device_get(wanted[name]), err_msg=name)
         assert tensor.sharding == layout.place(name, tensor)
+
+
+def test_digests_of_shards_are_those_of_whole_arrays_and_summed_in_turn(mesh_of, monkeypatch):
+    arrays, rows, check = [jnp.arange(2.0**20).reshape(1024, -1) + i for i in range(4)], [], array_checks._check
+    expected = array_checks.check_arrays(arrays)
+    layout = NamedSharding(mesh_of("fsdp=8"), PartitionSpec("fsdp"))
+
+    def alone(array):
+        assert all(row.is_ready() for row in rows)  # sums under way on all devices may wait for each other forever
+        rows.append(check(array))
+        return rows[-1]
+
+    monkeypatch.setattr(array_checks, "_check", alone)
+    assert array_checks.check_arrays(jax.device_put(arrays, layout)) == expected
