@@ -1,12 +1,16 @@
 """Checks of a run's settings against its model."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.ops.quant.formats import format_name
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
+
+_log = logging.getLogger(__name__)
 
 
 def check_model(config: TrainConfig, model: DecoderConfig) -> None:
@@ -24,6 +28,19 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
             f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"
+        )
+
+
+def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
+    """Warn of adapters that PEFT (0.21) gives to experts, under whose names a Qwen3-MoE's dense layers have theirs."""
+    dense = {"gate_proj", "up_proj", "down_proj", ALL_LINEAR}
+    mixed = model.model_type == "qwen3_moe" and model.moe is not None and not all(model.moe.sparse_layers)
+    found = sorted(dense & {target.rpartition(".")[2] for target in config.lora.targets})
+    if mixed and found and config.model.method == "lora":
+        _log.warning(
+            "--targets %s: PEFT leaves out or refuses adapters on the dense feed-forward layers of a Qwen3-MoE: "
+            "use this one with jaxglue, or merge it (jaxglue export)",
+            ", ".join(found),
         )
 
 

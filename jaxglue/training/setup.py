@@ -17,7 +17,7 @@ from jaxglue.planner.documents import sample_lengths
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_dropout, check_model
+from jaxglue.training.checks import check_dropout, check_model, warn_of_peft
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
@@ -86,6 +86,8 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     config = with_global_batch(config)
     model = read_model(config)
     config, adapter = read_start(config, model)
+    if processes.is_main:
+        warn_of_peft(config, model)
     if not config.model.random_weights:
         open_checkpoint(config.model.folder)
     config, vocabulary = read_vocabulary(config, model, adapter)

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.models.parameters import split_model
 from jaxglue.planner.workload import parameter_counts
+from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.expert_load import ExpertLoadProbe
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.plan_view import plan_rows
@@ -51,6 +52,16 @@ def test_mxfp4_byte_counts_as_two_parameters(make_config, moe_folder):
 def test_unsupported_mxfp4_options_are_refused(make_config, moe_folder, options, message):
     with pytest.raises(ValueError, match=message):
         plan_rows(prepare(make_config(**options)))
+
+
+@pytest.mark.parametrize(("targets", "warned"), [(("all-linear",), True), (("q_proj", "gate_up_proj"), False)])
+def test_adapters_that_peft_takes_for_those_of_experts_are_warned_of(make_config, tiny_model, caplog, targets, warned):
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    for dense, expected in (([], False), ([0], warned)):
+        caplog.clear()
+        model = tiny_model("qwen3_moe", **experts, mlp_only_layers=dense).config
+        warn_of_peft(make_config(targets=targets), model)
+        assert ("PEFT leaves out or refuses" in caplog.text) == expected
 
 
 def test_router_losses_need_routers(make_config):
