@@ -6,7 +6,6 @@ import triton.language as tl
 from jaxglue.ops.attention.kernels import (
     LOG2_E,
     MASKED,
-    first_visible,
     gaps,
     jump,
     key_tile,
@@ -14,6 +13,7 @@ from jaxglue.ops.attention.kernels import (
     load_tile,
     query_tile,
     store_tile,
+    visible_keys,
 )
 
 
@@ -27,11 +27,7 @@ def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
     tokens = first + lane // spec.P
     starts += row * (3 * spec.T if spec.forks else spec.T)
-    low = first_visible(starts, first, spec)
-    all_low = first_visible(starts, last, spec)
-    lows = first_visible(starts, tokens, spec)
-    if spec.forks and spec.window > 0:  # a second continuation begins further back than a first one ends
-        low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
+    low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
     dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, spec)
     out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, spec)
     # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.

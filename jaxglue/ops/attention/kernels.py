@@ -114,7 +114,7 @@ def gaps(starts, tokens, T: tl.constexpr):
 
 
 @triton.jit
-def first_visible(starts, tokens, spec: tl.constexpr):
+def _first_visible(starts, tokens, spec: tl.constexpr):
     """Return the first visible key of each token; T for padding and tokens past the row."""
     low = tl.load(starts + tokens, mask=tokens < spec.T, other=spec.T)
     if spec.window > 0:
@@ -124,6 +124,17 @@ def first_visible(starts, tokens, spec: tl.constexpr):
             bound = tl.where((gap_end > gap_start) & (bound < gap_end), bound - (gap_end - gap_start), bound)
         low = tl.maximum(low, bound)
     return low
+
+
+@triton.jit
+def visible_keys(starts, first, last, tokens, spec: tl.constexpr):
+    """Return (first visible key of a tile, first that all its queries see, that of each query)."""
+    low = _first_visible(starts, first, spec)
+    all_low = _first_visible(starts, last, spec)
+    lows = _first_visible(starts, tokens, spec)
+    if spec.forks and spec.window > 0:  # a second continuation begins further back than a first one ends
+        low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
+    return low, all_low, lows
 
 
 @triton.jit
@@ -187,11 +198,7 @@ def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
     tokens = first + lane // spec.P
     starts += row * (3 * spec.T if spec.forks else spec.T)
-    low = first_visible(starts, first, spec)
-    all_low = first_visible(starts, last, spec)
-    lows = first_visible(starts, tokens, spec)
-    if spec.forks and spec.window > 0:  # a second continuation begins further back than a first one ends
-        low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
+    low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
     q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
 
     peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
