@@ -14,6 +14,7 @@ from jaxglue.ops.segments import BatchKind
 from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, KernelCost
 from jaxglue.planner.documents import MicroBatches
 from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.hopper_attention import Heads, hopper_seconds
 from jaxglue.planner.workload import Workload
 
 
@@ -37,18 +38,18 @@ _RATES = {
     ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
     ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
     ("long", 128): Rates(Rate(0.70, 400), Rate(0.57, 250)),
-    ("hopper", 64): Rates(Rate(0.63, 480), Rate(0.55, 60)),
-    ("hopper", 128): Rates(Rate(0.88, 320), Rate(0.72, 130)),
     ("cudnn", 128): Rates(Rate(0.82, 490), Rate(0.76, 400)),
 }
-"""By kernel and largest head dim: Triton kernels with tiles for short and long documents, Hopper's own, and cuDNN's.
-In whole steps on H100 and H200, where power limits long passes to nine tenths of their rate alone
+"""By kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole steps
+on H100 and H200, where power limits long passes to nine tenths of their rate alone
 (benchmarks/results/attention_lengths.json, docs/attention.md)."""
 _DQ = 3 / 7
 """Share of the gradient to queries in the backward pass's matmuls."""
 _START, _KEYS_TURN, _ROWS_TURN = 3e-6, 0.65e-6 / 32, 1.15e-6 / 64
 """Seconds that a program of a Triton kernel starts and ends in, and that it takes for a key of its queries, and for a
 query row of its keys, with a head dim of 128."""
+_SAMPLE = 8
+"""Micro-batches whose programs are placed one by one."""
 _WORKSPACE = 8
 """Bytes that cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
 _WORKSPACE_SHARE = 0.12
@@ -61,11 +62,10 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
     workspace, in_place = 0, True
     for batches in workload.micro_batches:
         backend = attention_backend(workload, gpu, batches.kind, window)
-        rates, reserved = _rates(workload, backend, batches.kind), _workspace(workload, backend, batches.kind)
-        longest = _longest_programs(workload, batches, window) if backend == "triton" else (0.0, 0.0)
-        forward += batches.share * max(_seconds(workload, gpu, batches, window, rates.forward), longest[0])
-        both = 2.5 * _seconds(workload, gpu, batches, window, rates.backward)
-        backward += batches.share * sum(map(max, (_DQ * both, (1 - _DQ) * both), longest))
+        reserved = _workspace(workload, backend, batches.kind)
+        passes = _passes(workload, gpu, batches, window, backend)
+        forward += batches.share * passes[0]
+        backward += batches.share * passes[1]
         if backend == "cudnn":
             backward += batches.share * reserved / gpu.copy  # written before it is used
         workspace = max(workspace, reserved)
@@ -74,6 +74,25 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
         ATTENTION_FORWARD: KernelCost(seconds=forward),
         ATTENTION_BACKWARD: KernelCost(seconds=backward, workspace=workspace, in_place=in_place),
     }
+
+
+def _passes(
+    workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | None, backend: str
+) -> tuple[float, float]:
+    """Return the seconds of both passes over a micro-batch."""
+    config = workload.config
+    if backend == "hopper":
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        some = batches.documents[:: -(-batches.batches // _SAMPLE)]
+        times = [hopper_seconds(each, heads, window, matmul=gpu.matmul, copy=gpu.copy) for each in some]
+        pairs = visible_pairs(batches.lengths, window) / visible_pairs(itertools.chain(*some), window)
+        forward, backward = (pairs * sum(each) / batches.batches for each in zip(*times, strict=True))
+        return forward, backward
+    rates = _rates(workload, backend, batches.kind)
+    longest = _longest_programs(workload, batches, window) if backend == "triton" else (0.0, 0.0)
+    forward = max(_seconds(workload, gpu, batches, window, rates.forward), longest[0])
+    both = 2.5 * _seconds(workload, gpu, batches, window, rates.backward)
+    return forward, sum(map(max, (_DQ * both, (1 - _DQ) * both), longest))
 
 
 def with_fitting_attention(workload: Workload, gpu: Gpu) -> Workload:
@@ -145,7 +164,7 @@ def _longest_programs(workload: Workload, batches: MicroBatches, window: int | N
 
 
 def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
-    kernel = backend if backend in ("cudnn", "hopper") else "long" if kind.long else "short"
+    kernel = backend if backend == "cudnn" else "long" if kind.long else "short"
     return _RATES.get((kernel, 64), _RATES["short", 64]) if workload.config.head_dim <= 64 else _RATES[kernel, 128]
 
 

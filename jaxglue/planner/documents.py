@@ -1,5 +1,6 @@
 """Documents of a run's micro-batches, from which attention's work is counted."""
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,9 +19,18 @@ class MicroBatches(NamedTuple):
     share: float
     """Share of all micro-batches."""
     kind: BatchKind
-    lengths: tuple[int, ...]
-    """Lengths of the documents of `batches` such micro-batches."""
-    batches: int
+    documents: tuple[tuple[int, ...], ...]
+    """Lengths of the documents of such micro-batches, in order."""
+
+    @property
+    def batches(self) -> int:
+        """Return the number of these micro-batches."""
+        return len(self.documents)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths of all their documents."""
+        return tuple(itertools.chain(*self.documents))
 
 
 def sample_lengths(lengths: Int[np.ndarray, " documents"]) -> tuple[int, ...]:
@@ -53,8 +63,7 @@ def sample_micro_batches(lengths: tuple[int, ...], *, seq_len: int, batch_size: 
         MicroBatches(
             share=len(members) / len(batches),
             kind=kind,
-            lengths=tuple(length for batch in members for row in batch for length in row),
-            batches=len(members),
+            documents=tuple(tuple(itertools.chain(*batch)) for batch in members),
         )
         for kind, members in sorted(kinds.items())
     )

@@ -103,3 +103,14 @@ def test_short_rows_wait_for_the_longest_program(workload):
     (forward, backward), few = seconds(1024), seconds(1024, num_key_value_heads=2)
     assert few[0] == forward and few[1] > 2 * backward  # a program has the gradients of all queries of a key
     assert sum(seconds(64)) == pytest.approx(20e-6, rel=0.2)
+
+
+@pytest.mark.skipif(not has_jax_triton(), reason="without jax-triton, auto takes cudnn")
+def test_few_long_programs_leave_multiprocessors_idle(workload):
+    def seconds(kv_heads: int, seq_len: int) -> float:
+        config = replace(workload.config, num_key_value_heads=kv_heads)
+        work = replace(workload, seq_len=seq_len, config=config, attention="hopper")
+        return attention_costs(work, H200, None)[ATTENTION_BACKWARD].seconds
+
+    ratios = [seconds(4, length) / seconds(8, length) for length in (8192, 65_536)]
+    assert ratios[0] > 1.2 > 1.1 > ratios[1] > 1  # 256 programs, the first of a head 64 times the last one
