@@ -1,13 +1,16 @@
 """Cost of small programs against hand-computed seconds and bytes."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.engine.equations import live_program
+from jaxglue.engine.equations import equations, live_program
+from jaxglue.ops.backend import HOPPER, tracing_for
+from jaxglue.ops.moe import moe_mlp, route
 from jaxglue.planner.cost import KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.kernel_times import loop_seconds
@@ -156,3 +159,17 @@ def test_attention_needs_all_that_it_is_given():
 
     program = jax.make_jaxpr(lambda x, dout: jax.jit(attention_backward)(x @ x, dout))(jnp.ones((4, 4)), jnp.ones(4))
     assert any(eqn.primitive.name == "dot_general" for eqn in live_program(program).jaxpr.eqns)
+
+
+def test_gathered_rows_are_read_once_for_each_of_their_experts():
+    pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
+    (M, D, F, E), shaped = (1024, 256, 128, 4), partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arrays = shaped((M, D)), shaped((M, E)), shaped((E, D, 2 * F)), shaped((E, F, D))
+
+    def moved(X: int) -> int:
+        with tracing_for(HOPPER):
+            program = jax.make_jaxpr(lambda x, logits, *weights: moe_mlp(x, route(logits, X), *weights))(*arrays)
+        kernels = [eqn for eqn, _ in equations(program.jaxpr) if eqn.primitive.name == "triton_kernel_call"]
+        return kernels[0].params["cost_estimate"]["bytes_accessed"]
+
+    assert [moved(X) for X in (1, 4)] == [2 * (E * D * 2 * F + X * M * (D + 2 * F)) for X in (1, 4)]

@@ -1,5 +1,7 @@
 """Launches of the Triton kernels."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -40,6 +42,7 @@ class TritonMoe(Launcher):
         block_m, block_more = row_blocks(row_tiles.rows)
         tiles = self.tiles.of(lhs.array.dtype, block_m).fitted(m=block_m, n=N, k=K)
         block_tail, block_half, descriptors = tiles.tail(N), tiles.half, self._descriptors(lhs.array, rhs)
+        moved = _moved((lhs,), rhs, out_type, *(low_rank[:2] if low_rank else ()))
         assert block_more in (0, block_half)
         whole, half = (_rows(lhs, m, tiles.block_k, descriptors) for m in (tiles.block_m, block_half))
         tail = rhs
@@ -64,6 +67,7 @@ class TritonMoe(Launcher):
             tiles.num_warps,
             tiles.num_stages,
             flops=2 * S * K * N,
+            moved=moved,
         )
         return out
 
@@ -74,10 +78,11 @@ class TritonMoe(Launcher):
         descriptors = self._descriptors(lhs.array, rhs.array)
         tokens = [groups.offsets if x.tokens is None else x.tokens for x in (lhs, rhs)]
         arrays = [_rows(x, tiles.block_k, b, descriptors) for x, b in ((lhs, tiles.block_m), (rhs, tiles.block_n))]
+        out_type = jax.ShapeDtypeStruct((E, K, N), dtype)
         (out,) = self._launch(
             kernels.outer_kernel,
             (*arrays, *tokens, groups.offsets),
-            (jax.ShapeDtypeStruct((E, K, N), dtype),),
+            (out_type,),
             (triton.cdiv(K, tiles.block_m) * triton.cdiv(N, tiles.block_n), E),
             tiles.constants
             | {"K": K, "N": N, "DESCRIPTORS": descriptors}
@@ -85,6 +90,7 @@ class TritonMoe(Launcher):
             tiles.num_warps,
             tiles.num_stages,
             flops=2 * S * K * N,
+            moved=_moved((lhs, rhs), out_type),
         )
         return out
 
@@ -119,6 +125,12 @@ class TritonMoe(Launcher):
         """Return whether loops load through TMA, which needs rows of whole 16 bytes."""
         aligned = all(x.shape[-1] * x.dtype.itemsize % 16 == 0 for x in arrays)
         return self.compute_capability >= 90 and aligned
+
+
+def _moved(rows: Sequence[Rows], *others) -> int:
+    """Return the bytes that a kernel reads and writes; gathered rows are read once for each of their assignments."""
+    gathered = sum(x.size * x.array.shape[1] * x.array.dtype.itemsize for x in rows)
+    return gathered + sum(math.prod(x.shape) * x.dtype.itemsize for x in others)
 
 
 def _activation_constants(F: int, groups: GroupMetadata, activation: Activation) -> dict:
