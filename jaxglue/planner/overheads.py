@@ -8,7 +8,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.gpus import GIB, Dispatch
 from jaxglue.planner.traced import LayerCost
 
-_ENDS, _GROUPED_ENDS = 88.0, 36.0
+_ENDS, _GROUPED_ENDS = 76.0, 36.0
 """Calls whose time it takes to dispatch embedding and head, with programs of one and of several layers in between."""
 _PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 1.0, 0.11, 0.14, 0.04
 """Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, in one of several programs of
