@@ -278,6 +278,8 @@ class _Trace:
     def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""
         total, other = (left, right) if left.from_matmul else (right, left)
+        if not other.in_memory and not other.roots:  # zeros
+            return total
         if other.in_memory and other.bytes == total.bytes:
             total, other = other, total
             other.bytes = 0
@@ -306,9 +308,11 @@ class _Trace:
         return outputs
 
     def _scan(self, eqn, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+        body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
+        if eqn.params["length"] == 1:  # XLA makes no loop of one turn
+            return self.run(body.jaxpr, inputs)
         for value in inputs:
             self.materialize(value)
-        body, length = eqn.params["jaxpr"], self._sizes(eqn.params["length"])
         pairs = zip(body.jaxpr.invars, eqn.invars, strict=True)
         slices = sum(var.aval.shape != whole.aval.shape for var, whole in pairs) if length > 1 else 0
         cost = program_cost(body, self._gpu, attention=self._attention, sizes=self._sizes, slices=slices, in_loop=True)
