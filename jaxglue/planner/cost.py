@@ -217,7 +217,7 @@ class _Trace:
             self.matmul = max(self.matmul, 0 if any(value.is_slice for value in inputs) else compared)
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
-            seconds = matmul_seconds(max(flops / self._dot_rate(eqn), self._copy(moved)))
+            seconds = matmul_seconds(flops / self._dot_rate(eqn), moved, self._gpu)
             seconds += transposed_seconds(_fp8_to_transpose(eqn), self._gpu)
             return self._opaque(inputs, outputs, seconds)
         if name == "triton_kernel_call":
@@ -342,9 +342,6 @@ class _Trace:
 
     def _fused_copy(self, moved: int) -> float:
         return fused_seconds(moved, self._gpu)
-
-    def _copy(self, moved: int) -> float:
-        return moved / self._gpu.copy
 
 
 def _is_fp8(aval: Any) -> bool:

@@ -33,8 +33,15 @@ def with_gap(seconds: float) -> float:
     return max(seconds, _SHORTEST) + _GAP
 
 
-def matmul_seconds(seconds: float) -> float:
-    """Return the time of a matmul that takes so long at the rate of long ones."""
+def matmul_seconds(flops: float, moved: int, gpu: Gpu) -> float:
+    """Return the time of a matmul.
+
+    Args:
+        flops: seconds at the rate of long ones.
+        moved: bytes read and written.
+        gpu: that runs it.
+    """
+    seconds = _together(flops, moved / (_FUSED_SHARE * gpu.copy))
     return max(seconds, _MATMUL_START + _UNHEATED * seconds)
 
 
@@ -89,5 +96,5 @@ def padding(constants: Mapping[str, Any]) -> float:
 
 
 def _together(*seconds: float) -> float:
-    """Return the time of experts' matmuls and of reading their weights, which hide each other where one is short."""
+    """Return the time of multiplying and of moving operands, which hide each other where one is short."""
     return sum(each**3 for each in seconds) ** (1 / 3)
