@@ -39,7 +39,16 @@ class CausalLM(nnx.Module):
         dtype=jnp.float32,
         backend: str = "auto",
     ) -> Float[Array, "B T V"]:
-        """Compute float32 logits, or scores [B, T, 1], of packed rows; without segments each row is one document."""
+        """Compute float32 logits, or scores [B, T, 1], of packed rows; without segments each row is one document.
+
+        Raises:
+            ValueError: tokens that are no integers [B, T], or segments of other rows.
+        """
+        if jnp.ndim(tokens) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+            raise ValueError(f"tokens must be integers [B, T], got {jnp.shape(tokens)} of {jnp.result_type(tokens)}")
+        tokens = jnp.asarray(tokens)
+        if segments is not None and segments.segment_ids.shape != tokens.shape:
+            raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and tokens of {tokens.shape}")
         if segments is None:
             segments = pack_segments([[tokens.shape[1]]] * tokens.shape[0], seq_len=tokens.shape[1])
         context = packed_context(self.config, segments, backend=backend)

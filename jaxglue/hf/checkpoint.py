@@ -37,6 +37,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         ValueError: no such folder, no config.json in it, or not a JSON object.
     """
     path = model_folder(folder) / "config.json"
+    if (path.parent / "adapter_config.json").is_file() and not path.is_file():
+        raise ValueError(
+            f"{folder} is an adapter: give it as adapter, or merge it with jaxglue export --adapter {folder}"
+        )
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder")
     return read_json(path)

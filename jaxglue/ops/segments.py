@@ -89,9 +89,12 @@ def pack_segments(
         kind: of the batch; by default that of these rows.
 
     Raises:
-        ValueError: a length below 1, a row longer than `seq_len`, or a row with more than `max_segments` documents.
+        ValueError: no row; lengths that are not whole numbers from 1, a row longer than `seq_len`, or a row with more
+            than `max_segments` documents.
     """
-    rows = [np.asarray(row, np.int64) for row in lengths]
+    rows = [_whole_lengths(b, row) for b, row in enumerate(lengths)]
+    if not rows:
+        raise ValueError("lengths has no row: give a list of document lengths for each row")
     needed = max((len(row) for row in rows), default=0)
     long, slots = kind or batch_kind(lengths, max_segments)
     if needed > slots:
@@ -114,6 +117,13 @@ def pack_segments(
     fields["cu_seqlens"] = bounds.astype(np.int32)
     units: Any = np.array([_units(*row, seq_len) for row in zip(bounds, sizes, strict=True)], np.int32)
     return PackedSegments(**fields, long=long, units=units.reshape(len(rows), 2, 2, -1))
+
+
+def _whole_lengths(b: int, row: Sequence[int]) -> Int[np.ndarray, "N"]:
+    lengths = np.asarray(row)
+    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
+        raise ValueError(f"row {b}: expected a list of document lengths, whole numbers of tokens, got {row!r:.100}")
+    return lengths.astype(np.int64)
 
 
 def _units(bounds: Int[np.ndarray, "S+1"], sizes: Int[np.ndarray, "S+1"], T: int) -> Int[np.ndarray, "2 2 U"]:

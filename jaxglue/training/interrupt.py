@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Self
 
@@ -12,8 +13,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Interrupt:
     """Context in which a first signal asks to stop and a second one raises KeyboardInterrupt.
 
-    SIGHUP, the end of the terminal, counts unless it is ignored, as under `nohup`. Enter it in Python's main thread,
-    the only one that receives signals.
+    SIGHUP, the end of the terminal, counts unless it is ignored, as under `nohup`. Only Python's main thread receives
+    signals: entered in another, it leaves them alone.
     """
 
     number: int = 0
@@ -30,7 +31,8 @@ class Interrupt:
             self.number = self.number or signal.SIGPIPE
 
     def __enter__(self) -> Self:
-        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in heard}
         return self
 

@@ -48,7 +48,8 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
         raise ValueError("--resume and --overwrite exclude each other: leave one out")
     _check_contents(path, resume=resume, overwrite=overwrite)
     _check_links(path)
-    path.mkdir(parents=True, exist_ok=True)
+    with named_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         recover(path)
         if overwrite:
@@ -89,8 +90,8 @@ def _wait_for(path: Path, content: str) -> bool:
 
 
 def _check_contents(path: Path, *, resume: bool, overwrite: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"output folder {path} is a file: choose another")
+    if (path.exists() or path.is_symlink()) and not path.is_dir():
+        raise ValueError(f"output folder {path} is a file, or a link to nothing: choose another")
     is_run = (path / _OWNER).exists()
     if resume and not is_run:
         raise ValueError(f"--resume: {path} holds no run to continue: check the folder, or start without --resume")

@@ -109,6 +109,15 @@ def test_bad_lengths_are_refused(row):
         pack_segments([row], seq_len=8)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([4, 4], "row 0: expected a list of"), ([[4], [1.5]], "row 1: expected"), ([], "has no row")],
+)
+def test_other_than_rows_of_lengths_is_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        pack_segments(lengths, seq_len=8)
+
+
 def test_more_documents_than_slots_are_refused():
     with pytest.raises(ValueError, match="max_segments=2, but a row holds 3 documents"):
         pack_segments([[1, 1, 1]], seq_len=8, max_segments=2)

@@ -1,4 +1,5 @@
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -33,6 +34,13 @@ def test_previous_handlers_are_restored():
     with Interrupt():
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_other_threads_leave_signals_alone():
+    with ThreadPoolExecutor(1) as pool:
+        before = signal.getsignal(signal.SIGTERM)
+        pool.submit(Interrupt().__enter__).result()
+        assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_hangup_asks_once_unless_ignored():

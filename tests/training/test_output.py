@@ -76,8 +76,12 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path):
 
 def test_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file"):
-        output_folder(tmp_path / "file").__enter__()
+    (tmp_path / "link").symlink_to("nothing")
+    for name in ("file", "link"):
+        with pytest.raises(ValueError, match="is a file, or a link to nothing"):
+            output_folder(tmp_path / name).__enter__()
+    with pytest.raises(OSError, match=r"file/below could not be written"):
+        output_folder(tmp_path / "file/below").__enter__()
 
 
 @pytest.mark.parametrize("link", ["metrics.jsonl", "checkpoints", "adapter/tokenizer.json", ".config.toml.tmp"])
