@@ -44,9 +44,9 @@ class CausalLM(nnx.Module):
         Raises:
             ValueError: tokens that are no integers [B, T], or segments of other rows.
         """
-        if jnp.ndim(tokens) != 2 or not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
-            raise ValueError(f"tokens must be integers [B, T], got {jnp.shape(tokens)} of {jnp.result_type(tokens)}")
         tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers [B, T], got {tokens.shape} of {tokens.dtype}")
         if segments is not None and segments.segment_ids.shape != tokens.shape:
             raise ValueError(f"segments are of rows {segments.segment_ids.shape}, and tokens of {tokens.shape}")
         if segments is None:

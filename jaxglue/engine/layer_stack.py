@@ -77,7 +77,11 @@ class LayerStack:
             total: number of terms in the sum of losses of all batches, or the sum of their weights.
             frozen: further parameters without gradients, nested dictionaries that are merged with those of `params`.
             key: for dropout; None drops nothing.
+
+        Raises:
+            ValueError: other parameters, no list of batches, a total of 0, or functions that return something else.
         """
+        _check_batches(batches, total)
         return self._executor.loss_and_gradients(params, self._frozen(params, frozen), batches, total, key)
 
     def loss_and_update(
@@ -94,6 +98,7 @@ class LayerStack:
 
         With one micro-batch only one layer's gradients exist at a time.
         """
+        _check_batches(batches, total)
         return self._executor.loss_and_update(params, self._frozen(params, frozen), batches, total, update, key)
 
     def loss(self, params: Params, batch: Any, *, frozen: Params | None = None) -> Float[Array, ""]:
@@ -108,7 +113,16 @@ class LayerStack:
         parts = {"entry", "layers", "head"}
         if params.keys() != parts or len(params["layers"]) != self._count:
             raise ValueError(f"params must be entry, head and {self._count} layers; got {_describe(params)}")
+        if other := (frozen or {}).keys() - parts:
+            raise ValueError(f"frozen has {', '.join(map(repr, sorted(other)))}: its parts are entry, layers and head")
         return {"entry": {}, "layers": [{}] * self._count, "head": {}} | (frozen or {})
+
+
+def _check_batches(batches: Any, total: float) -> None:
+    if not isinstance(batches, list | tuple) or not batches:
+        raise ValueError(f"batches must be a list of micro-batches, [batch] if there is one, got {batches!r:.100}")
+    if not total > 0:
+        raise ValueError(f"total must be the number of terms in the batches' losses, above 0, got {total}")
 
 
 def _describe(params: Params) -> str:
@@ -141,7 +155,11 @@ class _Layer:
     function: LayerFunction
 
     def __call__(self, trainable: Params, frozen: Params, x: Array, context: Any) -> Array:
-        return self.function(merge_params(trainable, frozen), x, context.shared, context.dropout_key)
+        result = self.function(merge_params(trainable, frozen), x, context.shared, context.dropout_key)
+        if getattr(result, "shape", None) != x.shape:
+            found = getattr(result, "shape", type(result).__name__)
+            raise ValueError(f"a layer must return an array of its input's shape {x.shape}, got {found}")
+        return result
 
 
 class _EntryHead:
@@ -182,8 +200,12 @@ class _EntryHead:
 
     def _embed(self, trainable, frozen, batch, key):
         entry_key, *keys = [None] * (self._layers + 1) if key is None else jax.random.split(key, self._layers + 1)
-        x, shared = self._entry(merge_params(trainable, frozen), batch, entry_key)
-        return x, shared, keys
+        result = self._entry(merge_params(trainable, frozen), batch, entry_key)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                "entry must return two values, the first layer's input and the layers' context, such as x, None"
+            )
+        return *result, keys
 
     def _embed_backward(self, trainable, frozen, batch, key, dx, accumulated):
         _, vjp = jax.vjp(lambda trainable: self._embed(trainable, frozen, batch, key)[0], trainable)

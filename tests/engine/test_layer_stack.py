@@ -101,5 +101,26 @@ def test_other_parameters_are_refused():
     params, _ = make_params()
     with pytest.raises(ValueError, match="params must be entry, head and 3 layers; got entry, 4 layers, head"):
         LayerStack(entry, [layer] * 3, head).loss(params, BATCH)
+    with pytest.raises(ValueError, match="frozen has 'layer': its parts are entry, layers and head"):
+        LayerStack(entry, [layer] * 4, head).loss(params, BATCH, frozen={"layer": []})
     with pytest.raises(ValueError, match="is for 2 layers"):
         LayerStack(entry, [layer] * 3, head, policy="1 x full + 1 x none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batches": BATCH}, "batches must be a list of micro-batches"),
+        ({"batches": []}, "batches must be a list of micro-batches"),
+        ({"total": 0}, "total must be the number of terms"),
+        ({"entry": lambda params, batch, key: entry(params, batch, key)[0]}, "entry must return two values"),
+        ({"layer": lambda params, x, context, key: x[:1]}, r"a layer must return an array of its input's shape \("),
+        ({"layer": lambda params, x, context, key: (x, x)}, "of its input's shape .*, got tuple"),
+    ],
+)
+def test_other_batches_and_results_are_refused(changes, message):
+    parts = {"entry": entry, "layer": layer, "batches": [BATCH], "total": 1, **changes}
+    params, frozen = make_params()
+    stack = LayerStack(parts["entry"], [parts["layer"]] * 4, head)
+    with pytest.raises(ValueError, match=message):
+        stack.loss_and_gradients(params, parts["batches"], parts["total"], frozen=frozen)

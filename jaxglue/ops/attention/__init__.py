@@ -219,7 +219,7 @@ def _check(q, k, v, segments, window, sinks) -> None:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if segments.starts.shape != (B, T):
         raise ValueError(f"segments must be for [B, T] = [{B}, {T}] tokens, got {segments.starts.shape}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 or None, got {window}")
+    if window is not None and (window < 1 or window != int(window)):
+        raise ValueError(f"window must be a whole number from 1 or None, got {window}")
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(f"sinks must have one value for each of the {N} query heads, got shape {sinks.shape}")

@@ -69,8 +69,9 @@ def linear_cross_entropy(
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
-        ValueError: a named backend that cannot serve, or a weight in FP8 that trains.
+        ValueError: other shapes, a named backend that cannot serve, or a weight in FP8 that trains.
     """
+    _check(x, weight, targets, loss_weights)
     if not fp8:
         return chunked_cross_entropy(_spec(x, weight, chunk, backend), x, weight, targets, loss_weights, rows)
     if rows is not None:
@@ -111,6 +112,15 @@ def log_sum_squares(
 ) -> Float[Array, " M"]:
     """Return each token's counted · log Σ softmax(x·Wᵀ)² over the vocabulary, float32, without a gradient."""
     return chunked_log_sum_squares(_spec(x, weight, chunk, "reference"), x, lax.stop_gradient(weight), counted)
+
+
+def _check(x: Array, weight: Array, targets: Array, loss_weights: Array) -> None:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [M, D] and weight [V, D], got {x.shape} and {weight.shape}")
+    if targets.shape != x.shape[:1] or not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets must be integers [M] = [{len(x)}], got {targets.shape} of {targets.dtype}")
+    if loss_weights.shape != x.shape[:1]:
+        raise ValueError(f"loss_weights must be [M] = [{len(x)}], got {loss_weights.shape}")
 
 
 def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False) -> ChunkSpec:

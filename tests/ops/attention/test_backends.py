@@ -87,7 +87,7 @@ def arguments(**changes):
         ({"v": (1, 8, 1, 16)}, {}, r"v must have k's shape \(1, 8, 2, 16\), got \(1, 8, 1, 16\)"),
         ({"q": (1, 8, 3, 16)}, {}, "multiple of key/value heads, got 3 and 2"),
         ({"q": (1, 9, 4, 16), "k": (1, 9, 2, 16), "v": (1, 9, 2, 16)}, {}, r"segments must be .*\[1, 9\].*\(1, 8\)"),
-        ({}, {"window": 0}, "window must be at least 1 or None, got 0"),
+        ({}, {"window": 0}, "window must be a whole number from 1 or None, got 0"),
         ({}, {"sinks": jnp.ones(3)}, r"sinks .* 4 query heads, got shape \(3,\)"),
     ],
 )

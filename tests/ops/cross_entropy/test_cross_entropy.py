@@ -129,3 +129,18 @@ def test_gradient_by_numerators_matches_the_definition(interpreted_cross_entropy
         log_probs = jax.grad(lambda x: -module.linear_log_probs(x, weight, *rest, 4).sum())(x)
     expected = jax.value_and_grad(by_definition)(x, weight, *rest)
     assert_close((*got, log_probs), (*expected, expected[1]), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 3, 4), (9, 4), (6,), (6,)), r"x must be \[M, D\] and weight \[V, D\], got"),
+        (((6, 4), (4, 9), (6,), (6,)), r"x must be \[M, D\] and weight"),
+        (((6, 4), (9, 4), (5,), (6,)), r"targets must be integers \[M\] = \[6\], got \(5,\)"),
+        (((6, 4), (9, 4), (6,), (6, 1)), r"loss_weights must be \[M\] = \[6\]"),
+    ],
+)
+def test_other_shapes_are_refused(shapes, message):
+    x, weight, targets, loss_weights = map(jnp.zeros, shapes)
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(x, weight, targets.astype(int), loss_weights)
