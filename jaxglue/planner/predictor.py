@@ -16,7 +16,7 @@ from jaxglue.engine.transfer import (
 )
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
-from jaxglue.planner.gpus import Gpu
+from jaxglue.planner.gpus import RECORDED, Dispatch, Gpu
 from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
 from jaxglue.planner.overheads import (
     LayerArrays,
@@ -37,6 +37,8 @@ from jaxglue.planner.workload import Workload
 
 _LINK_SHARE = 0.85
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
+_SLOW_HOST = 3
+"""Times as long as the recorded host takes."""
 
 
 class Predictor:
@@ -171,6 +173,11 @@ class Predictor:
     def work(self, plan: Plan) -> MicroBatch:
         """Return the work of a plan's micro-batch, from which its time on any host follows."""
         return self._micro_batch(self._settings(plan.policies, plan.weights), plan.layers_per_program)
+
+    def hides_dispatch(self, plan: Plan) -> bool:
+        """Return whether a plan takes the same time, within a percent, on much slower hosts than the recorded one."""
+        work, slow = self.work(plan), Dispatch(*(_SLOW_HOST * rate for rate in RECORDED))
+        return work.seconds(slow) < 1.01 * work.gpu_seconds
 
     def _micro_batch(self, setting: Setting, size: int) -> MicroBatch:
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth

@@ -20,8 +20,12 @@ _BYTES = 2**28
 _CALLS = 5
 
 
-def device_gpu(device: jax.Device) -> Gpu:
+def device_gpu(device: jax.Device, dispatch: Dispatch | None = None) -> Gpu:
     """Return a device's GPU: its own memory, its host's dispatch, and rates from the table or measured.
+
+    Args:
+        device: that is asked for its memory.
+        dispatch: of the host; None measures it, once in a process.
 
     Raises:
         ValueError: the device does not report its memory.
@@ -30,7 +34,7 @@ def device_gpu(device: jax.Device) -> Gpu:
     if not stats:
         raise ValueError(f"{device.device_kind} has no memory of its own to plan for: name a remat policy, not auto")
     gpu = lookup_gpu(device.device_kind) or measure_gpu(device)
-    return replace(gpu, memory=stats["bytes_limit"], dispatch=host_dispatch())
+    return replace(gpu, memory=stats["bytes_limit"], dispatch=dispatch or host_dispatch())
 
 
 @cache

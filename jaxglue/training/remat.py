@@ -16,7 +16,7 @@ from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
-from jaxglue.planner.gpus import GIB, Dispatch, Gpu
+from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
@@ -98,7 +98,8 @@ def choose_remat(
     planner, plan = _fastest(config, workload, steps)
     auto = " (auto)" if steps is None else f" (auto, for about {steps:,} steps)"
     note = f"{auto if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
-    note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}"
+    if planner.gpu.dispatch != RECORDED:
+        note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}"
     return RematChoice(
         policies=plan.policies,
         weights=plan.weights,
@@ -121,11 +122,23 @@ def host_memory() -> float:
 
 
 def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) -> tuple[Planner, Plan]:
-    """Return the fastest plan over the embeddings' places."""
-    device = jax.local_devices()[0]
-    gpu, files = device_gpu(device).limited(config.model.memory_limit), cache(lambda: measure_files(device))
-    places = embedding_places(workload, config.model.embeddings)
-    return fastest_place(places, lambda placed: _resolve(config, placed, gpu, files, steps))
+    """Return the fastest plan over the embeddings' places.
+
+    The host's dispatch is measured where plans are compared by time, or where the predicted time depends on it.
+    """
+    device, model = jax.local_devices()[0], config.model
+    files = cache(lambda: measure_files(device))
+    places = embedding_places(workload, model.embeddings)
+
+    def find(gpu: Gpu) -> tuple[Planner, Plan]:
+        limited = gpu.limited(model.memory_limit)
+        return fastest_place(places, lambda placed: _resolve(config, placed, limited, files, steps))
+
+    if AUTO not in (model.remat, model.weights, model.embeddings):
+        planner, plan = find(device_gpu(device, RECORDED))
+        if planner.hides_dispatch(plan):
+            return planner, plan
+    return find(device_gpu(device))
 
 
 def _resolve(

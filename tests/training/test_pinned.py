@@ -14,7 +14,7 @@ from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner.gpus import GIB, Dispatch, find_gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import HOST_LIMIT
@@ -130,7 +130,26 @@ def test_embeddings_leave_the_gpu_where_memory_is_short(make_config, tiny_config
     planners = [Planner(replace(on_gpu, host_embeddings=moved), find_gpu("H100")) for moved in (False, True)]
     most, least = (planner.plan(parse_policy("full")).device_bytes for planner in planners)
     gpu = replace(find_gpu("H100"), memory=(2 * most if roomy else (most + least) / 2) / (1 - MARGIN))
-    monkeypatch.setattr(remat, "device_gpu", lambda device: gpu)
+    monkeypatch.setattr(remat, "device_gpu", lambda *_: gpu)
     config = make_config(embeddings="auto", weights="auto", remat="full")
     planner, plan = remat._fastest(config, on_gpu)
     assert planner.workload.host_embeddings != roomy and not is_streamed(plan.weights)
+
+
+@pytest.mark.parametrize(
+    ("policy", "layer", "measured"), [("full", 8192, False), ("full", 64, True), ("auto", 8192, True)]
+)
+def test_dispatch_is_measured_where_times_depend_on_it(
+    make_config, tiny_config, workload, monkeypatch, policy, layer, measured
+):
+    raw = {**tiny_config, "model_type": "qwen3", "hidden_size": layer, "intermediate_size": 2 * layer}
+    work = replace(workload, config=config_from_hf(raw), seq_len=8192)
+    asked: list[Dispatch | None] = []
+
+    def device_gpu(_, dispatch=None):
+        asked.append(dispatch)
+        return find_gpu("H200")
+
+    monkeypatch.setattr(remat, "device_gpu", device_gpu)
+    remat._fastest(make_config(remat=policy), work)
+    assert (asked[-1] is None) == measured
