@@ -15,9 +15,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
+from jaxglue.config import KEEP, NONE, Kind, groups, plain_fields
 from jaxglue.dialects import NOTES, REFUSED
 from jaxglue.recipe import construct, find_recipe, is_required, read_recipe, to_plain
+from jaxglue.spelling import nearest
 
 
 def parse_config[C](cls: type[C], argv: Sequence[str] | None = None, *, command: str | None = None) -> C:

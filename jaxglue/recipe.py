@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.config import KEEP, NONE, Kind, groups, nearest, plain_fields
+from jaxglue.config import KEEP, NONE, Kind, groups, plain_fields
 from jaxglue.dialects import NOTES, REFUSED, translate
 from jaxglue.json_file import MAX_DEPTH, is_deeper
+from jaxglue.spelling import nearest
 
 SHIPPED = Path(__file__).parent / "recipes"
 """Recipes that come with the library."""

@@ -5,13 +5,13 @@ from typing import Any
 
 from flax import nnx
 
-from jaxglue.config import nearest
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.linear import Linear
 from jaxglue.models.lora_config import ALL_LINEAR, MODULES, LoraConfig, match_pattern, parse_patterns
 from jaxglue.models.moe_layers import ExpertLinear
 from jaxglue.models.parameters import Params, merge_module
 from jaxglue.models.vocabulary import train_modules, train_rows, train_score, vocabulary_modules
+from jaxglue.spelling import nearest
 
 
 def is_target(path: str, target: str) -> bool:

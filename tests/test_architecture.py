@@ -19,6 +19,7 @@ FLOORS = (
     {"recipe"},
     {"dialects"},
     {"config", "json_file", "yaml_file"},
+    {"spelling"},
 )
 """From the top; packages of one floor do not import each other."""
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxglue.data.store import DamagedStoreError, TokenStore, open_store, remove_store
+from jaxglue.data.store import TokenStore
+from jaxglue.data.store_files import DamagedStoreError, open_store, remove_store
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)

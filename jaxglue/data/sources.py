@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from jaxglue.config import Config, Kind, PositiveFloat, Range, nearest, plain_fields
+from jaxglue.config import Config, Kind, PositiveFloat, Range, plain_fields
+from jaxglue.spelling import nearest
 
 HUB_PREFIX = "hf:"
 Format = Literal[

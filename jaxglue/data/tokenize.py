@@ -18,7 +18,8 @@ from jaxglue.data.preference import KEYS, detect_preference
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.sources import HUB_PREFIX, Source
-from jaxglue.data.store import TokenStore, file_digest, write_store
+from jaxglue.data.store import TokenStore
+from jaxglue.data.store_files import file_digest, write_store
 from jaxglue.data.workers import encode_here, encode_in_processes
 
 _VERSION = 3

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import Program, jit_step
-from jaxglue.engine.embed_head import EntryHead
+from jaxglue.engine.entry_head import EntryHead
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.layer_groups import LayerGroups, check_grouped

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxglue.config import nearest
 from jaxglue.data.tokenizer import read_template
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.adapter_check import fit_tied
@@ -17,6 +16,7 @@ from jaxglue.json_file import read_json
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import Params
 from jaxglue.recipe import load_config
+from jaxglue.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.export_check import require_equal

@@ -13,7 +13,7 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.cache import content_key
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.data.store import file_digest
+from jaxglue.data.store_files import file_digest
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
 from jaxglue.hf.files import atomic_file

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxglue.config import nearest
 from jaxglue.hf.files import write_json
 from jaxglue.json_file import read_json
+from jaxglue.spelling import nearest
 
 PACKAGES = {"tensorboard": None, "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """Package by tracker; None for one that comes with the library."""

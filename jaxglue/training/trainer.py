@@ -11,11 +11,12 @@ from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.hub import is_hub_id
 from jaxglue.recipe import as_dict, load_config
-from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.config import TrainConfig
 from jaxglue.training.console import Output
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.finished import finished_run
 from jaxglue.training.interrupt import Interrupt
+from jaxglue.training.model_config import ModelConfig
 from jaxglue.training.out_of_memory import explained_out_of_memory
 from jaxglue.training.output import check_inputs, shared_output_folder
 from jaxglue.training.pinned import open_buffers, size_pool

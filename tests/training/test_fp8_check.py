@@ -5,8 +5,8 @@ import pytest
 from jaxglue.engine.layer_errors import FP8Errors
 from jaxglue.engine.model_executor import Executor
 from jaxglue.training import train_step
-from jaxglue.training.config import ModelConfig
 from jaxglue.training.fp8_check import choose_fp8
+from jaxglue.training.model_config import ModelConfig
 from jaxglue.training.trainer import train
 
 

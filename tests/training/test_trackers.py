@@ -6,10 +6,10 @@ import logging
 import pytest
 
 from jaxglue.training import trackers
-from jaxglue.training.config import RunConfig
 from jaxglue.training.loggers import open_loggers
 from jaxglue.training.masking import masked
 from jaxglue.training.metrics import read_metrics
+from jaxglue.training.run_config import RunConfig
 from jaxglue.training.trackers import IDS, check_trackers
 from jaxglue.training.trainer import train
 

@@ -1,0 +1,110 @@
+"""Data sets as other programs name them: axolotl's lists, TRL's and LLaMA-Factory's names."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+_FORMATS = {
+    **dict.fromkeys(("chat_template", "sharegpt", "chat", "chat_template.default", "chat_template.argilla"), "auto"),
+    "bradley_terry.chat_template": "auto",
+    **{"alpaca": "alpaca", "alpaca_chat.load_qa": "question_answer", "completion": "text", "pretrain": "text"},
+}
+"""Row formats by axolotl's types."""
+_THINKING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning that templates read."""
+_ROWS = {"role": ("role", "from"), "content": ("content", "value")}
+"""Names of a message's keys that are read without renaming."""
+
+
+def with_our_data(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the recipe with TRL's data set as our sources, and names of templates and data sets apart from files."""
+    values = dict(recipe)
+    if "dataset" in values and "eval_dataset" in values:  # LLaMA-Factory's are names in its dataset_info.json
+        values["dataset"] = (values["dataset"], values.pop("eval_dataset"))
+    if not os.path.isfile(str(values.get("chat_template"))) and "chat_template" in values:
+        values["template"] = values.pop("chat_template")
+    if "chat_template_jinja" in values:
+        values["chat_template"] = values.pop("chat_template_jinja")
+    if not values.get("dataset_name"):
+        return values
+    names = {key: values.pop(key, None) for key in ("dataset_name", "dataset_config", "dataset_test_split")}
+    if wrong := next((key for key, name in names.items() if not isinstance(name, str | None)), None):
+        raise ValueError(f"{where}{wrong}: expected a name, got {names[wrong]!r:.100}")
+    return values | _hub_data(*names.values())
+
+
+def _hub_data(name: str, subset: str | None, held_out: str | None) -> dict[str, Any]:
+    source = name if os.path.exists(name) else "hf:" + ":".join(filter(None, [name, subset]))
+    return {"data": [source], **({"eval_data": [f"{source}?split={held_out}"]} if held_out else {})}
+
+
+def data_sets(field: str) -> Callable[[Any], dict[str, Any]]:
+    """Return the reader of axolotl's list of data sets into a field of the table [data]."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, list) or not all(isinstance(item, dict) and "path" in item for item in value):
+            raise ValueError("expected a list of data sets, each with its path")
+        return {"data": {field: tuple(source for item in value for source in _sources(dict(item)))}}
+
+    return read
+
+
+def _sources(item: dict[str, Any]) -> list[str]:
+    """Return a data set's files, or its name on the hub, with the settings of its rows."""
+    path, files, subset = item.pop("path"), item.pop("data_files", []), item.pop("name", None)
+    item.pop("ds_type", None)
+    for name in (path, *([files] if isinstance(files, str) else files), *([subset] if subset else [])):
+        if not isinstance(name, str):
+            raise ValueError(f"expected names, got {name!r:.100}")
+    hub = not os.path.exists(path) and not Path(path).suffix and path.count("/") == 1
+    names = [files] if isinstance(files, str) else files
+    names = names or ["hf:" + ":".join(filter(None, [path, subset])) if hub else path]
+    options = "&".join(f"{key}={quote(value, safe='[]%:,=')}" for key, value in _row_options(path, item).items())
+    return [f"{name}?{options}" if options else str(name) for name in names]
+
+
+def _row_options(path: str, item: dict[str, Any]) -> dict[str, str]:
+    """Return the settings of a data set's rows that differ from the defaults; takes them out of `item`."""
+    options: dict[str, str] = {}
+    if not isinstance(kind := item.pop("type", "chat_template"), str) or kind not in _FORMATS:
+        raise ValueError(f"{path}: type: expected {' | '.join(_FORMATS)}, got {kind!r:.100}")
+    if _FORMATS[kind] != "auto":
+        options["format"] = _FORMATS[kind]
+    if (split := item.pop("split", "train")) != "train":
+        options["split"] = str(split)
+    names = {
+        "text": "field",
+        **{name: f"field_{name}" for name in ("messages", "chosen", "rejected", "system", "tools")},
+    }
+    columns = {name: item.pop(theirs, name) for name, theirs in names.items()}
+    renamed = [f"{new}={old}" for new, old in columns.items() if old not in (new, "conversations")]
+    if renamed:
+        options["columns"] = ",".join(renamed)
+    mapping = item.pop("message_property_mappings", {})
+    for key, known in _ROWS.items():
+        given = item.pop(f"message_field_{key}", mapping.pop(key, known[0]))
+        if given not in known:
+            raise ValueError(f"{path}: {key} of a message: expected {' | '.join(known)}, got {given!r:.100}: rename it")
+    for key in ("field_thinking", "template_thinking_key"):
+        if (given := item.pop(key, _THINKING[0])) not in _THINKING:
+            raise ValueError(f"{path}: {key}: expected {' | '.join(_THINKING)}, got {given!r:.100}: rename it")
+    if (ends := item.pop("train_on_eos", "turn")) != "turn":
+        raise ValueError(f"{path}: train_on_eos: expected turn, got {ends!r:.100}")
+    _check_roles(path, item.pop("roles", {}))
+    if item.pop("roles_to_train", ["assistant"]) not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
+        raise ValueError(f"{path}: roles_to_train: the loss is on the assistant's turns, or on all: --loss-on all")
+    item.pop("chat_template", None)
+    if unknown := [*item, *mapping]:
+        raise ValueError(f"{path}: settings that jaxglue does not know: {', '.join(unknown)}. Remove them to go on")
+    return options
+
+
+def _check_roles(path: str, roles: Any) -> None:
+    """Refuse names of roles other than those that rows may have for them."""
+    known = {"user": {"user", "human"}, "assistant": {"assistant", "gpt", "chatgpt", "model"}, "tool": {"tool"}}
+    for role, names in dict(roles).items():
+        if other := {names} - known.get(role, {role}) if isinstance(names, str) else {*names} - known.get(role, {role}):
+            named = ", ".join(map(repr, sorted(other)))
+            raise ValueError(f"{path}: roles: {named:.100} stands for {role}: rename it in the rows")

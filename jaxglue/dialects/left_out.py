@@ -1,0 +1,100 @@
+"""Settings of other programs that have no place here, with the reason."""
+
+_REASONS = {
+    "documents are always packed, and see only themselves": (
+        *("packing", "sample_packing", "eval_sample_packing", "pad_to_sequence_len", "neat_packing", "group_by_length"),
+        *("padding_free", "multipack_real_batches", "remove_unused_columns", "dataloader_num_workers"),
+        *("dataloader_prefetch_factor", "dataloader_pin_memory", "pad_to_multiple_of", "packing_strategy"),
+        *("eval_packing", "length_column_name", "eval_sequence_len", "sample_packing_bin_size"),
+        *("sample_packing_group_size", "dataloader_drop_last"),
+    ),
+    "--remat decides what is recomputed": (
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing"),
+        *("activation_offloading", "disable_gradient_checkpointing"),
+    ),
+    "--attention chooses the kernel; auto takes the fastest": (
+        *("attn_implementation", "flash_attention", "flash_attn", "sdp_attention", "xformers_attention"),
+        *("flex_attention", "eager_attention", "use_eager_attention"),
+    ),
+    "kernels are chosen by GPU and shape": (
+        *("tf32", "liger_kernel", "use_liger_kernel", "enable_liger_kernel", "torch_compile", "plugins", "liger_rope"),
+        *("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_layer_norm", "cut_cross_entropy"),
+        *("liger_fused_linear_cross_entropy", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
+        *("use_unsloth", "use_logits_to_keep", "fused_attn_kernel", "use_kernels", "torch_compile_mode"),
+        *("torch_compile_backend", "flex_attn_compile_kwargs", "cross_entropy_loss_fusion", "use_v1_kernels"),
+    ),
+    "--mesh says how GPUs share the work": (
+        *("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "ddp_timeout", "ddp", "ddp_find_unused_parameters"),
+        *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "ddp_bucket_cap_mb"),
+        *("ddp_broadcast_buffers", "ignore_bias_buffers", "gpus", "num_gpus", "n_gpu", "num_processes"),
+        *("nproc_per_node", "dp_shard_size", "dp_replicate_size", "use_ray", "ray_num_workers", "accelerator_config"),
+    ),
+    "name files, folders or hf:owner/name with --data, parts of them with ?split=": (
+        *("dataset", "dataset_name", "dataset_dir", "dataset_config", "dataset_text_field", "dataset_test_split"),
+        "max_samples",
+    ),
+    "--weights and --embeddings say where weights are": (
+        *("device_map", "low_cpu_mem_usage", "lora_on_cpu", "experimental_skip_move_to_device"),
+    ),
+    "--memory-limit sets how much of the GPU is planned with": ("gpu_memory_limit", "gpu_memory_utilization"),
+    "--quantize nf4 and int8 are bitsandbytes' formats, nf4 with nested scales": (
+        *("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "use_bnb_nested_quant", "double_quantization"),
+        *("quantization_method", "bnb_4bit_quant_storage", "bnb_config_kwargs"),
+    ),
+    "MXFP4 experts are read as they are; --expand-experts expands them": (
+        *("model_quantization_config", "model_quantization_config_kwargs"),
+    ),
+    "turns end where the chat template ends them": ("eot_tokens",),
+    "documents are shuffled anew each epoch, by --seed": (
+        *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
+        "data_seed",
+    ),
+    "--seq-len bounds prompt and answer together": ("max_prompt_length", "max_completion_length", "truncation_mode"),
+    "--on-spike skip leaves out steps whose loss is a spike": ("loss_watchdog_threshold", "loss_watchdog_patience"),
+    "metrics.jsonl is always written; --log-to names trackers, their own variables (WANDB_PROJECT) the rest": (
+        *("logging_dir", "plot_loss", "run_name", "logging_first_step", "use_tensorboard"),
+        *("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model"),
+        *("mlflow_experiment_name", "comet_project_name", "project", "wandb_mode", "trackio_space_id"),
+    ),
+    "--sample-prompt shows answers before and after training": ("eval_table_size", "eval_max_new_tokens"),
+    "the tokenizer's own chat template is used, or the Jinja file of --chat-template": ("template", "chat_template"),
+    "config.json names the model's family": (
+        *("model_type", "tokenizer_type", "is_llama_derived_model", "is_mistral_derived_model"),
+        *("is_qwen_derived_model", "tokenizer_use_fast", "tokenizer_legacy"),
+    ),
+    "evaluations and checkpoints are counted in steps: --eval-every, --save-every": (
+        *("eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "evals_per_epoch"),
+        "saves_per_epoch",
+    ),
+    "evaluation takes the training's batch size": (
+        *("per_device_eval_batch_size", "eval_batch_size", "auto_find_batch_size", "eval_accumulation_steps"),
+    ),
+    "checkpoints can always be resumed, and results are safetensors": ("save_safetensors", "save_only_model"),
+    "this is what training does": ("do_train", "do_eval", "strict"),
+    "jaxglue export --push publishes a result": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"),
+    "adapters have no biases": ("bias", "lora_bias"),
+    "dtypes are bfloat16 and float32: --dtype": ("fp16", "pure_bf16"),
+    "no remote code is ever run": ("trust_remote_code",),
+    "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
+    "the tokenizer's own are used": ("eos_token", "pad_token"),
+    "the console and metrics.jsonl have it": (
+        *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
+    ),
+    "each program finds this by itself": ("local_rank", "lora_task_type", "lora_fan_in_fan_out"),
+    "the first and the last step are always shown, the last always saved": ("save_first_step",),
+    "--resume continues the latest checkpoint of --output": (
+        *("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    ),
+}
+NOTES = {name: reason for reason, names in _REASONS.items() for name in names}
+"""Remedies for settings of other programs, by name."""
+REFUSED = {
+    **dict.fromkeys(("tokens", "add_tokens", "new_special_tokens"), "--new-tokens reads them from a file, one a line"),
+    **dict.fromkeys(("betas", "adam_betas"), "--beta1 and --beta2 are AdamW's"),
+    **dict.fromkeys(("fp8", "fp8_backend"), "--matmul fp8 multiplies in FP8"),
+    **dict.fromkeys(("router_aux_loss_coef", "moe_aux_loss_coef"), "--router-balance-loss weighs ours"),
+    "lora_target_parameters": "--targets names experts' projections, too",
+    "dataset_exact_deduplication": "jaxglue data preview counts duplicates: leave them out of the data",
+    "compute_environment": "accelerate's settings: --mesh says how GPUs share the work",
+}
+"""The same of settings without which a run would be another."""
