@@ -58,6 +58,9 @@ def test_best_and_last_weights_are_kept_at_an_early_end(make_config, scripted_lo
     resumed = replace(config, run=replace(config.run, resume=True))
     assert train(resumed) == summary
     assert "done before" in capsys.readouterr().out
+    (run / "adapter/adapter_model.safetensors").write_bytes(b"")
+    assert train(resumed).adapter_step == 2
+    assert equal(weights(run / "adapter"), weights(tmp_path / "best"))
 
     scripted_losses({5: 2.2})  # patience of one more evaluation
     longer = train(replace(resumed, run=replace(resumed.run, early_stopping=3)))
