@@ -28,6 +28,7 @@ from jaxglue.data.readers import read_rows
 from jaxglue.data.sources import Source
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
+from jaxglue.json_file import MalformedJSONError
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.rope import inverse_frequencies
@@ -109,7 +110,8 @@ def read(function, *arguments, **keywords):
         text = str(error)
         assert text.strip() and len(text) < 20_000, text[:500]
         assert len(text.strip().splitlines()) == 1, text
-        assert type(error) is ValueError, repr(error)  # a UnicodeError or JSONDecodeError names no file
+        # A UnicodeError or JSONDecodeError would name no file.
+        assert type(error) in (ValueError, MalformedJSONError), repr(error)
         return None
 
 
