@@ -4,16 +4,13 @@ Matmuls, reductions and attention kernels read their operands from memory and wr
 everything else into them, so a value is in memory only if one of them makes or needs it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, equations, live_program
+from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, live_program
 from jaxglue.planner.gpus import Gpu, find_gpu
 from jaxglue.planner.kernel_times import (
     conversion_seconds,
@@ -25,6 +22,7 @@ from jaxglue.planner.kernel_times import (
     with_gap,
 )
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
+from jaxglue.planner.sizes import Sizes, aval_bytes, dot_flops, fp8_to_transpose, is_fp8
 
 _ALIASES = {
     "reshape",
@@ -72,27 +70,6 @@ class KernelCost:
     """Temporary bytes."""
     in_place: bool = False
     """Results take the places of the first arrays that the kernel reads."""
-
-
-class Sizes:
-    """Bytes, FLOPs and loops' lengths in the order in which a program's cost asks for them.
-
-    Args:
-        given: numbers in place of those of the program's own shapes.
-    """
-
-    def __init__(self, given: Sequence[int] | None = None):
-        self.read: list[int] = []
-        self._given = None if given is None else iter(given)
-
-    def __call__(self, own: int) -> int:
-        """Return a number of the program, or the one given in its place."""
-        self.read.append(own if self._given is None else next(self._given))
-        return self.read[-1]
-
-    def of(self, var: Any) -> int:
-        """Return a variable's bytes."""
-        return self(aval_bytes(var.aval) if self._given is None else 0)
 
 
 def program_cost(
@@ -212,13 +189,13 @@ class _Trace:
         if name in _ALIASES:
             return inputs[: len(outputs)]
         if name == "dot_general":
-            flops = self._sizes(_dot_flops(eqn))
+            flops = self._sizes(dot_flops(eqn))
             compared = sum(self._sizes.of(var) for var in (*eqn.invars, *2 * eqn.outvars))
             self.matmul = max(self.matmul, 0 if any(value.is_slice for value in inputs) else compared)
             moved = sum(value.bytes for value in (*inputs, *outputs))
             outputs[0].from_matmul = True
             seconds = matmul_seconds(flops / self._dot_rate(eqn), moved, self._gpu)
-            seconds += transposed_seconds(_fp8_to_transpose(eqn), self._gpu)
+            seconds += transposed_seconds(fp8_to_transpose(eqn), self._gpu)
             return self._opaque(inputs, outputs, seconds)
         if name == "triton_kernel_call":
             return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
@@ -230,7 +207,7 @@ class _Trace:
             return self._scatter(*inputs)
         if name.startswith(("reduce_", "arg", "cumsum", "scatter", "sort")):
             return self._reduce(inputs, outputs)
-        if name == "convert_element_type" and _is_fp8(eqn.outvars[0].aval):
+        if name == "convert_element_type" and is_fp8(eqn.outvars[0].aval):
             return [self._round_to_fp8(inputs[0], outputs[0])]
         return self._fuse(inputs, outputs)
 
@@ -252,7 +229,7 @@ class _Trace:
     def _dot_rate(self, eqn) -> float:
         """Return the FLOP/s of a matmul by its operands' dtypes, or of a kernel by those of its first one."""
         operands = eqn.invars if eqn.primitive.name == "dot_general" else eqn.invars[:1]
-        return self._gpu.matmul * (self._gpu.fp8_gain if all(_is_fp8(var.aval) for var in operands) else 1)
+        return self._gpu.matmul * (self._gpu.fp8_gain if all(is_fp8(var.aval) for var in operands) else 1)
 
     def _fuse(self, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
@@ -267,7 +244,7 @@ class _Trace:
         """
         estimate = eqn.params["cost_estimate"] or {}
         flops = self._sizes(round(estimate.get("flops", 0) * padding(eqn.params["metaparams"])))
-        codes = any(_is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
+        codes = any(is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
         whole = sum(value.bytes for value in {*inputs, *outputs})
         moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
         name = getattr(eqn.params["fn"], "__name__", "")
@@ -342,35 +319,3 @@ class _Trace:
 
     def _fused_copy(self, moved: int) -> float:
         return fused_seconds(moved, self._gpu)
-
-
-def _is_fp8(aval: Any) -> bool:
-    return jax.dtypes.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
-
-
-def _fp8_to_transpose(eqn) -> int:
-    """Return the bytes of FP8 operands that cuBLAS needs with the contracted dimension last, and gets otherwise."""
-    pairs = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=True)
-    return sum(aval_bytes(var.aval) for var, (*_, last) in pairs if _is_fp8(var.aval) and last + 1 < var.aval.ndim)
-
-
-def _dot_flops(eqn) -> int:
-    (contracting, _), _ = eqn.params["dimension_numbers"]
-    lhs = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
-
-
-def aval_bytes(aval: Any) -> int:
-    """Return the bytes of an array; keys and other odd types count as none."""
-    try:
-        return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
-    except TypeError:
-        return 0
-
-
-def received_bytes(jaxpr: Jaxpr) -> float:
-    """Return the bytes that a device receives in all-gathers and reduce-scatters of its program."""
-    exchanges = ((eqn, n) for eqn, n in equations(jaxpr) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
-    return sum(
-        repeat * abs(aval_bytes(eqn.outvars[0].aval) - aval_bytes(eqn.invars[0].aval)) for eqn, repeat in exchanges
-    )

@@ -14,7 +14,8 @@ from jaxglue.engine.layer import LayerFunctions
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer, result_names
 from jaxglue.models.parameters import Params
-from jaxglue.planner.cost import aval_bytes, program_sizes
+from jaxglue.planner.cost import program_sizes
+from jaxglue.planner.sizes import aval_bytes
 from jaxglue.planner.workload import Workload, abstract_input
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout

@@ -11,11 +11,12 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.names import LAYER_INPUT
 from jaxglue.planner.attention import attention_costs
-from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, Sizes, program_cost, received_bytes
+from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.layer_programs import SizedProgram
 from jaxglue.planner.programs import Programs, shared_programs
 from jaxglue.planner.resident import tree_bytes
+from jaxglue.planner.sizes import Sizes, received_bytes
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
 

@@ -12,13 +12,13 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.backend import tracing_for
-from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.planner import MARGIN, Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory, raise_pinned_limit
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.scaled import can_scale
+from jaxglue.planner.sizes import received_bytes
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
 HOST = 64 * GIB
@@ -107,7 +107,7 @@ def test_recomputation_is_counted(planner):
     """`full` recomputes the forward pass's matmuls but the last one, which the backward pass does not need."""
     from jaxglue.engine.equations import equations
     from jaxglue.engine.layer import LayerFunctions
-    from jaxglue.planner.cost import _dot_flops
+    from jaxglue.planner.sizes import dot_flops
 
     graphdefs, trainable, frozen = abstract_parts(planner.workload)
 
@@ -117,7 +117,7 @@ def test_recomputation_is_counted(planner):
         x, context = abstract_input(planner.workload)
         y, residuals, _ = layer.forward.eval_shape(*trees, x, context)
         program = layer.backward.trace(residuals, *trees, x, context, y, None).jaxpr.jaxpr
-        return sum(n * _dot_flops(eqn) for eqn, n in equations(program) if eqn.primitive.name == "dot_general")
+        return sum(n * dot_flops(eqn) for eqn, n in equations(program) if eqn.primitive.name == "dot_general")
 
     weights = 1024 * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
     assert flops("none") == pytest.approx(weights, rel=0.05)  # the gradient to the input; adapters are small
