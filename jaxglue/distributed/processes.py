@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -183,17 +184,19 @@ def _stop(reason: str, *, is_main: bool) -> None:
 
 
 def _leave(error: BaseException, channel: ControlChannel) -> NoReturn:
-    """Tell the others and exit without shutting down JAX's runtime, which would wait for them."""
+    """Tell the others and exit without shutting down JAX's runtime, which would wait for them; 130 after Ctrl-C."""
     if channel.broken.wait(_FAREWELL_SECONDS):
         time.sleep(2 * _FAREWELL_SECONDS)  # a consequence of another's death, which `_stop` reports
     user = isinstance(error, (ValueError, OSError))
     text = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, SystemExit):
         text = str(error.code)
+    if interrupted := isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
     print(f"error: {text}" if user else text, file=sys.stderr, flush=True)
     channel.fail(text if user else text.splitlines()[-1])
     time.sleep(_FAREWELL_SECONDS)
-    os._exit(1)
+    os._exit(128 + signal.SIGINT if interrupted else 1)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

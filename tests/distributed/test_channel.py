@@ -4,9 +4,11 @@ import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
+from jaxglue.distributed import processes
 from jaxglue.distributed.channel import ControlChannel
 
 TOKEN = b"secret of the run"
@@ -104,3 +106,14 @@ def test_waiting_for_others_times_out(meet, port):
 def test_taken_port_is_named(meet, port):
     with socket.create_server(("", port)), pytest.raises(ValueError, match=rf"port {port} of .* cannot be used"):
         meet.open_channel(0, 2)
+
+
+def test_ctrl_c_outside_training_ends_a_process_in_one_line(monkeypatch, capsys):
+    ended, told = [], []
+    monkeypatch.setattr(processes, "_FAREWELL_SECONDS", 0)
+    monkeypatch.setattr(processes.os, "_exit", ended.append)
+    channel = SimpleNamespace(broken=threading.Event(), fail=told.append)
+    for error in (KeyboardInterrupt(), ValueError("no such folder")):
+        processes._leave(error, channel)
+    assert (ended, told) == ([130, 1], ["interrupted", "no such folder"])
+    assert capsys.readouterr().err == "interrupted\nerror: no such folder\n"
