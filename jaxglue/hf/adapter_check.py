@@ -60,6 +60,9 @@ def check_adapter(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], base:
         wanted = {path for path, shape in linears.items() if _is_targeted(adapter, path, experts=len(shape) == 3)}
     if missing := sorted(wanted - set(adapter.modules)):
         raise ValueError(f"{refusal}: it lacks {_some(missing)}, which its adapter_config.json targets")
+    if any(is_target(path, target) for target in adapter.config.targets for path in linears.keys() - adapter.modules):
+        # Experts alone, where dense layers' modules have their names.
+        adapter = replace(adapter, config=replace(adapter.config, targets=tuple(sorted(adapter.modules))))
     fitted = adapter if PATHS["lm_head"] in vocabulary else fit_tied(adapter)
     _check_vocabulary(fitted, vocabulary, refusal)
     return fitted
@@ -115,7 +118,8 @@ def _is_targeted(adapter: Adapter, path: str, *, experts: bool) -> bool:
     excluded = adapter.peft.get("exclude_modules")
     if excluded and _names(excluded, path):
         return False
-    targets = adapter.peft.get("target_modules") or adapter.config.targets
+    named = adapter.peft.get("target_modules") or ()
+    targets = named or (() if adapter.peft.get("target_parameters") else adapter.config.targets)
     return targets == ALL_LINEAR or _names(targets, path)
 
 

@@ -211,3 +211,13 @@ def test_live_transformers_and_peft_load_written_folders(name, tmp_path):
     for model in (peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), merged):
         logits = model.eval()(document).logits[0].detach().numpy()
         np.testing.assert_allclose(logits, golden["logits"][: len(logits)], rtol=0, atol=1e-4)
+
+
+def test_adapters_of_experts_alone_leave_dense_layers_of_the_same_names(tmp_path):
+    rng, base, experts = np.random.default_rng(0), GOLDENS / "qwen3_moe_mixed", "model.layers.1.mlp.experts.down_proj"
+    shapes = {"lora_A": (4, 2, 12), "lora_B": (4, 16, 2)}
+    tensors = {f"{experts}.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    save_adapter(tmp_path / "adapter", tensors, LoraConfig(rank=2, targets=(experts,)), base)
+    model = load_model(base, dtype=jnp.float32)
+    assert add_adapter(model, tmp_path / "adapter").config.targets == (experts,)
+    assert model.layers[0].mlp.down_proj.lora_A is None
