@@ -68,7 +68,7 @@ class Model:
 
 
 def alternate(functions: dict[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return all times of functions that are called in turn, by function and by what they time."""
+    """Return all times of functions that are called in turn, by function and by the name that it gives them."""
     times: dict[str, dict[str, list[float]]] = {name: {} for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():

@@ -27,7 +27,7 @@ class IdleLayers:
 def idle_layers(
     planner: Planner, whole: Planner, plan: Plan, layers: int, policies: Sequence[RematPolicy] | None = None
 ) -> IdleLayers:
-    """Hold what a model of `layers` needs beyond the planned part of it, whose policies it repeats unless given."""
+    """Hold the memory of a model of `layers` beside its planned part, whose policies it repeats unless given."""
     repeats = layers // len(plan.policies)
     all_layers = whole.plan(policies or plan.policies * repeats, weights=plan.weights * repeats)
     part = planner.plan(plan.policies, weights=plan.weights)

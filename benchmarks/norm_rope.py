@@ -2,8 +2,8 @@
 
 python benchmarks/norm_rope.py --json benchmarks/results/norm_rope.json
 
-A backward pass includes what a layer recomputes in it: normed stream, rotated heads and activation. The limit is the
-bytes to read and write, each once, at the rate of a device copy.
+A backward pass includes the values that a layer recomputes in it: normed stream, rotated heads and activation. The
+limit is the bytes to read and write, each once, at the rate of a device copy.
 """
 
 import argparse

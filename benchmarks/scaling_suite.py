@@ -19,7 +19,7 @@ class Target:
 
 
 def hgx_targets(gpus: int) -> list[Target]:
-    """Return the goals on `gpus` GPUs; the first number of a row is what they are measured against."""
+    """Return the goals on `gpus` GPUs."""
     return [
         _at_least(f"8b-lora:data={gpus}", "efficiency", 0.95, "{:.1%} of one GPU's rate"),
         _at_least(f"8b-full:fsdp={gpus}", "mfu", 0.45, "{:.1%} of the peak FLOP/s"),
@@ -45,7 +45,7 @@ def hgx_cases(gpus: int) -> list[str]:
 
 
 def verdicts(results: list[dict], gpus: int) -> list[dict]:
-    """Return a row for every target: what was found, and whether it is met."""
+    """Return a row for every target: the value found, and whether it meets the goal."""
     rows = {row["case"]: row for row in results}
     return [_verdict(target, rows.get(target.case, {})) for target in hgx_targets(gpus)]
 

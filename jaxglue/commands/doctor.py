@@ -178,7 +178,7 @@ def check_gpu_memory(gpu: Gpu) -> Check:
 
 
 def check_host_memory(free: int, total: int) -> Check:
-    """Check that the host can hold what a GPU offloads."""
+    """Check that the host can hold a GPU's offloaded values."""
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free >= _LEAST_HOST:
         return Check(name="host memory", verdict="ok", found=found)

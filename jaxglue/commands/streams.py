@@ -13,7 +13,7 @@ STATUS = 128 + signal.SIGPIPE
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Print what the context prints, characters that the encoding lacks as escapes.
+    """Print the context's output, with characters that the encoding lacks escaped.
 
     Raises:
         SystemExit: nobody reads the output any more.
@@ -36,7 +36,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def _open_closed() -> None:
-    """Open closed streams to nowhere: the next opened file would take their place, and receive what is printed."""
+    """Open closed streams to nowhere: the next opened file would take their place, and receive the output."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)

@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     """1 for tokens to predict."""
     lengths: Int32[np.ndarray, "documents"]
     margins: Float32[np.ndarray, "rows"] | None = None
-    """Margins of pairs, NaN for what is no number."""
+    """Margins of pairs, NaN for anything but a number."""
 
 
 class Encoder:

@@ -53,7 +53,7 @@ def read_answers(row: Mapping[str, Any], format: str) -> Answers:
 
 
 def read_margin(row: Mapping[str, Any]) -> float:
-    """Return the least difference of the answers' scores, 0 without one, NaN for what is no number of float32."""
+    """Return the least difference of the answers' scores, 0 without one, NaN for anything but a number of float32."""
     margin = row.get("margin")
     if margin is None:
         return 0.0

@@ -27,7 +27,7 @@ class TokenStore:
     """1 for tokens to predict."""
     offsets: Int64[np.ndarray, "documents+1"]
     margins: Float32[np.ndarray, "rows"] | None = None
-    """Margins of rows of two documents, NaN for what is no number; None where no row gives one."""
+    """Margins of rows of two documents, NaN for anything but a number; None where no row gives one."""
     info: dict[str, Any]
     """`digest` of the content, `max_token`, and the writer's fields."""
     files: tuple[UnchangedFile, ...] = ()

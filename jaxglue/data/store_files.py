@@ -129,7 +129,7 @@ def _scan(path: Path, dtype: type) -> tuple[str, int, int]:
 
 
 def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path) -> None:
-    """Check the values: a digest shows what changed, not what was wrong when written."""
+    """Check the values: a digest shows changes, not values that were wrong when written."""
     offsets, count = store.offsets, len(store.tokens)
     ordered = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count and bool((np.diff(offsets) >= 0).all())
     if not ordered or len(store.mask) != count or ranges["mask"][1] > 1:

@@ -1,4 +1,4 @@
-"""Mapped files that must not change in place: their values would be others, and the end of a shorter one no memory."""
+"""Mapped files that must not change in place: values would differ, and reading past a shorter one's end would crash."""
 
 import os
 from pathlib import Path

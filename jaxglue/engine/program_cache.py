@@ -129,7 +129,7 @@ def explain_cache_errors() -> None:
 
 
 def _mend(folder: Path, reason: str) -> str:
-    """Remove damaged programs, which JAX would never overwrite; say what was found."""
+    """Remove damaged programs, which JAX would never overwrite, and warn of them."""
     damaged = [path for path in folder.glob("*-cache") if _is_damaged(path)]
     for path in damaged:
         path.unlink(missing_ok=True)

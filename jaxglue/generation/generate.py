@@ -1,7 +1,7 @@
 """Token generation with a paged key/value cache: one answer streamed, or many prompts batched.
 
 Rows of prompts are padded to bucketed lengths, and a page table decouples programs from lengths, so few are compiled:
-one prefill and one decode step per layer type, whatever the depth, and for batches one of several steps.
+one prefill and one decode step per layer type, at any depth, and for batches one of several steps.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -24,8 +24,8 @@ _EXPERTS = ".experts."
 Identity = Mapping[str, str]
 """`model_type`, and digests: `weights` of tensors that stay unquantized, `experts`, and `linears` of the others.
 
-`settings` change what the same tensors compute; `storage` and `expert_storage` are the formats in which `linears` and
-`experts` are stored.
+`settings` change a model's outputs with the same tensors; `storage` and `expert_storage` are the formats of `linears`
+and `experts`.
 """
 
 
@@ -83,7 +83,7 @@ def changed_settings(recorded: Identity, found: Identity) -> str | None:
 
 
 def _settings(config: DecoderConfig) -> str:
-    """Return the settings that change what a model of the same tensors computes."""
+    """Return the settings that change a model's outputs with the same tensors."""
     rope = {f.name: value for f in fields(config.rope) if (value := getattr(config.rope, f.name)) != f.default}
     values: dict[str, object] = {"rms_norm_eps": config.rms_norm_eps, "rope": rope}
     if any(config.layer_windows):

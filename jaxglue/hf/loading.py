@@ -95,7 +95,7 @@ def random_model(
 ) -> CausalLM:
     """Initialize a model as Hugging Face does: normal matrices, zero biases, unit norms.
 
-    Compiles one program per parameter shape, whatever the depth.
+    Compiles one program per parameter shape, at any depth.
     """
     std = config.initializer_range
     return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))

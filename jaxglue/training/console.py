@@ -31,7 +31,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, or drop it."""
+        """Flush the text, or drop it."""
         with self._dropping():
             self._stream.flush()
 

@@ -23,7 +23,7 @@ class Diverged(ValueError):  # noqa: N818
 
     Args:
         step: optimizer steps done with it.
-        found: which values, and what they are.
+        found: the values, and whether they are infinite or NaN.
     """
 
     def __init__(self, step: int, found: str):

@@ -1,4 +1,4 @@
-"""One line for a device that ran out of memory: what was planned, and what would fit."""
+"""One line for a device that ran out of memory: its plan, and a setting that would fit."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The folder of the run under way: what it writes is listed there, and the run before is kept until it is replaced."""
+"""The folder of the run under way: its files are listed there, and the previous run is kept until it is replaced."""
 
 import contextlib
 from collections.abc import Iterator

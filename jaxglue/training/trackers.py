@@ -68,7 +68,7 @@ class Tracker:
         self._try(lambda service: service.log(step, finite))
 
     def close(self, *, failed: bool = False) -> None:
-        """Send what is left and end the tracker's run."""
+        """Send the remaining metrics and end the tracker's run."""
         self._try(lambda service: service.close(failed))
 
     def _try(self, call: Any) -> None:
@@ -170,7 +170,7 @@ class Mlflow:
             self._flush()
 
     def close(self, failed: bool) -> None:
-        """Send what is left and end the run."""
+        """Send the remaining metrics and end the run."""
         self._flush()
         self._client.set_terminated(self.identity, "FAILED" if failed else "FINISHED")
 

@@ -122,7 +122,7 @@ class TrainStep:
         return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
 
     def check_fp8(self, batch: Batch) -> str | None:
-        """Take layers and a head out of FP8 where it is too inaccurate on a batch; return what was found.
+        """Take layers and a head out of FP8 where it is too inaccurate on a batch; return the errors in words.
 
         None where nothing is multiplied in FP8, or the choice was made.
         """

@@ -1,4 +1,4 @@
-"""Differentiation rules of the fused backends; residuals are what the backward kernels read."""
+"""Differentiation rules of the fused backends; residuals are the backward kernels' inputs."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""Triton kernels between the matmuls of a small layer; ranks of adapters are further columns of what is multiplied.
+"""Triton kernels between the matmuls of a small layer; adapters' ranks are further columns of the operands.
 
 Extended values [M, WIDTH] are a matmul's input [M, D], its projections to the ranks of all adapters, R each, and zeros.
 An adapter's first matrix A is [R, D], its second one B [out, R], both float32.

@@ -185,7 +185,7 @@ def _compute(ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, H
 
 @gluon.jit
 def _load(source, finished):
-    """Load what a program computes: tiles to differentiate, or finished sums."""
+    """Load a program's tiles to differentiate, or its finished sums."""
     q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes = source
     load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes)
     sums, turns, queries, ends, dq_plane, first, count, _ = finished
