@@ -61,9 +61,10 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     if not replace:
         require_empty(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _clean_up(path)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{_prefix(path)}{os.getpid()}.", suffix=".tmp", dir=path.parent))
+    with named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _clean_up(path)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{_prefix(path)}{os.getpid()}.", suffix=".tmp", dir=path.parent))
     try:
         yield temporary
         temporary.chmod(0o755)  # mkdtemp's 0o700 would exclude other users

@@ -135,8 +135,9 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
             starts = _data_starts(path)
             return {name: _info(path, view, name, starts) for name, view in views.items()}, handle.metadata() or {}
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} does not exist") from error
+    except FileNotFoundError as error:  # whatever keeps the library from opening it
+        reason = "cannot be opened: check its permissions" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {reason}") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}): download or copy it again") from error
 

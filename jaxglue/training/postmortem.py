@@ -51,7 +51,7 @@ class Postmortem:
         if saved == error.step - 1 and not followed and self._checkpoints.reject(saved):
             cause = f"{cause or _RUINED}; checkpoint {saved} is set aside as {saved}.diverged"
         latest = self._checkpoints.latest_step
-        resume = f"--resume continues from checkpoint {latest}" if latest is not None else "no checkpoint is left"
+        resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"
         return f"{cause or _RUINED}. {resume}"
 
     def _bad_weights(self) -> str | None:

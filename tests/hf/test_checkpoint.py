@@ -145,6 +145,15 @@ def test_missing_shard_is_named(tmp_path, tensors):
         open_checkpoint(tmp_path / "model")
 
 
+def test_a_file_that_may_not_be_opened_is_told_from_a_missing_one(folder, monkeypatch):
+    def refuse(path, framework):  # as safetensors does without permission
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("jaxglue.hf.tensor_files.safe_open", refuse)
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be opened: check its permissions"):
+        open_checkpoint(folder)
+
+
 def test_index_may_not_point_outside_its_folder(folder):
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
     index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
