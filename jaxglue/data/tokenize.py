@@ -22,7 +22,7 @@ from jaxglue.data.store import TokenStore
 from jaxglue.data.store_files import file_digest, write_store
 from jaxglue.data.workers import encode_here, encode_in_processes
 
-_VERSION = 3
+_VERSION = 4
 """Increment when the same rows yield different tokens or masks, to invalidate caches."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
