@@ -22,7 +22,7 @@ import step
 from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.gpus import Gpu, find_gpu
-from jaxglue.planner.planner import MARGIN
+from jaxglue.planner.proposer import MARGIN
 
 PINNED_GIB = 40
 """Host memory that plans may pin."""

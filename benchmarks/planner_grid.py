@@ -20,8 +20,9 @@ from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.gpus import GIB, Dispatch, Gpu, find_gpu
 from jaxglue.planner.overheads import MicroBatch
-from jaxglue.planner.planner import MARGIN, Planner
+from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.proposer import MARGIN
 from jaxglue.planner.rates import host_dispatch
 
 HELD_OUT, FITTED = 7, 6

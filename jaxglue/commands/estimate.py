@@ -23,8 +23,9 @@ from jaxglue.ops.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
-from jaxglue.planner.planner import MARGIN, Planner
+from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import DoesNotFit, Plan
+from jaxglue.planner.proposer import MARGIN
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped
 from jaxglue.training.devices import with_global_batch

@@ -14,8 +14,9 @@ from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
-from jaxglue.planner.planner import MARGIN, Planner
+from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory, raise_pinned_limit
+from jaxglue.planner.proposer import MARGIN
 from jaxglue.planner.rates import device_gpu, measure_gpu
 from jaxglue.planner.scaled import can_scale
 from jaxglue.planner.sizes import received_bytes
