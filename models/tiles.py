@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxglue.models.context import PackedContext
+from jaxglue.models.context import PackedContext, RouterLosses
+from jaxglue.ops.collectives import psum_batch
 
 
 def map_tiles(function: Callable, context: PackedContext, *arrays: Array) -> Any:
@@ -48,4 +49,12 @@ def _tile_context(context: PackedContext, index: Array, cos: Array, sin: Array, 
     """Return the context of a tile: with its tokens' values, and dropout of its own."""
     segments = replace(context.segments, segment_ids=segment_ids)
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
-    return replace(context, segments=segments, cos=cos, sin=sin, dropout_key=key, attention_out=None, tile=None)
+    tile = replace(context, segments=segments, cos=cos, sin=sin, dropout_key=key, attention_out=None, tile=None)
+    return tile if context.router_losses is None else replace(tile, router_losses=_tile_losses(context, tile))
+
+
+def _tile_losses(context: PackedContext, tile: PackedContext) -> RouterLosses:
+    """Weight the z-loss of a tile, a mean over its tokens, by its share of all tokens."""
+    assert context.router_losses is not None
+    tokens, every = (psum_batch(part.token_mask.sum(dtype=jnp.float32)) for part in (tile, context))
+    return context.router_losses._replace(z=context.router_losses.z * tokens / jnp.maximum(every, 1.0))

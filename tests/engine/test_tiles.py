@@ -4,6 +4,8 @@ import chex
 import jax
 import pytest
 
+from jaxglue.models.context import RouterLosses
+
 LENGTHS = [[5, 1, 7], [12]]
 FAMILIES = {
     "qwen3": {},
@@ -37,9 +39,11 @@ def exact_matmuls():
 )
 def test_tiles_change_no_gradient(split_parts, random_batch, family, kind, policy, tile):
     parts = split_parts(kind, num_hidden_layers=2, **FAMILIES[family])
+    losses = RouterLosses(z=0.5) if family == "gpt_oss" else None
     batches = [random_batch(LENGTHS, 14, seed=seed) for seed in range(2)]
-    whole = parts.executor("full").loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
-    tiled = parts.executor(policy, tile=tile).loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)
+    arguments = parts.trainable, parts.frozen, batches, 30.0
+    whole = parts.executor("full", router_losses=losses).loss_and_gradients(*arguments)
+    tiled = parts.executor(policy, tile=tile, router_losses=losses).loss_and_gradients(*arguments)
     chex.assert_trees_all_close(tiled, whole, rtol=1e-4, atol=1e-5)
 
 
