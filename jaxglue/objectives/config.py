@@ -31,7 +31,7 @@ class ObjectiveConfig(Config):
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry)."""
     loss_type: Annotated[LossType, Alias("dpo_loss_type")] = "sigmoid"
     """Form of DPO's loss: sigmoid; sigmoid_norm, of log-probabilities for each token; or another of TRL's."""
-    beta: Annotated[PositiveFloat, Alias("pref_beta", "rl_beta", "dpo_beta")] = 0.1
+    beta: Annotated[PositiveFloat, Alias("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha")] = 0.1
     """Strength of the tie to the reference; IPO's τ, ORPO's λ, the scale of SimPO's rewards."""
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5), Alias("dpo_label_smoothing")] = 0.0
     """Probability that a pair's order is wrong: conservative DPO, or loss_type robust or exo_pair."""
@@ -60,7 +60,8 @@ class ObjectiveConfig(Config):
             if getattr(self, name) != default and self.objective not in objectives:
                 flag = name.replace("_", "-")
                 raise ValueError(
-                    f"--{flag} is for --objective {' or '.join(objectives)}, not {self.objective}: leave it out"
+                    f"--{flag} is for --objective {' or '.join(objectives)}, not {self.objective}: name the objective, "
+                    "or leave it out"
                 )
         if self.reference_cache == "on" and not self.needs_reference:
             raise ValueError(
