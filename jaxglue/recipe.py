@@ -116,10 +116,10 @@ def from_settings[C](cls: type[C], settings: Mapping[str, Any], recipe: str | Pa
             remedy = f" has no counterpart: {_REMEDIES[key]}" if key in _REMEDIES else ""
             raise ValueError(f"unknown setting {key!r:.100}{remedy or nearest(key, names)}")
         read = _read_value(fields[names[key]], key, value, "")
-        if names[key] in flags:
+        if read is KEEP:
+            continue
+        if flags.setdefault(names[key], read) != read:
             raise ValueError(f"{key}: {names[key]} is given twice, by this name and another: leave one out")
-        if read is not KEEP:
-            flags[names[key]] = read
     return construct(cls, values, flags)
 
 

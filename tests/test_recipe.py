@@ -3,7 +3,7 @@
 import pytest
 
 from jaxglue.cli import parse_config
-from jaxglue.recipe import find_recipe, load_config, shipped_recipes
+from jaxglue.recipe import find_recipe, from_settings, load_config, shipped_recipes
 from jaxglue.training.config import TrainConfig
 
 AXOLOTL = """
@@ -159,6 +159,16 @@ def test_reasoning_rewards_and_shares_of_axolotl_recipes_are_translated(write):
     assert config.data.sources[0].columns == {"chosen": "good"}
     with pytest.raises(ValueError, match=r"field_thinking: expected reasoning_content | .*, got 'trace': rename it"):
         load_config(TrainConfig, write("base_model: m\ndatasets: [{path: a, field_thinking: trace}]\n"))
+
+
+def test_names_of_other_programs_may_repeat_a_setting():
+    config = from_settings(
+        TrainConfig,
+        {"model": "m", "data": "a", "load_in_4bit": True, "load_in_8bit": False, "seed": 3, "random_state": 3},
+    )
+    assert (config.model.quantize, config.data.seed) == ("nf4", 3)
+    with pytest.raises(ValueError, match="random_state: seed is given twice"):
+        from_settings(TrainConfig, {"model": "m", "data": "a", "seed": 3, "random_state": 4})
 
 
 def test_recipe_without_adapter_trains_all_weights(write):
