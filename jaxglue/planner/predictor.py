@@ -18,6 +18,7 @@ from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.gpus import RECORDED, Dispatch, Gpu
 from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
+from jaxglue.planner.kernel_times import fused_seconds
 from jaxglue.planner.overheads import (
     LayerArrays,
     MicroBatch,
@@ -189,8 +190,15 @@ class Predictor:
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
-        passes = 3 if self.workload.reference else 2
-        return micro_batch(layers + head, self._arrays(setting), size, passes, whole=self._is_whole(size))
+        passes, whole = 3 if self.workload.reference else 2, self._is_whole(size)
+        ends = head + self._embedding_seconds(whole=whole)
+        return micro_batch(layers + ends, self._arrays(setting), size, passes, whole=whole)
+
+    def _embedding_seconds(self, *, whole: bool) -> float:
+        """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""
+        added = self.workload.gradient_accumulation_steps > 1 or self.workload.config.tie_word_embeddings
+        passes = 0 if added and whole else 4 if added else 1  # an only program adds rows in place
+        return fused_seconds(passes * self._resident.trainable_table, self.gpu)
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:
         arrays, costs, streamed = map(self._model.arrays, range(self._model.layers)), setting.costs, setting.streamed

@@ -20,6 +20,8 @@ class ResidentBytes:
     """Float32 parameters of each layer that train."""
     trainable_ends: tuple[int, ...]
     """Float32 parameters of the embedding, the last norm and the head that train."""
+    trainable_table: int
+    """Those of the embedding."""
     frozen_layers: tuple[int, ...]
     """Frozen parameters of each layer."""
     frozen_ends: int
@@ -78,6 +80,7 @@ def _resident_bytes(workload: Workload) -> ResidentBytes:
     return ResidentBytes(
         trainable_layers=layers,
         trainable_ends=ends,
+        trainable_table=tree_bytes(trainable.get("embed_tokens", {})),
         frozen_layers=tuple(tree_bytes(layer) for layer in frozen["layers"]),
         frozen_ends=sum(tree_bytes(part) for name, part in frozen.items() if name not in on_host | {"layers"}),
         host_table=host.get("embed_tokens", 0),

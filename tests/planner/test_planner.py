@@ -163,6 +163,15 @@ def test_update_in_backward_holds_one_layers_gradients(workload):
     assert saved == pytest.approx(5 * layer, rel=0.3)  # and the embedding's
 
 
+@pytest.mark.parametrize(("tied", "passes"), [(True, 4), (False, 0)])
+def test_a_program_of_its_own_adds_the_tables_gradient_to_the_heads(workload, tied, passes):
+    config = replace(workload.config, tie_word_embeddings=tied)
+    planner = Planner(replace(workload, config=config, lora=None, seq_len=256), find_gpu("H200"))
+    whole, alone = (planner.plan(parse_policy("none"), layers_per_program=count) for count in (6, 1))
+    added = planner.work(alone).gpu_seconds - planner.work(whole).gpu_seconds
+    assert added == pytest.approx(passes * 4 * 32000 * 2048 / planner.gpu.copy, rel=1e-6)
+
+
 def test_resolve_reads_flags(planner):
     assert planner.resolve("2 x offload + 4 x dots", weights="device", host_memory=HOST).remat == (
         "2 x offload + 4 x dots"
