@@ -16,8 +16,9 @@ _LOOPS = ("COLUMNS", "F", "BLOCK_N"), ("COLUMNS", "N", "BLOCK_N"), ("ROWS", "M",
 """Constants of adapters' kernels: elements that a program passes in turns, of all, and in a turn."""
 _CODES_RATE = 0.83e12
 """8-bit codes that XLA converts in a second on 132 multiprocessors, where memory is not slower."""
-_FUSED_SHARE = 0.92
-"""Share of the memory's rate at which kernels without matmuls move their bytes."""
+_SHARE = 0.92
+"""Share of the memory's rate at which our kernels, and matmuls bound by it, move their bytes; XLA's own do at all of it
+(benchmarks/results/sft_step.json)."""
 _KERNEL_SHARES = {"gradients_kernel": 0.73}
 """The same by kernel: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
 _FP8_SHARE = 0.55
@@ -41,7 +42,7 @@ def matmul_seconds(flops: float, moved: int, gpu: Gpu) -> float:
         moved: bytes read and written.
         gpu: that runs it.
     """
-    seconds = _together(flops, moved / (_FUSED_SHARE * gpu.copy))
+    seconds = _together(flops, moved / (_SHARE * gpu.copy))
     return max(seconds, _MATMUL_START + _UNHEATED * seconds)
 
 
@@ -59,8 +60,8 @@ def conversion_seconds(codes: int) -> float:
 
 
 def fused_seconds(moved: int, gpu: Gpu) -> float:
-    """Return the time of a kernel without matmuls."""
-    return moved / (_FUSED_SHARE * gpu.copy)
+    """Return the time of a kernel of XLA's without matmuls."""
+    return moved / gpu.copy
 
 
 def transposed_seconds(size: int, gpu: Gpu) -> float:
@@ -81,7 +82,7 @@ def kernel_seconds(
         codes: some are of FP8.
         gpu: that runs it.
     """
-    copied = moved / (gpu.copy * (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _FUSED_SHARE)))
+    copied = moved / (gpu.copy * (_FP8_SHARE if codes else _KERNEL_SHARES.get(name, _SHARE)))
     if name in _MOST_MOVED:
         copied = moved / min(gpu.copy, _MOST_MOVED[name])
     if name in _EXPERTS_KERNELS:
