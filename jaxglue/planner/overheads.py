@@ -8,14 +8,14 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.gpus import GIB, Dispatch
 from jaxglue.planner.traced import LayerCost
 
-_ENDS, _GROUPED_ENDS = 76.0, 36.0
-"""Calls whose time it takes to dispatch embedding and head, with programs of one and of several layers in between."""
-_PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 1.0, 0.11, 0.14, 0.04
+_ENDS = 36.0
+"""Calls whose time it takes to dispatch embedding and head."""
+_PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 4.0, 0.11, 0.14, 0.04
 """Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, in one of several programs of
 layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program."""
 _ARRAY = 0.85
 """Arrays whose time it takes for each array of a layer's program."""
-_COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 8.0
+_COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 9.0
 """Calls whose time it takes to request copies of a layer's weights, and copies whose time it takes for each array among
 them, and for a value to or from own page-locked buffers."""
 _SHORT_PASS = 1.2e-3
@@ -99,9 +99,9 @@ def micro_batch(
     kernels = sum(layer.kernels for layer in layers)
     arrays = _ARRAY * sum(_handled(layer, 1 if whole else passes) for layer in layers)
     if whole:
-        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _OVERLAP)
+        return MicroBatch(gpu_seconds, _ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _OVERLAP)
     if layers_per_program > 1:
-        return MicroBatch(gpu_seconds, _GROUPED_ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)
+        return MicroBatch(gpu_seconds, _ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)
     streamed = [layer.frozen for layer in layers if layer.streamed]
     calls = _ENDS + passes * (_PASS * len(layers) + _COPY * len(streamed)) + _KERNEL * kernels
     copies = 2 * _COPIED_VALUE * sum(layer.offloaded for layer in layers) + passes * _COPIED_ARRAY * sum(streamed)

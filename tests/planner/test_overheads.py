@@ -26,7 +26,7 @@ def _seconds(gpu_seconds: float, layers, *programs: int, host=RECORDED, **option
 def test_short_steps_take_the_hosts_time():
     plain = _seconds(0.001, _layers(32))
     assert _seconds(10.0, _layers(32)) == pytest.approx(10, rel=0.01)
-    assert _seconds(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.2 * plain
+    assert _seconds(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.1 * plain
     assert _seconds(0.001, _layers(32, offloaded=1)) > plain
     assert _seconds(0.001, _layers(32, streamed=True)) > _seconds(0.001, _layers(32, offloaded=1))
     grouped = _seconds(0.001, _layers(32), 8)
