@@ -10,6 +10,7 @@ from jaxglue.hf.checkpoint import open_checkpoint
 from jaxglue.json_file import read_json
 from jaxglue.training.differences import fingerprint_differences
 from jaxglue.training.fingerprint import fingerprint
+from jaxglue.training.previous_run import is_replaced
 from jaxglue.training.setup import Setup
 from jaxglue.training.summary import RunSummary, read_summary, summary_rows
 
@@ -24,7 +25,7 @@ def finished_run(setup: Setup, processes: Processes) -> RunSummary | None:
 
 def _finished_summary(setup: Setup) -> dict[str, Any] | None:
     path = setup.config.run.output / "summary.json"
-    if not path.is_file():
+    if not path.is_file() or is_replaced(path.parent):
         return None
     try:
         values = read_json(path)

@@ -53,6 +53,11 @@ def recover(folder: Path) -> None:
             _log.warning("%s: restored its run, which another was to replace and ended before a checkpoint", folder)
 
 
+def is_replaced(folder: Path) -> bool:
+    """Tell whether a killed process has left files of the folder's run aside, for `recover`."""
+    return bool(_asides(folder))
+
+
 def has_checkpoint(folder: Path) -> bool:
     """Tell whether the folder's run has saved a checkpoint."""
     checkpoints = (path for path in folder.glob("checkpoints/*/") if path.name.isdigit())

@@ -58,6 +58,9 @@ def test_best_and_last_weights_are_kept_at_an_early_end(make_config, scripted_lo
     resumed = replace(config, run=replace(config.run, resume=True))
     assert train(resumed) == summary
     assert "done before" in capsys.readouterr().out
+    (run / ".jaxglue-old-a.moving").mkdir()  # a killed --overwrite
+    (run / "checkpoints").rename(run / ".jaxglue-old-a.moving/checkpoints")
+    assert train(resumed).steps == 4 and (run / "checkpoints/4").is_dir()
     (run / "adapter/adapter_model.safetensors").write_bytes(b"")
     assert train(resumed).adapter_step == 2
     assert equal(weights(run / "adapter"), weights(tmp_path / "best"))
