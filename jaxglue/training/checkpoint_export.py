@@ -111,7 +111,10 @@ def read_trainable(folder: Path) -> Params:
 def _restore(state: Path) -> Params:
     host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        stored: Any = checkpointer.metadata(state).item_metadata.tree["trainable"]
+        metadata: Any = checkpointer.metadata(state).item_metadata
+        if metadata is None:
+            raise ValueError(f"{state} has no metadata")
+        stored = metadata.tree["trainable"]
         shapes = jax.tree.map(lambda item: jax.ShapeDtypeStruct(item.shape, item.dtype, sharding=host), stored)
         item = {"trainable": shapes}
         options = ocp.checkpoint_utils.construct_restore_args(item)

@@ -16,9 +16,9 @@ def reason_of(error: Exception) -> str:
     """Shorten an error to its cause, without the paths that the storage library adds."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)", str(error), maxsplit=1)[0]
+    message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)|\. See full", str(error), maxsplit=1)[0]
     cause = message.rpartition(": ")[2]
-    return (cause if len(cause) >= _SHORTEST else message)[:200] or type(error).__name__
+    return (cause if len(cause) >= _SHORTEST and cause[0] != "(" else message)[:200] or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 from jaxglue.training import durable
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.checkpoint_export import choose_step
+from jaxglue.training.orbax_errors import reason_of
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
 
@@ -230,3 +231,18 @@ def test_damaged_eval_loss_counts_as_none(tmp_path, metric):
     with Checkpoints(tmp_path, fingerprint=FINGERPRINT) as checkpoints:
         assert checkpoints.restore_best(abstract(make_state(0))).step == 1
     assert choose_step(tmp_path, "best") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (ValueError("NOT_FOUND: Error opening: Checksum differs [tensorstore_spec='{}']"), "Checksum differs"),
+        (
+            Exception("Error reading index: (slice(0, 3, 1),). See full TensorStore details: <bound method spec of {"),
+            "Error reading index: (slice(0, 3, 1),)",
+        ),
+    ],
+)
+def test_storage_errors_are_cut_to_their_cause(error, reason):
+    assert reason_of(error) == reason
