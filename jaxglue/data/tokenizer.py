@@ -28,6 +28,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers and tokenizers raise errors of many types for a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason[:300]}") from error
+    for key in ("is_local", "local_files_only"):  # of this loading, and `save_pretrained` would write them
+        tokenizer.init_kwargs.pop(key, None)
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer in {folder} has no tokenizer.json: save it once as a fast tokenizer")
     return tokenizer

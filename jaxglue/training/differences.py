@@ -14,6 +14,8 @@ _MAY_CHANGE = ("steps",)
 """Entries of a fingerprint in which a resumed run may differ: its length."""
 _PER_START = ("run.resume", "run.overwrite")
 """Settings of one start of a run, not of the run."""
+_DIGESTS = {"data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed)"}
+"""What stands behind entries whose values say nothing to a reader."""
 _SHOWN = 80
 """Longest value shown, in characters."""
 
@@ -44,7 +46,7 @@ def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> N
     if found:
         raise ValueError(
             "cannot resume, this run differs from the one that wrote the checkpoint:\n"
-            + "\n".join(f"  {key}: {text}" for key, text in found.items())
+            + "\n".join(f"  {key}: {text}{_DIGESTS.get(key, '')}" for key, text in found.items())
             + "\nUse the saved values, or start a new run in another output folder."
         )
 

@@ -188,6 +188,9 @@ def test_tokenizer_loads_from_its_folder(tmp_path, make_tokenizer):
     loaded = load_tokenizer(tmp_path)
     assert loaded("What is 1?")["input_ids"] == tokenizer("What is 1?")["input_ids"]
     assert loaded.chat_template == tokenizer.chat_template
+    saved = (tmp_path / "tokenizer_config.json").read_text()
+    loaded.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer_config.json").read_text() == saved
 
 
 def test_missing_tokenizer_is_refused(tmp_path):
