@@ -1,7 +1,6 @@
 """Run a model layer by layer: one compiled forward and one compiled backward per layer type, dispatched in order.
 
-Compile time is one layer's at any depth, and the executor, not the compiler, decides where residuals are kept and when
-they are copied: XLA delays copies to the host until they save nothing, or serializes them.
+Compile time is one layer's at any depth.
 """
 
 from collections import deque
