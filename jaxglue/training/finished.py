@@ -12,7 +12,7 @@ from jaxglue.training.differences import fingerprint_differences
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.previous_run import is_replaced
 from jaxglue.training.setup import Setup
-from jaxglue.training.summary import RunSummary, read_summary, summary_rows
+from jaxglue.training.summary import PATHS, RunSummary, read_summary, summary_rows
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def _finished_summary(setup: Setup) -> dict[str, Any] | None:
             return None
         if not isinstance(saved, dict) or fingerprint_differences(saved, fingerprint(setup)):
             return None
+        values |= {name: str(run.output / Path(values[name]).name) for name in PATHS if values.get(name)}
         summary = read_summary(values)
         summary_rows(summary)
         at_end = summary.steps >= setup.total_steps or summary.stopped_early

@@ -14,6 +14,8 @@ from rich.text import Text
 
 from jaxglue.training.progress import format_duration
 
+PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
+"""Fields of the results that name a file or folder in the run's."""
 _BORDER = 6
 """Width of a panel's border and of the space between its columns."""
 
@@ -102,5 +104,4 @@ def summary_json(summary: RunSummary) -> dict[str, object]:
 
 def read_summary(values: Mapping[str, Any]) -> RunSummary:
     """Return the results that `summary_json` wrote."""
-    paths = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
-    return RunSummary(**{**values, **{name: Path(values[name]) for name in paths if values.get(name)}})
+    return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})

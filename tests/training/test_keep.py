@@ -1,5 +1,6 @@
 """The kept weights of a run: best, last or both, an early end, and exported checkpoints."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -61,9 +62,10 @@ def test_best_and_last_weights_are_kept_at_an_early_end(make_config, scripted_lo
     (run / ".jaxglue-old-a.moving").mkdir()  # a killed --overwrite
     (run / "checkpoints").rename(run / ".jaxglue-old-a.moving/checkpoints")
     assert train(resumed).steps == 4 and (run / "checkpoints/4").is_dir()
-    (run / "adapter/adapter_model.safetensors").write_bytes(b"")
-    assert train(resumed).adapter_step == 2
-    assert equal(weights(run / "adapter"), weights(tmp_path / "best"))
+    copied = shutil.copytree(run, tmp_path / "copied")
+    (copied / "adapter/adapter_model.safetensors").write_bytes(b"")
+    assert train(replace(config, run=replace(config.run, resume=True, output=copied))).adapter == copied / "adapter"
+    assert equal(weights(copied / "adapter"), weights(tmp_path / "best"))
 
     scripted_losses({5: 2.2})  # patience of one more evaluation
     longer = train(replace(resumed, run=replace(resumed.run, early_stopping=3)))
