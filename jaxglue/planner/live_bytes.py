@@ -130,6 +130,9 @@ def _peak_bytes(kernels: Sequence[Kernel], without: set[Value], joined: Sequence
         written |= dict.fromkeys(kernel.outputs, index)
     for one, other in joined:
         last[one], last[other] = max(last[one], written[other]), max(last[other], written[one])
+        at = max(written[one], written[other])  # of the kernel that forms both
+        for value in (*kernels[written[one]].inputs, *kernels[written[other]].inputs):
+            last[value] = max(last[value], at)
     live, peak = 0, 0
     dying: dict[int, int] = {}
     for index, kernel in enumerate(kernels):

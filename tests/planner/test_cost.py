@@ -148,6 +148,17 @@ def test_values_of_one_large_array_are_formed_together():
     assert peak_bytes(kernels, without={gradient, other}, results=[gradient, other]) == 200
 
 
+def test_values_that_are_formed_together_need_the_arrays_of_both():
+    shared, first, second, one, other = Value(100, is_argument=True), *(Value(100) for _ in range(4))
+    kernels = [
+        Kernel((), (first,), 0),
+        Kernel((shared, first), (one,), 0, fused=True),
+        Kernel((), (second,), 0),
+        Kernel((shared, second), (other,), 0, fused=True),
+    ]
+    assert peak_bytes(kernels, without=set(), results=[one, other]) == 400
+
+
 @pytest.mark.parametrize(("constant", "turns", "formed"), [(2.0, 1, 1), (TABLE, 1, 2), (TABLE, 2, 1)])
 def test_equal_conversions_of_weights_are_formed_once(constant, turns, formed):
     def seconds(convert):
