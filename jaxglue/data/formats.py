@@ -30,13 +30,13 @@ _UNREAD = {
 
 
 def detect_format(row: Mapping[str, Any]) -> str:
-    """Detect a row's format from its keys.
+    """Detect a row's format from its keys, first from those with values.
 
     Raises:
         ValueError: no format matches; lists the row's keys and the known formats.
     """
-    for name, keys in KEYS.items():
-        if all(key in row for key in keys):
+    for present in ({key for key, value in row.items() if value is not None}, row.keys()):
+        if name := next((name for name, keys in KEYS.items() if present >= set(keys)), None):
             return name
     known = "; ".join(f"{name}: {' and '.join(keys)}" for name, keys in KEYS.items())
     hint = "rename keys with --columns, such as prompt=question,completion=answer"

@@ -37,7 +37,10 @@ def template_time_limit() -> Iterator[None]:
         with time_limit(SECONDS):
             yield
     except TimeoutError:
-        raise ValueError(f"the chat template takes more than {SECONDS} s of CPU time") from None
+        raise ValueError(
+            f"the chat template takes more than {SECONDS} s of CPU time: split the conversation, or give a "
+            "template with {% generation %} markers, which is faster"
+        ) from None
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def read_chat(messages: Any, tools: Any, name: str) -> Chat:
 
     Args:
         messages: with `role` and `content`, or ShareGPT's `from` and `value`.
-        tools: a list or its JSON; may be None.
+        tools: a list of objects or of their JSON, or its JSON; may be None or empty.
         name: the messages' key, for errors.
 
     Raises:
@@ -58,9 +58,10 @@ def read_chat(messages: Any, tools: Any, name: str) -> Chat:
     if not isinstance(messages, list) or not messages:
         found = "an empty one" if messages == [] else type(messages).__name__
         raise ValueError(f"{name!r} must be a non-empty list of messages, got {found}")
-    tools = from_json(tools, "tools") or None
+    tools = from_json(tools or None, "tools") or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"'tools' must be a list, got {type(tools).__name__}")
+    tools = tools and [from_json(tool, "tools") for tool in tools]
     pairs = [_read_message(message, number) for number, message in enumerate(messages, 1)]
     return Chat([message for message, _ in pairs], tools, [trained for _, trained in pairs])
 

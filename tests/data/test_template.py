@@ -7,6 +7,7 @@ import pytest
 
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
+from jaxglue.data.formats import detect_format
 
 HELLO = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}]
 TWICE = [*HELLO, {"role": "user", "content": "Good"}, {"role": "assistant", "content": "\n\nquestion"}]
@@ -94,7 +95,7 @@ def test_a_conversation_may_begin_with_the_assistant(make_tokenizer):
     assert parts == ["Good.<|im_end|>", "It is 2.<|im_end|>"]
 
 
-@pytest.mark.parametrize("as_text", [False, True], ids=["object", "string"])
+@pytest.mark.parametrize("as_text", [False, True, "each"], ids=["object", "string", "strings"])
 def test_tool_calls_and_tools_are_rendered(make_tokenizer, as_text):
     arguments = {"a": 1}
     call = {
@@ -109,10 +110,18 @@ def test_tool_calls_and_tools_are_rendered(make_tokenizer, as_text):
         HELLO[1],
     ]
     tokenizer = make_tokenizer()
-    encoded = encode(tokenizer, {"messages": messages, "tools": json.dumps(tools) if as_text else tools})
+    written = [json.dumps(tools[0])] if as_text == "each" else json.dumps(tools) if as_text else tools
+    encoded = encode(tokenizer, {"messages": messages, "tools": written})
     called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
     assert trained_parts(tokenizer, encoded) == [called, "It is 2.<|im_end|>"]
     assert json.dumps(tools[0]) in tokenizer.decode(encoded.tokens)
+
+
+def test_nulls_and_empty_tools_are_as_absent(make_tokenizer):
+    row = {"text": None, "prompt": None, "completion": "a", "messages": HELLO, "tools": ""}
+    assert detect_format({"messages": None, "text": "a"}) == "text"
+    assert detect_format(row) == "messages"
+    assert trained_parts(make_tokenizer(), encode(make_tokenizer(), row)) == ["It is 2.<|im_end|>"]
 
 
 def test_sharegpt_rows_equal_messages(make_tokenizer):
