@@ -152,7 +152,9 @@ def test_trl_recipe_is_translated(write, caplog):
 
 
 def test_reasoning_rewards_and_shares_of_axolotl_recipes_are_translated(write):
-    text = "base_model: m\nadapter: lora\nreward_model: true\nnum_labels: 1\nwarmup_steps: 0.1\nwandb_tags:\n"
+    text = (
+        "base_model: m\nadapter: lora\nreward_model: true\nnum_labels: 1\nwarmup_steps: 0.1\nwandb_tags:\nfp8: false\n"
+    )
     rows = "field_thinking: thinking, template_thinking_key: thinking, field_chosen: good, type: chat_template.default"
     config = load_config(TrainConfig, write(f"{text}datasets: [{{path: a.jsonl, {rows}}}]\n"))
     assert (config.objective.objective, config.optimizer.warmup_ratio) == ("reward", 0.1)

@@ -38,10 +38,10 @@ def translate(recipe: Mapping[str, Any], cls: type, where: str) -> Nested:
                     _merge(values, {group: {field: kind.read(read)}})
             elif key in NOTES:
                 left_out.setdefault(NOTES[key], []).append(key)
-            elif key in REFUSED:
-                unknown.append(f"{key} ({REFUSED[key]})")
             elif value is False or value is None or value in ("", [], {}):
                 left_out.setdefault("off", []).append(key)
+            elif key in REFUSED:
+                unknown.append(f"{key} ({REFUSED[key]})")
             else:
                 unknown.append(f"{key}{nearest(key, places)}")
         except ValueError as error:
