@@ -163,7 +163,9 @@ def _arrow_rows(dataset: Any, name: str, skip: int = 0) -> Iterator[Row]:
 
 def _damaged_folder(name: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())[:300] or type(error).__name__
-    return ValueError(f"{name}: a damaged data set: {reason}; save it again with save_to_disk")
+    is_hub = name.startswith(HUB_PREFIX)
+    remedy = "delete its copy in the cache of `datasets`" if is_hub else "save it again with save_to_disk"
+    return ValueError(f"{name}: a damaged data set: {reason}; {remedy}")
 
 
 def _is_saved_dataset(path: Path) -> bool:
