@@ -15,13 +15,15 @@ from jaxglue.data.batch import TokenDataset
 from jaxglue.data.cache import content_key
 from jaxglue.data.config import DataConfig
 from jaxglue.data.encode import Encoded, Encoder
-from jaxglue.data.readers import hub_fingerprint, row_chunks, source_files, source_parts
+from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
 from jaxglue.data.selection import Selection, join_selections, overlong_error, select_documents
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore
 from jaxglue.data.tokenize import cache_key, check_format, find_format
 from jaxglue.data.workers import encode_in_processes
 
+_VERSION = 3
+"""Increment when streams under way cannot go on with the present tokens of their rows."""
 _CHUNK = 64
 """Rows tokenized together; windows end between chunks."""
 _ENDS = 2**20
@@ -83,7 +85,7 @@ class TokenStream:
         self._readers = [_Reader(source, config, tokenizer, encode) for source in config.sources]
         self.formats = tuple(reader.format for reader in self._readers)
         """Row format of each source."""
-        keys = [cache_key(_file_ends(source), source, tokenizer, False) for source in config.sources]
+        keys = [cache_key(_file_ends(source), source, tokenizer, False, _VERSION) for source in config.sources]
         shares = [source.share for source in config.sources]
         self.fingerprint = content_key(keys, shares, config.seq_len, config.overlong, config.stream_tokens)
         """Hash of the files' sizes and ends, the tokenizer and the settings."""
@@ -194,7 +196,7 @@ def _file_ends(source: Source) -> list[tuple[str, str]]:
     """Return a digest of each file's size and ends: whole files would take minutes to read."""
     if source.name.startswith(HUB_PREFIX):
         return [(source.name, hub_fingerprint(source))]
-    return [(str(path), _digest_ends(path)) for path in source_files(source)]
+    return [(str(path), _digest_ends(path)) for path in data_files(source.name)]
 
 
 def _digest_ends(path: Path) -> str:

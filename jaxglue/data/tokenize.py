@@ -23,7 +23,7 @@ from jaxglue.data.store_files import file_digest, write_store
 from jaxglue.data.workers import encode_here, encode_in_processes
 
 _VERSION = 4
-"""Increment when the same rows yield different tokens or masks, to invalidate caches."""
+"""Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
 """Number of rows above which starting processes pays off."""
@@ -57,7 +57,7 @@ def tokenize(
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
-    folder = Path(config.cache_dir) / cache_key(digests, source, tokenizer, preferences)
+    folder = Path(config.cache_dir) / cache_key(digests, source, tokenizer, preferences, _VERSION)
     fresh = []
 
     def write() -> None:
@@ -126,13 +126,17 @@ def _metered(chunks: Iterable[tuple[Encoded, float]], advance: Advance) -> Itera
 
 
 def cache_key(
-    digests: list[tuple[str, str]], source: Source, tokenizer: PreTrainedTokenizerBase, preferences: bool
+    digests: list[tuple[str, str]],
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    preferences: bool,
+    version: int,
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
     settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
-    return content_key(_VERSION, files, *settings, *model, *(["preferences 2"] if preferences else []))
+    return content_key(version, files, *settings, *model, *(["preferences 2"] if preferences else []))
 
 
 def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:

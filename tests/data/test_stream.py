@@ -76,6 +76,13 @@ def test_state_of_other_data_is_refused(open_stream, iterate, write_jsonl, chat_
         other.set_state(state)
 
 
+def test_streams_under_way_outlast_tokens_in_caches(open_stream, write_jsonl, chat_rows, monkeypatch):
+    path = write_jsonl(chat_rows(300))
+    before = open_stream(path).fingerprint
+    monkeypatch.setattr("jaxglue.data.tokenize._VERSION", 99)
+    assert open_stream(path).fingerprint == before
+
+
 def test_processes_share_the_rows_of_one(open_stream, iterate, write_jsonl, chat_rows):
     stream = open_stream(write_jsonl(chat_rows(300)))
     whole = tokens(islice(iterate(stream), 20))
