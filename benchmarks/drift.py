@@ -82,8 +82,8 @@ def train(
 
 
 def drift(losses: list[float], truth: list[float]) -> float:
-    """Return the largest relative difference of losses."""
-    return max(abs(a - b) / b for a, b in zip(losses, truth, strict=True))
+    """Return the largest relative difference of losses, NaN if one is NaN."""
+    return float(np.max(np.abs(np.subtract(losses, truth)) / truth))
 
 
 def measure(shape: str, steps: int, tokens: int, rate: float) -> dict[str, Any]:
