@@ -185,7 +185,7 @@ def _temporary(folder: Path) -> Path:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed writers of this machine left."""
+    """Remove leftovers of this machine's killed writers."""
     for path in folder.parent.glob(f".{folder.name}.{socket.gethostname()}.*.tmp"):
         if not psutil.pid_exists(int(path.name.split(".")[-3])):
             shutil.rmtree(path, ignore_errors=True)

@@ -108,7 +108,7 @@ class LayerPasses:
     ) -> tuple[Float[Array, "B T D"], _Saved, Array | None]:
         """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched.
 
-        Return both outputs, and between them what `backward` takes. `near_end` is called some layers before the last.
+        Return both outputs, and between them values for `backward`. `near_end` is called some layers before the last.
         """
         saved: list[SavedLayer] = []
         kept: list[_Weights] = []

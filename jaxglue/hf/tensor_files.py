@@ -135,7 +135,7 @@ def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
             starts = _data_starts(path)
             return {name: _info(path, view, name, starts) for name, view in views.items()}, handle.metadata() or {}
-    except FileNotFoundError as error:  # whatever keeps the library from opening it
+    except FileNotFoundError as error:  # raised without permission, too
         reason = "cannot be opened: check its permissions" if path.exists() else "does not exist"
         raise ValueError(f"{path} {reason}") from error
     except SafetensorError as error:

@@ -146,7 +146,7 @@ class Proposer(Predictor):
         return fastest(plan, range(1, layers), fits)
 
     def _keep_on_device(self, plan: Plan, host_memory: float) -> Plan:
-        """Return the plan with what it offloads kept on the GPU, for as many layers as fit, to pin less host memory.
+        """Return the plan with offloaded values kept on the GPU, for as many layers as fit, to pin less host memory.
 
         Further programs to compile take time: several policies are doubled only where host memory is short.
         """

@@ -15,7 +15,7 @@ _MAY_CHANGE = ("steps",)
 _PER_START = ("run.resume", "run.overwrite")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {"data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed)"}
-"""What stands behind entries whose values say nothing to a reader."""
+"""Explanations of entries whose values are digests."""
 _SHOWN = 80
 """Longest value shown, in characters."""
 
