@@ -95,7 +95,7 @@ def _jsonl_rows(path: Path, skip: int) -> Iterator[Row]:
 
 def _line_value(line: bytes, origin: str) -> Any:
     try:
-        return parse_json(line.strip(), origin, unique_keys=True)
+        return parse_json(line.rstrip(), origin, unique_keys=True)
     except MalformedJSONError as error:
         hint = "each line of a .jsonl file holds one row, and a .json file may hold them as an array"
         raise ValueError(f"{error}; {hint}") from error

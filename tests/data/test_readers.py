@@ -116,7 +116,11 @@ def test_null_fields_from_arrow_are_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', r"a.jsonl:3: malformed JSON at column 9.*; each line .* one row"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n\n  {"text": \n',
+            r"a.jsonl:3: malformed JSON at column 11.*; each line .* one row",
+        ),
         (
             "a.json",
             b'{\n "text": "a"\n}',
