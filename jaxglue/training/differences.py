@@ -14,7 +14,10 @@ _MAY_CHANGE = ("steps",)
 """Entries of a fingerprint in which a resumed run may differ: its length."""
 _PER_START = ("run.resume", "run.overwrite")
 """Settings of one start of a run, not of the run."""
-_DIGESTS = {"data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed)"}
+_DIGESTS = {
+    "data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed, or an "
+    "older version left parts of the rows unread)"
+}
 """Explanations of entries whose values are digests."""
 _SHOWN = 80
 """Longest value shown, in characters."""
