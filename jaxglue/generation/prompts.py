@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.formats import read_row
 from jaxglue.data.limits import template_time_limit
-from jaxglue.data.messages import Chat, Messages, Tools, read_chat
+from jaxglue.data.messages import Chat, Messages, Tools
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.template_check import TemplateCheck
 from jaxglue.data.tokenizer import require_unicode
@@ -67,7 +68,8 @@ def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], config:
 def _encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, config: GenerateConfig) -> list[int]:
     if "messages" not in row:
         return encode_prompt(tokenizer, row["prompt"], system=config.system, raw=config.raw)
-    chat = read_chat(row["messages"], row.get("tools"), "messages")
+    chat = read_row(row, "messages")
+    assert isinstance(chat, Chat)
     return _encode(tokenizer, chat if config.system is None else chat.with_system(config.system), check=True)
 
 

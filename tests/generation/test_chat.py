@@ -139,8 +139,10 @@ def test_rows_are_read_as_in_training(encode):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     tokenizer, (plain, same) = encode({"prompt": "ab"}, {"messages": [{"from": "human", "value": parts}]})
     assert plain == same
-    _, (with_system,) = encode({"messages": [{"role": "user", "content": "ab"}]}, system="s")
-    assert tokenizer.decode(with_system).count("system") == 1
+    row = {"messages": [{"role": "user", "content": "ab"}]}
+    _, with_system = encode(row, {**row, "system": "s"}, system="s")
+    assert with_system[0] == with_system[1] and tokenizer.decode(with_system[0]).count("system") == 1
+    assert encode({**row, "system": "s"})[1] == with_system[:1]
 
 
 def test_special_tokens_in_a_prompt_are_text(encode):
