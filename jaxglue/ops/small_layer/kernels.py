@@ -81,14 +81,14 @@ def extend_kernel(
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         squares += tile * tile
     scale = rms_scale(tl.sum(squares, 1), D, EPS)[:, None]
-    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    product = tl.full((BLOCK_R, BLOCK_M), 0.0, tl.float32)  # turned: few rows keep many programs at work
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
         tile = _norm_tile(tile, scale, weight, start, D, BLOCK_N, out.dtype.element_ty)
         _store(out, tile, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N)
         matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
-        product = tl.dot(tile, tl.trans(matrix), product, input_precision=PRECISION)
-    _store_ranks(out, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+        product = tl.dot(matrix, tl.trans(tile), product, input_precision=PRECISION)
+    _store_ranks(out, tl.trans(product), row, M, D, WIDTH, BLOCK_R, BLOCK_M)
 
 
 @triton.jit

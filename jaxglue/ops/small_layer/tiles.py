@@ -16,7 +16,7 @@ class RowTiles(LoraTiles):
     num_stages: int = 3
 
 
-EXTEND_TILES = RowTiles(num_warps=8)
+EXTEND_TILES = RowTiles(block_m=32)
 ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
 MIDDLE_TILES = RowTiles(block_m=32, block_n=64, num_stages=4)
 ENTERED_TILES = RowTiles(num_warps=8)
