@@ -42,16 +42,8 @@ class _ShapesOnly:
         dsinks = None if sinks is None else jnp.zeros_like(sinks)
         return *_named(ATTENTION_BACKWARD, gradients)(q, k, v, out, lse, dout), dsinks
 
-    def rotated_forward(self, k, z, segments, rotation, *, window):
-        def values(k, z):
-            return jnp.zeros_like(z[:, :, : rotation.heads[0]]), jnp.zeros(
-                (*z.shape[:2], rotation.heads[0]), jnp.float32
-            )
-
-        return _named(ATTENTION_FORWARD, values)(k, z)
-
-    def rotated_backward(self, k, z, segments, out, lse, dout, rotation, *, window):
-        return _named(ATTENTION_BACKWARD, lambda k, z, out, lse, dout: jnp.zeros_like(z))(k, z, out, lse, dout)
+    def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation, *, window):
+        return _named(ATTENTION_BACKWARD, lambda q, k, z, out, lse, dout: jnp.zeros_like(z))(q, k, z, out, lse, dout)
 
 
 def _named(name: str, function):

@@ -18,19 +18,27 @@ from jaxglue.ops.attention.kernels import (
 
 
 @triton.jit
-def query_gradient(q_tile, out_tile, dout_tile, k, v, starts, lse, delta, row, first, end, pack, tokens, low, all_low,
-                   lows, spec: tl.constexpr):  # fmt: skip
+def query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec: tl.constexpr):
     """Store delta = Σ out·dout of one tile, and return its dq."""
     N: tl.constexpr = spec.K * spec.G
-    kv_head = pack * spec.P // spec.G
+    TOKENS: tl.constexpr = spec.block_m // spec.P
+    head, kv_head = pack * spec.P, pack * spec.P // spec.G
+    last = end - 1
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
+    tokens = first + lane // spec.P
+    starts += row * (3 * spec.T if spec.forks else spec.T)
+    low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
+    dout_tile = load_tile(dout, row, first, head, N, TOKENS, spec.P, False, spec)
+    out_tile = load_tile(out, row, first, head, N, TOKENS, spec.P, False, spec)
+    # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
+    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
     stats = ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + stats, row_delta, mask=tokens < end)
     row_lse = tl.load(lse + stats, mask=tokens < spec.T, other=0.0) * LOG2_E
 
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
-    stop = end
+    stop = last + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec.T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
@@ -73,21 +81,11 @@ def query_gradient(q_tile, out_tile, dout_tile, k, v, starts, lse, delta, row, f
 @triton.jit
 def dq_kernel(q, k, v, starts, units, out, lse, dout, dq, delta, spec: tl.constexpr):
     """Compute dq of one tile, and delta for `dkdv_kernel`; grid (query tiles · N // P, B)."""
-    N: tl.constexpr = spec.K * spec.G
-    TOKENS: tl.constexpr = spec.block_m // spec.P
     row, first, end, pack = query_tile(units, spec)
     if first >= end:
         return
-    starts += row * (3 * spec.T if spec.forks else spec.T)
-    tokens, low, all_low, lows = visible_keys(starts, first, end, spec)
-    dout_tile = load_tile(dout, row, first, pack * spec.P, N, TOKENS, spec.P, False, spec)
-    out_tile = load_tile(out, row, first, pack * spec.P, N, TOKENS, spec.P, False, spec)
-    # Loaded last, as a load by descriptor waits. It lands in registers, of which dout would take too many.
-    q_tile = load_tile(q, row, first, pack * spec.P, N, TOKENS, spec.P, spec.q_descriptor, spec)
-    gradient = query_gradient(
-        q_tile, out_tile, dout_tile, k, v, starts, lse, delta, row, first, end, pack, tokens, low, all_low, lows, spec
-    )
-    store_tile(dq, gradient, row, first, end, pack * spec.P, N, TOKENS, spec.P, spec)
+    gradient = query_gradient(q, k, v, starts, out, lse, dout, delta, row, first, end, pack, spec)
+    store_tile(dq, gradient, row, first, end, pack * spec.P, spec.K * spec.G, spec.block_m // spec.P, spec.P, spec)
 
 
 @triton.jit

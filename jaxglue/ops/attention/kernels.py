@@ -127,15 +127,14 @@ def _first_visible(starts, tokens, spec: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(starts, first, end, spec: tl.constexpr):
-    """Return (token of each lane, first visible key of a tile, first that all its queries see, that of each query)."""
-    tokens = first + tl.arange(0, spec.block_m) // spec.P
+def visible_keys(starts, first, last, tokens, spec: tl.constexpr):
+    """Return (first visible key of a tile, first that all its queries see, that of each query)."""
     low = _first_visible(starts, first, spec)
-    all_low = _first_visible(starts, end - 1, spec)
+    all_low = _first_visible(starts, last, spec)
     lows = _first_visible(starts, tokens, spec)
     if spec.forks and spec.window > 0:  # a second continuation begins further back than a first one ends
         low, all_low = -tl.max(-lows, 0), tl.max(lows, 0)
-    return tokens, low, all_low, lows
+    return low, all_low, lows
 
 
 @triton.jit
@@ -187,20 +186,28 @@ def last_tile(low, stop, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def attend(q_tile, k, v, sinks, starts, out, lse, row, first, end, pack, tokens, low, all_low, lows,
-           spec: tl.constexpr):  # fmt: skip
-    """Store output and log-sum-exp of one tile of queries."""
+def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
+    """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
     N: tl.constexpr = spec.K * spec.G
     TOKENS: tl.constexpr = spec.block_m // spec.P
+    row, first, end, pack = query_tile(units, spec)
+    if first >= end:
+        return
     head, kv_head = pack * spec.P, pack * spec.P // spec.G
+    last = end - 1
     lane, slots = tl.arange(0, spec.block_m), tl.arange(0, spec.block_n)
+    tokens = first + lane // spec.P
+    starts += row * (3 * spec.T if spec.forks else spec.T)
+    low, all_low, lows = visible_keys(starts, first, last, tokens, spec)
+    q_tile = load_tile(q, row, first, head, N, TOKENS, spec.P, spec.q_descriptor, spec)
+
     peak = tl.full((spec.block_m,), -float("inf"), tl.float32)
     total = tl.full((spec.block_m,), 0.0, tl.float32)
     if spec.has_sinks:
         peak = tl.load(sinks + head + lane % spec.P).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.full((spec.block_m, spec.width), 0.0, tl.float32)
-    stop = end
+    stop = last + 1
     if spec.forks:
         gap_starts, gap_ends = gaps(starts, tokens, spec.T)
         any_start, any_end = -tl.max(-tl.where(gap_ends > gap_starts, gap_starts, spec.T), 0), tl.max(gap_ends, 0)
@@ -248,16 +255,3 @@ def attend(q_tile, k, v, sinks, starts, out, lse, row, first, end, pack, tokens,
     store_tile(out, acc, row, first, end, head, N, TOKENS, spec.P, spec)
     log_sum = tl.where(seen, (peak + tl.log2(total)) / LOG2_E, 0.0)
     tl.store(lse + ((row * (N // spec.P) + pack) * spec.T + first) * spec.P + lane, log_sum, mask=tokens < end)
-
-
-@triton.jit
-def forward_kernel(q, k, v, sinks, starts, units, out, lse, spec: tl.constexpr):
-    """Compute output and log-sum-exp of one tile of queries; grid (query tiles · N // P, B)."""
-    TOKENS: tl.constexpr = spec.block_m // spec.P
-    row, first, end, pack = query_tile(units, spec)
-    if first >= end:
-        return
-    starts += row * (3 * spec.T if spec.forks else spec.T)
-    tokens, low, all_low, lows = visible_keys(starts, first, end, spec)
-    q_tile = load_tile(q, row, first, pack * spec.P, spec.K * spec.G, TOKENS, spec.P, spec.q_descriptor, spec)
-    attend(q_tile, k, v, sinks, starts, out, lse, row, first, end, pack, tokens, low, all_low, lows, spec)

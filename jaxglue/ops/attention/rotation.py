@@ -33,26 +33,6 @@ class Rotation:
         q, k = self.kernels.split_rotate(z.reshape(B * T, V * H), (*self.heads, H), self.norms, self.cos, self.sin)
         return q.reshape(B, T, -1, H), k.reshape(B, T, -1, H)
 
-    @property
-    def weights(self) -> tuple[Array, Array]:
-        """Return the weights of queries' and keys' norms; other arrays without norms."""
-        return (self.cos, self.cos) if self.norms is None else self.norms.weights
-
-    @property
-    def eps(self) -> float | None:
-        """Return what the norms add to a mean square; None without."""
-        return None if self.norms is None else self.norms.eps
-
-    def queries(self, z: Float[Array, "B T heads H"]) -> jax.ShapeDtypeStruct:
-        """Return the type of the queries."""
-        return jax.ShapeDtypeStruct((*z.shape[:2], self.heads[0], z.shape[3]), z.dtype)
-
-    def keys(self, z: Float[Array, "B T heads H"]) -> Float[Array, "B T K H"]:
-        """Return the keys."""
-        B, T, V, H = z.shape
-        k = self.kernels.rotate_keys(z.reshape(B * T, V * H), (*self.heads, H), self.norms, self.cos, self.sin)
-        return k.reshape(B, T, -1, H)
-
     def take_back(self, z, dq, dk, dz) -> Float[Array, "B T heads H"]:
         """Return dz with its first heads from the gradients to queries and keys."""
         B, T, V, H = z.shape
@@ -83,15 +63,15 @@ rotated_heads.defvjp(_rotated_heads, _take_back)
 def rotated_flash_attention(
     spec: FlashSpec, rotation: Rotation, z: Float[Array, "B T heads H"], segments: PackedSegments
 ) -> Float[Array, "B T N H"]:
-    """Compute packed attention by a backend that rotates the queries itself, and takes gradients back through it."""
-    return _forward(spec, rotation, z, segments)[0]
+    """Compute packed attention by a backend whose backward pass goes through the rotation, too."""
+    return spec.backend.forward(*rotation(z), z, None, segments, window=spec.window)[0]
 
 
 def _forward(spec, rotation, z, segments):
-    k = rotation.keys(z)
-    out, lse = spec.backend.rotated_forward(k, z, segments, rotation, window=spec.window)
+    q, k = rotation(z)
+    out, lse = spec.backend.forward(q, k, z, None, segments, window=spec.window)
     out, lse = checkpoint_name(out, ATTENTION_OUT), checkpoint_name(lse, ATTENTION_LSE)
-    return out, (k, z, segments, out, lse, rotation)
+    return out, (q, k, z, segments, out, lse, rotation)
 
 
 def _backward(spec, residuals, dout):

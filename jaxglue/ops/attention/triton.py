@@ -51,63 +51,40 @@ class TritonAttention(Launcher):
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks)."""
-        sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
-        spec = _spec(sizes, v, window, segments)
-        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
-        dq, delta = self._launch_queries(
-            backward_kernels.dq_kernel,
-            (q_tile, *self._tiled((k, v), tiles.block_n, 1)),
-            (segments, tiles, sizes),
-            (out, lse, dout),
-            (shape_dtype_of(q), sizes.statistics()),
-            replace(spec, q_descriptor=by_descriptor),
-        )
+        spec, given = _spec(KernelSizes.of(q, k), v, window, segments), (out, lse, dout)
+        dq, delta = self._query_gradient(backward_kernels.dq_kernel, q, (q, k, v), segments, given, spec)
         types = shape_dtype_of(k), shape_dtype_of(v)
         arrays = (q, k, v), segments, (lse, delta, dout)
         dk, dv = self._key_value_gradients(backward_kernels.dkdv_kernel, types, *arrays, spec)
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def rotated_forward(self, k, z, segments, rotation: Rotation, *, window) -> tuple[jax.Array, jax.Array]:
-        """Return (out, lse) of z's first heads as queries, once rotated, and its last ones as values."""
-        q = rotation.queries(z)
-        sizes = KernelSizes.of(q, k)
-        tiles = self._rotated_tiles(self.tiles.forward, sizes)
-        q_weight, _ = rotation.weights
-        return self._launch_queries(
-            rotated.rotated_forward_kernel,
-            (z, *self._tiled((k, z), tiles.block_n, 1)),
-            (segments, tiles, sizes),
-            (q_weight, rotation.cos, rotation.sin),
-            (q, sizes.statistics()),
-            replace(_spec(sizes, z, window, segments), norm_eps=rotation.eps),
-        )
-
-    def rotated_backward(self, k, z, segments, out, lse, dout, rotation: Rotation, *, window) -> jax.Array:
-        """Return the gradient to z, whose last heads are values and whose others are rotated, the keys to k."""
-        q, angles = rotation.queries(z), (rotation.cos, rotation.sin)
-        sizes = KernelSizes.of(q, k)
-        tiles = self._rotated_tiles(self.tiles.dq, sizes)
-        q_weight, k_weight = rotation.weights
-        spec = replace(_spec(sizes, z, window, segments), norm_eps=rotation.eps)
-        dz, delta, q = self._launch_queries(
-            rotated.rotated_dq_kernel,
-            self._tiled((k, z), tiles.block_n, 1),
-            (segments, tiles, sizes),
-            (out, lse, dout, z, q_weight, *angles),
-            (shape_dtype_of(z), sizes.statistics(), q),
-            spec,
-        )
+    def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation: Rotation, *, window) -> jax.Array:
+        """Return the gradient to z, whose last heads are values and whose others became q and k by the rotation."""
+        norms, cos, sin = rotation.norms, rotation.cos, rotation.sin
+        spec = _spec(KernelSizes.of(q, k), z, window, segments)
+        spec = replace(spec, norm_eps=None if norms is None else norms.eps)
+        q_weight, k_weight = (cos, cos) if norms is None else norms.weights
+        arrays, given = ((q, k, z), segments), (out, lse, dout, z, q_weight, cos, sin)
+        dz, delta = self._query_gradient(rotated.rotated_dq_kernel, z, *arrays, given, spec)
         written = jax.new_ref(dz)
-        others = lse, delta, dout, z, k_weight, *angles, written
-        self._key_value_gradients(rotated.rotated_dkdv_kernel, (), (q, k, z), segments, others, spec)
+        others = lse, delta, dout, z, k_weight, cos, sin, written
+        self._key_value_gradients(rotated.rotated_dkdv_kernel, (), *arrays, others, spec)
         return jax.freeze(written)
 
-    def _launch_queries(self, kernel, arrays, tiled, given, out_type, spec: KernelSpec):
-        """Launch a program for each tile of queries, of (segments, tiles, sizes)."""
-        segments, tiles, sizes = tiled
+    def _query_gradient(self, kernel, like, arrays, segments, given, spec: KernelSpec):
+        """Return (an array like another with the gradient, delta)."""
+        q, k, v = arrays
+        sizes, tiles = KernelSizes.of(q, k), self.tiles.dq
         count, units, unit = _tiles_in_order(segments, tiles.block_m // sizes.P)
-        arrays, grid = (*arrays, _starts(segments), units, *given), (count * sizes.packs, sizes.B)
-        return self._launch_tiles(kernel, arrays, out_type, grid, tiles, replace(spec, **unit))
+        q_tile, by_descriptor = self._query_tile(q, tiles, sizes)
+        return self._launch_tiles(
+            kernel,
+            (q_tile, *self._tiled((k, v), tiles.block_n, 1), _starts(segments), units, *given),
+            (shape_dtype_of(like), sizes.statistics()),
+            (count * sizes.packs, sizes.B),
+            tiles,
+            replace(spec, q_descriptor=by_descriptor, **unit),
+        )
 
     def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: KernelSpec):
         q, k, v = arrays
@@ -131,17 +108,10 @@ class TritonAttention(Launcher):
         A tile loaded by descriptor lies in registers, which pays for small tiles of wide heads. Triton 3.7.1 multiplies
         it wrongly where a tile has as many keys as a head has columns.
         """
-        by_descriptor = self._loads_queries_by_descriptor(tiles, sizes)
+        width = triton.next_power_of_2(sizes.H)
+        by_descriptor = self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
         tile = _descriptor(q, tiles.block_m // sizes.P, sizes.P) if by_descriptor else q
         return tile, by_descriptor
-
-    def _rotated_tiles(self, tiles: AttentionTiles, sizes: "KernelSizes") -> AttentionTiles:
-        """Return tiles with room in shared memory for rotated queries, in place of a stage, if not loaded to it."""
-        return replace(tiles, num_stages=tiles.num_stages - self._loads_queries_by_descriptor(tiles, sizes))
-
-    def _loads_queries_by_descriptor(self, tiles: AttentionTiles, sizes: "KernelSizes") -> bool:
-        width = triton.next_power_of_2(sizes.H)
-        return self.descriptors and width >= 128 and tiles.block_m <= 64 and tiles.block_n < width
 
     def _tiled(self, arrays, tokens: int, heads: int):
         """Return the arrays as descriptors of [tokens, heads] tiles where the GPU has them."""

@@ -131,7 +131,7 @@ def scaled_forward_kernel(
 @triton.jit
 def _backward(
     gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-    dgate, dup, ddown_a, absmax, dhidden, dgate_b, dup_b, along,
+    dgate, dup, ddown_a, absmax, dhidden, dgate_b, dup_b,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr, OUT_RANKS: tl.constexpr,
@@ -174,9 +174,6 @@ def _backward(
         sigmoid = _sigmoid(g)
         silu = g * sigmoid
         du, dg = (d * silu).to(dtype), (d * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
-        if JOINED:  # dg·g + du·u
-            products = tl.sum(d * u * silu * (2.0 + g - silu), 1)
-            tl.store(along + tl.program_id(0).to(tl.int64) * M + rows, products, mask=rows < M)
         tl.store(dup + at + offsets, du, mask=mask)
         tl.store(dgate + at + offsets, dg, mask=mask)
         if SCALED:
@@ -210,14 +207,14 @@ def backward_kernel(
     """
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
-        dgate, dup, ddown_a, ddown_a, ddown_a, ddown_a, ddown_a, ddown_a,
+        dgate, dup, ddown_a, ddown_a, ddown_a, ddown_a, ddown_a,
         M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R, F, R, False,
     )  # fmt: skip
 
 
 @triton.jit
 def joined_backward_kernel(
-    z, gate_b, up_b, down_a, dout, dz, dhidden, dgate_b, dup_b, ddown_a, along,
+    z, gate_b, up_b, down_a, dout, dz, dhidden, dgate_b, dup_b, ddown_a,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -226,12 +223,11 @@ def joined_backward_kernel(
     dout is [M, OUT], with the gradient to the ranks from column F on.
 
     Also compute partial sums of the gradients to hidden, dhidden [F / BLOCK_N, M, 2R], and to gate_b and up_b, likewise
-    [M / ROWS, F, R]; and of along [F / BLOCK_N, M], the product of each row of gate, up and their ranks with its
-    gradient.
+    [M / ROWS, F, R].
     """
     _backward(
         z, z + F, z + 2 * F, gate_b, up_b, down_a, dout, dout + F, gate_b, gate_b, up_b, gate_b,
-        dz, dz + F, ddown_a, ddown_a, dhidden, dgate_b, dup_b, along,
+        dz, dz + F, ddown_a, ddown_a, dhidden, dgate_b, dup_b,
         M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH, OUT, OUT, True,
     )  # fmt: skip
 
@@ -249,6 +245,6 @@ def scaled_backward_kernel(
     """
     _backward(
         gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-        dgate, dup, ddown_a, absmax, ddown_a, ddown_a, ddown_a, ddown_a,
+        dgate, dup, ddown_a, absmax, ddown_a, ddown_a, ddown_a,
         M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R, F, R, False,
     )  # fmt: skip

@@ -166,18 +166,6 @@ def split_rotate_kernel(
 
 
 @triton.jit
-def rotate_keys_kernel(
-    z, weight, cos, sin, out,
-    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Do as `split_rotate_kernel` for k alone; grid (M)."""
-    token = tl.program_id(0).to(tl.int64)
-    cos, sin, z, out = cos + token * (H // 2), sin + token * (H // 2), z + token * WIDTH + N * H, out + token * K * H
-    _rotate(z, weight, cos, sin, out, K, H, EPS, HAS_NORM, False, BLOCK_K, BLOCK_H)
-
-
-@triton.jit
 def split_rotate_gradient_kernel(
     z, q_weight, k_weight, cos, sin, dq_out, dk_out, dz,
     N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, EPS: tl.constexpr, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr,

@@ -74,19 +74,6 @@ class TritonNormRope(Launcher):
         out_type = tuple(jax.ShapeDtypeStruct((M, n * H), z.dtype) for n in (N, K))
         return self._split(kernels.split_rotate_kernel, z, heads, norms, (cos, sin), out_type)
 
-    def rotate_keys(self, z, heads, norms: HeadNorms | None, cos, sin):
-        """Return the second result of `split_rotate`."""
-        M, (N, K, H) = len(z), heads
-        sizes = {"N": N, "K": K, "H": H, "EPS": 0.0 if norms is None else norms.eps, "HAS_NORM": norms is not None}
-        sizes |= {"WIDTH": z.shape[1], "BLOCK_K": min(_HEADS, triton.next_power_of_2(K))}
-        sizes |= {"BLOCK_H": triton.next_power_of_2(H // 2)}
-        cos, sin = (x.reshape(M, -1) for x in (cos, sin))
-        arrays, out_type = (
-            (z, cos if norms is None else norms.weights[1], cos, sin),
-            (jax.ShapeDtypeStruct((M, K * H), z.dtype),),
-        )
-        return self._launch(kernels.rotate_keys_kernel, arrays, out_type, (M,), sizes, 2)[0]
-
     def split_rotate_gradient(self, z, heads, norms: HeadNorms | None, cos, sin, gradients, dz):
         """Return dz, the gradient to z, with its first columns from the gradients to `split_rotate`'s results."""
         out = jax.new_ref(dz)

@@ -81,25 +81,25 @@ def extend_kernel(
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         squares += tile * tile
     scale = rms_scale(tl.sum(squares, 1), D, EPS)[:, None]
-    product = tl.full((BLOCK_R, BLOCK_M), 0.0, tl.float32)  # turned: few rows keep many programs at work
+    product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N)
         tile = _norm_tile(tile, scale, weight, start, D, BLOCK_N, out.dtype.element_ty)
         _store(out, tile, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N)
         matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
-        product = tl.dot(matrix, tl.trans(tile), product, input_precision=PRECISION)
-    _store_ranks(out, tl.trans(product), row, M, D, WIDTH, BLOCK_R, BLOCK_M)
+        product = tl.dot(tile, tl.trans(matrix), product, input_precision=PRECISION)
+    _store_ranks(out, product, row, M, D, WIDTH, BLOCK_R, BLOCK_M)
 
 
 @triton.jit
 def add_norm_kernel(
-    x, product, up, weight, total, normed, ranks, scales,
+    x, product, up, weight, total, normed, ranks,
     M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a product with its ranks beside it [M, WIDTH], and those times up [D, R], to x [M, D]; norm the total.
 
-    Copy the ranks [M, R], too, and store the norm's factors, scales [M]; grid (M).
+    Copy the ranks [M, R], too; grid (M).
     """
     row = tl.program_id(0) * BLOCK_M
     dtype = total.dtype.element_ty
@@ -113,10 +113,7 @@ def add_norm_kernel(
         tile = tl.dot(own, tl.trans(matrix), tile, input_precision=PRECISION).to(dtype)
         _store(total, tile, row, start, M, D, D, BLOCK_M, BLOCK_N)
         squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), 1)
-    scale = rms_scale(squares, D, EPS)
-    rows = row + tl.arange(0, BLOCK_M)
-    tl.store(scales + rows, scale, mask=rows < M)
-    scale = scale[:, None]
+    scale = rms_scale(squares, D, EPS)[:, None]
     tl.debug_barrier()  # other threads wrote the total
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(total, row, start, M, D, D, BLOCK_M, BLOCK_N)
@@ -125,12 +122,19 @@ def add_norm_kernel(
 
 
 @triton.jit
-def _norm_sums(
-    x, weight, dout, extended, row,
-    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+def norm_gradient_kernel(
+    x, weight, dresidual, dout, extended, downs, up, dx,
+    M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
+    EPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the norm's factor of each row of x, and the product of the norm with the gradient to it."""
+    """Add a norm's gradient, from that to its result dout [M, WIDTH], to dresidual [M, RESIDUAL]; grid (M).
+
+    Where WIDTH exceeds D the result was extended [M, WIDTH] by ranks, of downs [BLOCK_R, D]. Where OUT does, extend
+    dx [M, OUT] by its product with up [D, R].
+    """
+    row = tl.program_id(0) * BLOCK_M
+    dtype = dx.dtype.element_ty
     squares = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     products = squares
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
@@ -138,43 +142,14 @@ def _norm_sums(
         gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
         squares += tile * tile
         products += gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile
-    scale = rms_scale(tl.sum(squares, 1), D, EPS)
-    product = tl.sum(products, 1) * scale
+    scale, along = rms_scale(tl.sum(squares, 1), D, EPS), tl.sum(products, 1)
     if WIDTH > D:  # ranks are the norm's products with the matrices, so their gradients' share needs no products
         dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         ranks = _load(extended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
-        product += tl.sum(dranks.to(tl.float32) * ranks.to(tl.float32), 1)
-    return scale, product
-
-
-@triton.jit
-def norm_gradient_kernel(
-    x, weight, dresidual, dout, extended, downs, up, scales, along, dx,
-    M: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, EPS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add a norm's gradient, from that to its result dout [M, WIDTH], to dresidual [M, RESIDUAL]; grid (M).
-
-    Where WIDTH exceeds D the result was extended [M, WIDTH] by ranks, of downs [BLOCK_R, D]. Where OUT does, extend
-    dx [M, OUT] by its product with up [D, R]. With PARTS, scales [M] are the norm's factors, and along [PARTS, M]
-    partial sums of its products with their gradient, so that x and dout are read once.
-    """
-    row = tl.program_id(0) * BLOCK_M
-    dtype = dx.dtype.element_ty
-    if PARTS > 0:
-        rows, parts = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_P)
-        scale, mask = tl.load(scales + rows, mask=rows < M, other=0.0), (parts < PARTS)[:, None] & (rows < M)[None, :]
-        sums = tl.sum(tl.load(along + parts[:, None].to(tl.int64) * M + rows[None, :], mask=mask, other=0.0), 0)
-    else:
-        scale, sums = _norm_sums(
-            x, weight, dout, extended, row, M, D, WIDTH, EPS, BLOCK_R, BLOCK_M, BLOCK_N, STAGES
-        )  # fmt: skip
-    sums = (sums * scale / D)[:, None]
+        along += tl.sum(dranks.to(tl.float32) * ranks.to(tl.float32), 1) / scale
+    along = (along * scale * scale / D)[:, None]
     scale = scale[:, None]
-    if WIDTH > D:
-        dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
-    product = tl.full((BLOCK_U, BLOCK_M), 0.0, tl.float32)  # turned, or all warps would load all rows
+    product = tl.full((BLOCK_M, BLOCK_U), 0.0, tl.float32)
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
@@ -182,15 +157,15 @@ def norm_gradient_kernel(
             matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
             gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION)
         gradient *= _weight(weight, start + tl.arange(0, BLOCK_N), D)
-        gradient = (gradient - tile * sums) * scale
+        gradient = (gradient - tile * along) * scale
         gradient += _load(dresidual, row, start, M, D, RESIDUAL, BLOCK_M, BLOCK_N).to(tl.float32)
         gradient = gradient.to(dtype)
         _store(dx, gradient, row, start, M, D, OUT, BLOCK_M, BLOCK_N)
         if OUT > D:
             matrix = _load(up, start, 0, D, R, R, BLOCK_N, BLOCK_U).to(dtype)
-            product = tl.dot(tl.trans(matrix), tl.trans(gradient), product, input_precision=PRECISION)
+            product = tl.dot(gradient, matrix, product, input_precision=PRECISION)
     if OUT > D:
-        _store_ranks(dx, tl.trans(product), row, M, D, OUT, BLOCK_U, BLOCK_M)
+        _store_ranks(dx, product, row, M, D, OUT, BLOCK_U, BLOCK_M)
 
 
 @triton.jit

@@ -101,22 +101,22 @@ def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Conte
     attended = attended.reshape(len(rows), -1)
     left = _times(attended, out.whole)
     added = kernels.add_norm(rows, left, adapters[_OUT][0][1], weights.norms[1], eps=spec.eps)
-    middle, normed, out_ranks, scales = (checkpoint_name(value, names.ATTENTION_RESIDUAL) for value in added)
+    middle, normed, out_ranks = (checkpoint_name(value, names.ATTENTION_RESIDUAL) for value in added)
     gates = checkpoint_name(_times(normed, gate_up.whole), names.GATE)
     y, down_ranks = kernels.swiglu(gates, _swiglu_matrices(adapters))
     down_ranks = checkpoint_name(down_ranks, names.LORA_HIDDEN)
-    kept = rows, entered, z, attend_back, attended, out_ranks, middle, scales, normed, gates, down_ranks
+    kept = rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks
     return (middle + _times(y, down.whole)).reshape(x.shape), (kept, extended, weights, adapters)
 
 
 def _backward(kernels, spec: LayerSpec, residuals, dy):
     kept, (qkv, out, gate_up, down), weights, adapters = residuals
-    rows, entered, z, attend_back, attended, out_ranks, middle, scales, normed, gates, down_ranks = kept
+    rows, entered, z, attend_back, attended, out_ranks, middle, normed, gates, down_ranks = kept
     (B, T, D), rank = dy.shape, len(adapters[0][0])
     dy = dy.reshape(-1, D)
-    dgates, partials, along = kernels.swiglu_gradient(gates, _swiglu_matrices(adapters), dy @ down.whole)
+    dgates, partials = kernels.swiglu_gradient(gates, _swiglu_matrices(adapters), dy @ down.whole)
     up, dnormed = adapters[_OUT][0][1], dgates @ gate_up.whole
-    dmiddle = kernels.middle_gradient(middle, weights.norms[1], dy, dnormed, up, scales, along)
+    dmiddle = kernels.middle_gradient(middle, weights.norms[1], dy, dnormed, up, eps=spec.eps)
     dattended = dmiddle @ out.whole
     (dz,) = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
     dz = dz.reshape(z.shape)

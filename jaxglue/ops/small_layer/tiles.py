@@ -16,10 +16,10 @@ class RowTiles(LoraTiles):
     num_stages: int = 3
 
 
-EXTEND_TILES = RowTiles(block_m=32)
+EXTEND_TILES = RowTiles(num_warps=8)
 ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
-MIDDLE_TILES = RowTiles(block_m=32, block_n=64, num_stages=4)
-ENTERED_TILES = RowTiles(block_m=32, block_n=64)
+MIDDLE_TILES = RowTiles(num_warps=8)
+ENTERED_TILES = RowTiles(num_warps=8)
 SWIGLU_TILES = RowTiles(block_n=64)
 SWIGLU_GRADIENT_TILES = RowTiles(block_n=64)
 RANKS_TILES = RowTiles(block_m=32, block_n=4, num_stages=6)
@@ -44,4 +44,5 @@ def even_length(rows: int, blocks: int, block_m: int) -> int:
 def shallow_tiles(kernels: type) -> dict[str, RowTiles]:
     """Return the tiles of a class of kernels, by field, for 99 KiB of shared memory."""
     tiles = {field.name: field.default for field in fields(kernels) if isinstance(field.default, RowTiles)}
-    return {name: replace(each, num_stages=min(each.num_stages, 2)) for name, each in tiles.items()}
+    low = tiles | dict.fromkeys(("middle_tiles", "entered_tiles"), RowTiles(block_m=32))
+    return {name: replace(each, num_stages=min(each.num_stages, 2)) for name, each in low.items()}

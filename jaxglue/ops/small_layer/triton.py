@@ -88,39 +88,31 @@ class TritonSmallLayer(TritonNormRope):
         return self._rows_of(kernels.extend_kernel, (x, weight, downs), out_type, tiles, sizes, len(downs))[0]
 
     def add_norm(self, x, product, up, weight, *, eps: float):
-        """Return x plus a product with ranks beside it and these times up; its norm; the ranks; the norm's factors."""
+        """Return x plus a product with ranks beside it and these times up; its norm; and the ranks."""
         R, tiles = up.shape[1], self.add_norm_tiles
-        ranks, scales = jax.ShapeDtypeStruct((len(x), R), x.dtype), jax.ShapeDtypeStruct((len(x),), jnp.float32)
-        out_type = shape_dtype_of(x), shape_dtype_of(x), ranks, scales
+        out_type = shape_dtype_of(x), shape_dtype_of(x), jax.ShapeDtypeStruct((len(x), R), x.dtype)
         sizes = {"R": R, "WIDTH": product.shape[1], "EPS": eps}
         arrays = x, product, up, weight
         return self._rows_of(kernels.add_norm_kernel, arrays, out_type, tiles, sizes, _lanes(R))
 
     def entered_gradient(self, x, weight, dresidual, dextended, extended, downs, *, eps: float):
         """Return the gradient to x of `extend`, whose result was extended, plus dresidual, with more columns or not."""
-        arrays = x, weight, dresidual, dextended, extended, downs, weight[:, None]
-        return self._norm_gradient((*arrays, weight, weight), len(downs), 0, 0, self.entered_tiles, eps)
+        arrays = x, weight, dresidual, dextended, extended, downs
+        return self._norm_gradient(arrays, weight[:, None], len(downs), 0, self.entered_tiles, eps)
 
-    def middle_gradient(self, x, weight, dresidual, dout, up, scales, along):
-        """Return dresidual plus the gradient to x of its norm, extended by their product with up.
+    def middle_gradient(self, x, weight, dresidual, dout, up, *, eps: float):
+        """Return dresidual plus the gradient to x of its norm, extended by their product with up."""
+        arrays = x, weight, dresidual, dout, dout, dout
+        return self._norm_gradient(arrays, up, 0, up.shape[1], self.middle_tiles, eps)
 
-        Args:
-            x, weight, dresidual, dout: stream, norm's weight, and gradients to stream and norm.
-            up: second matrix of an adapter.
-            scales: the norm's factors.
-            along: of `swiglu_gradient`.
-        """
-        arrays = x, weight, dresidual, dout, dout, dout, up, scales, along
-        return self._norm_gradient(arrays, 0, up.shape[1], len(along), self.middle_tiles, 0.0)
-
-    def _norm_gradient(self, arrays, lanes: int, rank: int, parts: int, tiles: RowTiles, eps: float):
+    def _norm_gradient(self, arrays, up, lanes: int, rank: int, tiles: RowTiles, eps: float):
         x, _, dresidual, dout, *_ = arrays
         M, D = x.shape
         width = extended_width(D, rank) if rank else D
         sizes = {"R": rank, "RESIDUAL": dresidual.shape[1], "WIDTH": dout.shape[1], "OUT": width, "EPS": eps}
-        sizes |= {"BLOCK_U": _lanes(rank), "PARTS": parts, "BLOCK_P": triton.next_power_of_2(max(parts, 1))}
+        sizes["BLOCK_U"] = _lanes(rank)
         out_type = (jax.ShapeDtypeStruct((M, width), x.dtype),)
-        return self._rows_of(kernels.norm_gradient_kernel, arrays, out_type, tiles, sizes, lanes)[0]
+        return self._rows_of(kernels.norm_gradient_kernel, (*arrays, up), out_type, tiles, sizes, lanes)[0]
 
     def swiglu(self, z, matrices: Matrices):
         """Return `extend` of `lora_swiglu` for z with gate, up and their ranks side by side."""
@@ -134,10 +126,7 @@ class TritonSmallLayer(TritonNormRope):
         return self._with_ranks(out, partials, F)
 
     def swiglu_gradient(self, z, matrices: Matrices, dextended):
-        """Return the gradient to z, partial sums of those to the matrices [parts, F, R], the last one's turned; along.
-
-        The last are partial sums [blocks, M] of each row's product with its gradient, ranks included.
-        """
+        """Return the gradient to z, and partial sums of those to the matrices [parts, F, R], the last one's turned."""
         (M, width), (F, R), tiles = z.shape, matrices[0].shape, self.swiglu_gradient_tiles
         blocks = triton.cdiv(F, tiles.block_n)
         length = even_length(M, blocks, tiles.block_m)
@@ -145,14 +134,12 @@ class TritonSmallLayer(TritonNormRope):
         sums = (
             jax.ShapeDtypeStruct((blocks, M, 2 * R), z.dtype),
             *[jax.ShapeDtypeStruct((parts, F, R), jnp.float32)] * 3,
-            jax.ShapeDtypeStruct((blocks, M), jnp.float32),
         )
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": length}
         constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
         arrays, out_type = (z, *matrices, dextended), (shape_dtype_of(z), *sums)
-        results = self._run(joined_backward_kernel, arrays, out_type, (blocks, parts), constants, tiles)
-        dz, dranks, *dmatrices, along = results
-        return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices, along
+        dz, dranks, *dmatrices = self._run(joined_backward_kernel, arrays, out_type, (blocks, parts), constants, tiles)
+        return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices
 
     def _with_ranks(self, out, partials, D: int):
         """Return `out`, written up to column D, with the sums of its ranks and zeros behind; and these sums."""
