@@ -21,7 +21,7 @@ class ResidentBytes:
     trainable_ends: tuple[int, ...]
     """Float32 parameters of the embedding, the last norm and the head that train."""
     trainable_table: int
-    """Those of the embedding."""
+    """Float32 parameters of the embedding that train."""
     frozen_layers: tuple[int, ...]
     """Frozen parameters of each layer."""
     frozen_ends: int

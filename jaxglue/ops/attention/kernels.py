@@ -51,7 +51,7 @@ class KernelSpec:
     forks: bool
     has_sinks: bool = False
     norm_eps: float | None = None
-    """Of the norms before rotation; None without."""
+    """Added to a mean square by the norms before rotation; None where there are none."""
     unit: int = 0
     """Tokens of a unit; 0 for tiles as they lie in a row."""
     units: int = 0
