@@ -21,8 +21,9 @@ import step
 
 from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
-from jaxglue.planner.gpus import Gpu, find_gpu
+from jaxglue.planner.gpus import Dispatch, Gpu, find_gpu
 from jaxglue.planner.proposer import MARGIN
+from jaxglue.planner.rates import host_dispatch
 
 PINNED_GIB = 40
 """Host memory that plans may pin."""
@@ -156,17 +157,24 @@ def _start(context, plan: dict, total: float, programs: str) -> _Run:
 
 
 def _measure(plan: dict, environment: dict[str, str], programs: str, pipe) -> None:
-    """Measure a setting in this process; send word before it is timed and wait for an answer."""
+    """Measure a setting in this process; send word before it is timed, wait for an answer, and take the host's rates.
+
+    A host's speed changes by half within minutes, and a run measures it at its own start.
+    """
     os.environ.update(environment)
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
+    rates: list[Dispatch] = []
+
     def ready() -> None:
         pipe.send(_READY)
         pipe.recv()
+        rates.append(host_dispatch())
 
     try:
-        pipe.send(step.measure(arguments(plan), ready))
+        found = step.measure(arguments(plan), ready)
+        pipe.send(found | {"dispatch_us": [round(1e6 * rate, 2) for rate in rates[0]]})
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {str(error)[:200]}"})
 
