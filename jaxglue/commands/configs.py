@@ -36,7 +36,9 @@ class PlannedRows(DataConfig):
 
     data: tuple[str, ...] = ()
     # without max_seq_len, which is a flag of its own here
-    seq_len: Annotated[int, Range(ge=2), Alias("max_seq_length", "max_length", "sequence_len", "cutoff_len")] = 4096
+    seq_len: Annotated[int, Range(ge=2), Alias("max_seq_length", "max_length", "sequence_len", "cutoff_len")] | None = (
+        None
+    )
 
     def validate(self) -> None:
         """Accept missing data: none is read."""

@@ -16,7 +16,11 @@ from jaxglue.data.prepare import prepare_data
 from jaxglue.data.preview import Bin, count_duplicates, length_bins, longest, trained_parts
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
+from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.training.row_length import row_text, with_seq_len
 
 _BAR = 40
 _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")
@@ -35,7 +39,9 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
         ValueError: an unusable model folder or data.
     """
     console = console or Console()
-    tokenizer = load_tokenizer(model_path(config.model.model, config.model.revision, weights=False))
+    folder = model_path(config.model.model, config.model.revision, weights=False)
+    tokenizer, model = load_tokenizer(folder), _read_model(folder) if config.data.seq_len is None else None
+    config = with_seq_len(config, model) if model else config
     task = config.objective.task(shared_prompt=True)
     prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task)
     data = prepared.train
@@ -46,11 +52,18 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     bins = length_bins(data.lengths)
     console.print("\n".join([*_bars(bins), "", str(prepared.report)]), markup=False, highlight=False)
     rows = [] if prepared.stream else longest(data, config.data.sources, config.rows)
-    lines = [f"duplicates: {count_duplicates(data):,} documents"]
+    row_tokens = config.data.row_tokens
+    lines = [f"rows: {row_text(row_tokens, model) if model else f'{row_tokens:,} tokens'}"]
+    lines += [f"duplicates: {count_duplicates(data):,} documents"]
     lines += [f"longest: {length:,} tokens, {origin}" for length, origin in rows]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if config.picture:
         _draw(bins, config.picture)
+
+
+def _read_model(folder: Path) -> DecoderConfig | None:
+    """Return the model's shape; None for a folder that holds a tokenizer alone."""
+    return config_from_hf(read_config(folder)) if (folder / "config.json").is_file() else None
 
 
 def _colored(

@@ -29,6 +29,7 @@ from jaxglue.planner.proposer import MARGIN
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped
 from jaxglue.training.devices import with_global_batch
+from jaxglue.training.row_length import row_text, with_seq_len
 from jaxglue.training.workload import make_workload
 
 _SHOWN = 5
@@ -48,6 +49,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     model = model.expanded if config.model.expand_experts else model
     model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)
+    config = with_seq_len(config, model)
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":
         check_fp8(gpu.capability)
@@ -120,7 +122,7 @@ def _worth_showing(plans: Iterable[Plan]) -> Iterator[Plan]:
 def _table(planner: Planner, plans: Iterable[Plan], fitting: set[int], *, verbose: bool) -> Table:
     """Return a table of plans, with time and fit where it is `verbose`."""
     gpu, work = planner.gpu, planner.workload
-    tokens = f"{work.batch_size} × {work.seq_len:,} tokens"
+    tokens = f"{work.batch_size} × {row_text(work.seq_len, work.config)}"
     title = f"{gpu.name}, {gpu.memory / GIB:.1f} GiB, {gpu.matmul / 1e12:.0f} TFLOP/s: {tokens}, {_HOST}"
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     for name in ("tokens/s", "GPU GiB", "host GiB", *(("ms/step", "fits") if verbose else ())):

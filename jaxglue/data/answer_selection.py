@@ -51,7 +51,7 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
     Raises:
         ValueError: an overlong unit under `overlong='error'`, or no unit left.
     """
-    bounds, seq_len = _Bounds.of(store), config.seq_len
+    bounds, seq_len = _Bounds.of(store), config.row_tokens
     candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds, task))
     rows = len(store.lengths) // 2
     units, truncated = [], 0

@@ -1,13 +1,15 @@
 """Configuration of data files and their processing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from jaxglue.config import Alias, Config, NonNegativeInt, PositiveInt, Range
 from jaxglue.data.sources import Format, LossOn, Source, parse_source
 
 Overlong = Literal["truncate", "drop", "error"]
+DEFAULT_SEQ_LEN = 4096
+"""Tokens in a row where no length is given; fewer for a model of fewer positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,11 @@ class DataConfig(Config):
         Alias("assistant_only_loss", "completion_only_loss", values={True: "assistant", False: "all"}),
     ] = "assistant"
     """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `all`: every token."""
-    seq_len: Annotated[
-        int, Range(ge=2), Alias("max_seq_len", "max_seq_length", "max_length", "sequence_len", "cutoff_len")
-    ] = 4096
-    """T: tokens in a packed row."""
+    seq_len: (
+        Annotated[int, Range(ge=2), Alias("max_seq_len", "max_seq_length", "max_length", "sequence_len", "cutoff_len")]
+        | None
+    ) = None
+    """T: tokens in a packed row; by default 4,096, or the model's positions if those are fewer."""
     overlong: Annotated[Overlong, Alias("excess_length_strategy")] = "truncate"
     """Treatment of documents above `seq_len` tokens, with counts reported."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None
@@ -88,6 +91,15 @@ class DataConfig(Config):
             raise ValueError("streaming: a stream's size is unknown: give its sources shares, not weights")
         if len(self.sources) > 1 and not all(source.share for source in self.sources):
             raise ValueError("streaming: several sources need a share each, such as chats.jsonl?share=0.7")
+
+    @property
+    def row_tokens(self) -> int:
+        """T: `seq_len`, or its default."""
+        return self.seq_len or DEFAULT_SEQ_LEN
+
+    def within(self, positions: int) -> Self:
+        """Return the configuration with its `seq_len`, whose default is at most the model's `positions`."""
+        return self if self.seq_len else replace(self, seq_len=min(DEFAULT_SEQ_LEN, positions))
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -21,7 +21,7 @@ _ROLES = {
 """Roles by ShareGPT's names."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning."""
-_WEIGHTS = ("weight", "train", "training")
+WEIGHTS = ("weight", "train", "training")
 """Keys of OpenAI and axolotl that say whether a message or a row is trained on."""
 _FLAGS = {"0": False, "1": True, "true": True, "false": False}
 
@@ -81,7 +81,7 @@ def read_weight(item: dict[str, Any]) -> bool | None:
     """
     if item.get("train_detail"):
         raise ValueError("'train_detail' is not supported: split the message, and give each part 'train'")
-    for key in _WEIGHTS:
+    for key in WEIGHTS:
         if (value := item.get(key)) is not None:
             return read_flag(value, key)
     return None
@@ -125,7 +125,7 @@ def _message(message: Any) -> dict[str, Any]:
         message = {**message, "tool_calls": [*(message.get("tool_calls") or ()), call]}
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"the {role!r:.100} message has no content")
-    dropped = ("role", "from", "content", "value", "function_call", *_WEIGHTS)
+    dropped = ("role", "from", "content", "value", "function_call", *WEIGHTS)
     kept = {key: value for key, value in message.items() if key not in dropped and value is not None}
     if wrong := next((key for key in REASONING if not isinstance(kept.get(key, ""), str)), None):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Preparation of data sets and streams, with their report, from a `DataConfig`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
 from jaxglue.data.tokenizer import padding_token, read_template
+from jaxglue.data.unused import unused_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def prepare_data(
     datasets = [train, *(split.dataset for split in splits[1:])]
     tokenized = [one for group in groups for one, _ in group]
     plans = [_pack(data, config, progress) for data in datasets]
-    sizes = [split_report(*pair, config.seq_len) for pair in zip(datasets, plans, strict=True)]
+    sizes = [split_report(*pair, config.row_tokens) for pair in zip(datasets, plans, strict=True)]
     report = DataReport(
         format=", ".join(dict.fromkeys(one.format for one in tokenized)),
         cached=all(one.cached for one in tokenized),
@@ -110,9 +111,11 @@ def _prepare_stream(
     pairs = [_select(source, config, tokenizer, vocab_size, progress, None) for source in eval_sources]
     held_out = join_selections([selection for _, selection in pairs]).dataset if pairs else None
     sizes = [
-        split_report(data, _pack(data, config, progress), config.seq_len)
+        split_report(data, _pack(data, config, progress), config.row_tokens)
         for data in filter(None, (train.dataset, held_out))
     ]
+    columns = [*zip(config.sources, stream.formats, stream.unused, strict=True)]
+    columns += [(one.source, one.format, one.unused) for one, _ in pairs]
     report = DataReport(
         format=", ".join(dict.fromkeys(stream.formats)),
         cached=False,
@@ -122,7 +125,7 @@ def _prepare_stream(
         train=sizes[0],
         eval=sizes[1] if held_out else None,
         sources=(),
-        notes=tuple(_stream_notes(config, window)),
+        notes=(*_stream_notes(config, window), *_unused_notes(columns)),
     )
     names = short_names([source.name for source in eval_sources])
     return PreparedData(
@@ -133,7 +136,7 @@ def _prepare_stream(
 def _pack(dataset: TokenDataset, config: DataConfig, progress: DataProgress) -> PackPlan:
     """Pack the first epoch, for the report."""
     with progress.stage("packing", TOKEN_BYTES * float(dataset.lengths.sum())) as advance:
-        return plan_dataset_epoch(dataset, seq_len=config.seq_len, seed=config.seed, epoch=0, advance=advance)
+        return plan_dataset_epoch(dataset, seq_len=config.row_tokens, seed=config.seed, epoch=0, advance=advance)
 
 
 def _stream_notes(config: DataConfig, window: Window) -> Iterator[str]:
@@ -184,7 +187,7 @@ def _source_reports(tokenized: list[Tokenized], train: TokenDataset, plan: PackP
 
 
 def _notes(groups: list[list[Tokenized]]) -> Iterator[str]:
-    """Yield one line for each file read twice, and for damage found in the cache."""
+    """Yield one line for each file read twice, for damage found in the cache, and for columns that are not used."""
     seen: dict[str, tuple[str, int]] = {}
     for group, tokenized in enumerate(groups):
         pairs = [pair for one in tokenized for pair in one.digests if Path(pair[0]).name not in SAVED_INFO]
@@ -197,6 +200,12 @@ def _notes(groups: list[list[Tokenized]]) -> Iterator[str]:
             else:
                 seen[digest] = path, group
         yield from (one.damage for one in tokenized if one.damage)
+    yield from _unused_notes((one.source, one.format, one.unused) for tokenized in groups for one in tokenized)
+
+
+def _unused_notes(sources: Iterable[tuple[Source, str, list[str]]]) -> Iterator[str]:
+    """Yield one line for each source with columns that its format does not use."""
+    yield from dict.fromkeys(unused_note(*source) for source in sources if source[2])
 
 
 def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:

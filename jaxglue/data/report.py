@@ -60,7 +60,7 @@ class DataReport:
     sources: tuple[SourceReport, ...]
     """Reports of the training data's sources."""
     notes: tuple[str, ...] = ()
-    """Probable mistakes, such as a file given twice."""
+    """Probable mistakes, such as a file given twice or columns that are not used."""
 
     def __str__(self) -> str:
         read = f"{self.rows:,} rows of format {self.format}" + " (tokens from the cache)" * self.cached

@@ -30,11 +30,11 @@ def select_documents(store: TokenStore, config: DataConfig, source: Source) -> S
     Raises:
         ValueError: a document above `seq_len` under `overlong='error'`, or no document left.
     """
-    overlong = np.flatnonzero(store.lengths > config.seq_len)
+    overlong = np.flatnonzero(store.lengths > config.row_tokens)
     if len(overlong) and config.overlong == "error":
         row = int(overlong[0])
         raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
-    lengths = np.minimum(store.lengths, config.seq_len)
+    lengths = np.minimum(store.lengths, config.row_tokens)
     targets = store.targets_within(store.offsets[:-1] + lengths)
     keep = targets > 0
     if config.overlong == "drop":
@@ -91,7 +91,7 @@ def row_origin(source: Source, row: int) -> str:
 def overlong_error(config: DataConfig, origin: str, tokens: int) -> ValueError:
     """Return the error for a row of more tokens than `seq_len`."""
     return ValueError(
-        f"{origin}: {tokens} tokens, but seq_len={config.seq_len}: raise --seq-len, shorten the row, "
+        f"{origin}: {tokens} tokens, but seq_len={config.row_tokens}: raise --seq-len, shorten the row, "
         "or choose --overlong truncate or drop"
     )
 
@@ -99,7 +99,7 @@ def overlong_error(config: DataConfig, origin: str, tokens: int) -> ValueError:
 def _nothing_left(store: TokenStore, config: DataConfig, source: Source, overlong: int) -> ValueError:
     if overlong:
         return ValueError(
-            f"{source}: no document has a target token within seq_len={config.seq_len} tokens "
+            f"{source}: no document has a target token within seq_len={config.row_tokens} tokens "
             f"({overlong} of {len(store.lengths)} are longer): raise --seq-len"
         )
     return ValueError(

@@ -20,6 +20,7 @@ from jaxglue.data.selection import Selection, join_selections, overlong_error, s
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore
 from jaxglue.data.tokenize import cache_key, check_format, find_format
+from jaxglue.data.unused import unused_columns
 from jaxglue.data.workers import encode_in_processes
 
 _VERSION = 3
@@ -85,9 +86,11 @@ class TokenStream:
         self._readers = [_Reader(source, config, tokenizer, encode) for source in config.sources]
         self.formats = tuple(reader.format for reader in self._readers)
         """Row format of each source."""
+        self.unused = tuple(reader.unused for reader in self._readers)
+        """Columns of each source that its format does not use."""
         keys = [cache_key(_file_ends(source), source, tokenizer, False, _VERSION) for source in config.sources]
         shares = [source.share for source in config.sources]
-        self.fingerprint = content_key(keys, shares, config.seq_len, config.overlong, config.stream_tokens)
+        self.fingerprint = content_key(keys, shares, config.row_tokens, config.overlong, config.stream_tokens)
         """Hash of the files' sizes and ends, the tokenizer and the settings."""
 
     def windows(self, index: int = 0, start: Sequence[Position] = ()) -> Generator[Window]:
@@ -128,14 +131,15 @@ class _Reader:
 
     def __init__(self, source: Source, config: DataConfig, tokenizer: PreTrainedTokenizerBase, encode: Callable):
         self.source, self._config, self._encode = source, config, encode
-        rows = chain.from_iterable(part() for part in source_parts(source))
-        self.format = find_format([*islice(rows, 1)], source)
+        head = [*islice(chain.from_iterable(part() for part in source_parts(source)), _CHUNK)]
+        self.format = find_format(head, source)
+        self.unused = unused_columns(head, self.format)
         check_format(self.format, source, False)
         self._encoder = Encoder(tokenizer, format=self.format, loss_on=source.loss_on, system=source.system)
 
     def chunks(self, place: Position) -> Iterator[_Chunk]:
         """Yield tokenized chunks of rows from a place on."""
-        tokens, seq_len = place.tokens, self._config.seq_len
+        tokens, seq_len = place.tokens, self._config.row_tokens
         for encoded, end in self._encode(self._encoder, self._jobs(place)):
             if self._config.overlong == "error" and (encoded.lengths > seq_len).any():
                 raise self._overlong(encoded, end)
@@ -158,7 +162,7 @@ class _Reader:
             passes, first = passes + 1, 0
 
     def _overlong(self, encoded: Encoded, end: Position) -> ValueError:
-        row = int(np.flatnonzero(encoded.lengths > self._config.seq_len)[0])
+        row = int(np.flatnonzero(encoded.lengths > self._config.row_tokens)[0])
         rows = source_parts(self.source)[end.file](end.rows - len(encoded.lengths) + row)
         return overlong_error(self._config, next(rows).origin, int(encoded.lengths[row]))
 

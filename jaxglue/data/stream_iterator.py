@@ -46,7 +46,7 @@ class StreamIterator(Iterator[Step]):
         }
         check_batch(process_count=process_count, **self._sizes)
         self._processes: dict[str, Any] = {"process_index": process_index, "process_count": process_count}
-        self._stream, self._seq_len, self._seed = stream, stream.config.seq_len, stream.config.seed
+        self._stream, self._seq_len, self._seed = stream, stream.config.row_tokens, stream.config.seed
         self.total_steps = self.steps_per_epoch = steps
         """Optimizer steps of the run."""
         self.max_segments = segment_bucket(self._plan(first, None).max_segments)

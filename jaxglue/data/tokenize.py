@@ -20,6 +20,7 @@ from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_
 from jaxglue.data.sources import HUB_PREFIX, Source
 from jaxglue.data.store import TokenStore
 from jaxglue.data.store_files import file_digest, write_store
+from jaxglue.data.unused import unused_columns
 from jaxglue.data.workers import encode_here, encode_in_processes
 
 _VERSION = 4
@@ -41,6 +42,8 @@ class Tokenized:
     """Path and SHA-256 of every file, in order."""
     damage: str
     """Damage found in the cache, empty if none."""
+    unused: list[str]
+    """Columns that the format does not use."""
 
 
 def tokenize(
@@ -65,8 +68,12 @@ def tokenize(
         _write(folder, source, config.workers, tokenizer, progress, preferences)
 
     store, damage = open_or_write(folder, write)
-    format = store.info["format"]
-    return Tokenized(source=source, store=store, format=format, cached=not fresh, digests=digests, damage=damage)
+    format, unused = store.info["format"], store.info.get("unused")
+    if unused is None:  # in the cache of an earlier version
+        unused = unused_columns(islice(read_rows(source), _CHUNK), format)
+    return Tokenized(
+        source=source, store=store, format=format, cached=not fresh, digests=digests, damage=damage, unused=unused
+    )
 
 
 def _write(
@@ -85,7 +92,7 @@ def _write(
     workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
-        write_store(folder, _metered(encoded, advance), format=format)
+        write_store(folder, _metered(encoded, advance), format=format, unused=unused_columns(head, format))
 
 
 def check_format(format: str, source: Source, preferences: bool) -> None:

@@ -24,7 +24,7 @@ def check_model(config: TrainConfig, model: DecoderConfig) -> None:
         )
     if config.model.router_losses and model.moe is None:
         raise ValueError(f"{config.model.model} has no routers: leave out --router-balance-loss and --router-z-loss")
-    if config.data.seq_len > model.max_position_embeddings:
+    if config.data.seq_len is not None and config.data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"--seq-len {config.data.seq_len} is above the model's limit of {model.max_position_embeddings} positions "
             f"(max_position_embeddings in {config.model.model}/config.json): lower --seq-len"

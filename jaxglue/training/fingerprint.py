@@ -46,7 +46,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "batch": {
             "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
             "batch_size": config.run.batch_size,
-            "seq_len": config.data.seq_len,
+            "seq_len": config.data.row_tokens,
         },
         **{name: as_dict(group) for name, group in groups.items()},
         "defaults": {name: defaults_of(group) for name, group in groups.items()},

@@ -15,6 +15,7 @@ from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.optimizer_config import warmup_steps
+from jaxglue.training.row_length import row_text
 from jaxglue.training.setup import Setup
 from jaxglue.training.shared_prompt import refuse_shared_prompt
 
@@ -38,14 +39,14 @@ def plan_rows(setup: Setup) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     model, data = setup.config.model, setup.config.data
     total, trained = parameter_counts(setup.workload)
-    run = setup.config.run
+    run, rows = setup.config.run, row_text(data.row_tokens, setup.model)
     rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
     return {
         "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
         "objective": _objective(setup),
         "data": setup.data.report,
-        "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {data.seq_len:,} tokens",
+        "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {rows}",
         "optimizer": _optimizer(setup),
         "steps": _steps(setup),
         "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}{_HEAD * setup.model.fp8_head}",
@@ -134,7 +135,7 @@ def _attention(setup: Setup) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
     usual = _attention_backend(setup, None)
     text = f"{usual.name}: {usual.reason}"
-    if setup.config.data.seq_len < LONG_DOCUMENT:
+    if setup.config.data.row_tokens < LONG_DOCUMENT:
         return text
     few, many = (_attention_backend(setup, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
     rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if setup.batches.max_segments > FEW_DOCUMENTS else {})
@@ -154,7 +155,7 @@ def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
         head_dim=setup.model.head_dim,
         query_heads=setup.model.num_attention_heads,
         kv_heads=setup.model.num_key_value_heads,
-        seq_len=setup.config.data.seq_len,
+        seq_len=setup.config.data.row_tokens,
         segment_slots=min(slots, long_slots or slots),
         long=long,
         forked=setup.config.objective.objective != "sft" and not refuse_shared_prompt(setup.config, setup.model),

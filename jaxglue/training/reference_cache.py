@@ -59,7 +59,13 @@ def _key(setup: Setup, dataset: TokenDataset) -> str:
     config = setup.config
     adapter = config.model.adapter and file_digest(config.model.adapter / "adapter_model.safetensors")
     weights = f"random {config.data.seed}" if config.model.random_weights else weights_digest(config.model.folder)
-    run = [repr(setup.model), str(config.model.compute_dtype), config.model.storage, str(adapter), config.data.seq_len]
+    run = [
+        repr(setup.model),
+        str(config.model.compute_dtype),
+        config.model.storage,
+        str(adapter),
+        config.data.row_tokens,
+    ]
     return content_key(dataset.fingerprint, weights, *run)
 
 
@@ -70,7 +76,7 @@ def _compute(
     index, count = process_batch_shard(mesh, run.batch_size)
     batches = EvalBatches(
         dataset,
-        seq_len=setup.config.data.seq_len,
+        seq_len=setup.config.data.row_tokens,
         batch_size=run.batch_size,
         max_segments=setup.batches.max_segments,
         process_index=index,

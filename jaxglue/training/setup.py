@@ -23,6 +23,7 @@ from jaxglue.training.devices import agree_on_mesh, with_global_batch
 from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
 from jaxglue.training.reference_place import runs_beside
 from jaxglue.training.remat import RematChoice
+from jaxglue.training.row_length import with_seq_len
 from jaxglue.training.shared_prompt import refuse_shared_prompt
 from jaxglue.training.start_adapter import read_start
 from jaxglue.training.trackers import check_trackers
@@ -85,6 +86,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     check_trackers(config.run.trackers)
     config = with_global_batch(config)
     model = read_model(config)
+    config = with_seq_len(config, model)
     config, adapter = read_start(config, model)
     if processes.is_main:
         warn_of_peft(config, model)
@@ -122,7 +124,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
 def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     """Return the run's optimizer steps, about: as if every row were full."""
     run, tokens = config.run, int(data.train.document_lengths.sum())
-    row = config.data.seq_len * run.batch_size * run.gradient_accumulation_steps
+    row = config.data.row_tokens * run.batch_size * run.gradient_accumulation_steps
     return run.steps or max(1, -(-run.epochs * tokens // row))
 
 
@@ -155,7 +157,7 @@ def _make_batches(
     batches = _training_batches(config, data, sizes)
     if data.eval is None:
         return batches, None
-    return batches, EvalBatches(data.eval, seq_len=config.data.seq_len, max_segments=batches.max_segments, **sizes)
+    return batches, EvalBatches(data.eval, seq_len=config.data.row_tokens, max_segments=batches.max_segments, **sizes)
 
 
 def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, int]) -> BatchIterator | StreamIterator:
@@ -164,4 +166,4 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
         assert data.window is not None and run.steps is not None
         return StreamIterator(data.stream, data.window, steps=run.steps, **sizes)
     epochs = None if run.steps else run.epochs
-    return BatchIterator(data.train, seq_len=config.data.seq_len, seed=config.data.seed, epochs=epochs, **sizes)
+    return BatchIterator(data.train, seq_len=config.data.row_tokens, seed=config.data.seed, epochs=epochs, **sizes)

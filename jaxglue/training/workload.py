@@ -26,7 +26,7 @@ def make_workload(
     workload = Workload(
         config=model,
         batch_size=config.run.batch_size // mesh.batch_shards,
-        seq_len=config.data.seq_len,
+        seq_len=config.data.row_tokens,
         lora=config.lora if config.model.method == "lora" else None,
         document_lengths=document_lengths,
         gradient_accumulation_steps=config.run.gradient_accumulation_steps,

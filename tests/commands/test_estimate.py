@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import jaxglue
 from jaxglue.commands import main
 
 
@@ -47,6 +48,18 @@ def test_a_run_that_does_not_fit_says_so_with_a_failing_status(estimate):
 def test_max_seq_len_plans_for_the_longest_row(estimate):
     printed, _ = estimate("--gpu", "l4", "--max-seq-len")
     assert "1 × 2,048 tokens" in printed
+
+
+def test_rows_have_the_models_positions_where_these_are_few(tmp_path, estimate, capsys):
+    main(["estimate", "--model", str(tmp_path), "--gpu", "l4"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 × 2,048 tokens (all positions of the model, fewer than the default of 4,096 tokens)" in shown
+    assert jaxglue.plan(tmp_path, "l4").seconds > jaxglue.plan(tmp_path, "l4", seq_len=256).seconds
+
+
+def test_a_given_length_above_the_models_positions_is_refused(tmp_path, estimate):
+    with pytest.raises(ValueError, match="--seq-len 4096 is above the model's limit of 2048 positions"):
+        jaxglue.plan(tmp_path, "l4", seq_len=4096)
 
 
 def test_training_recipe_is_read(tmp_path, capsys):

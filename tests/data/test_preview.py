@@ -1,5 +1,7 @@
 """`jaxglue data preview`: documents with their masks, and statistics."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,14 @@ def test_shows_masks_lengths_packing_duplicates_and_longest_rows(tmp_path, previ
 
 def test_long_documents_are_cut(preview, write_jsonl):
     assert "⟦What …" in preview(write_jsonl([{"text": "What is 1?"}]), "--max-tokens", "1")
+
+
+def test_rows_have_the_models_positions_where_these_are_few(tmp_path, preview, write_jsonl, tiny_config):
+    config = tiny_config | {"model_type": "qwen3", "max_position_embeddings": 2048}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    path = write_jsonl([{"text": "What is 1?"}])
+    assert "rows: 64 tokens\n" in preview(path)
+    assert "rows: 2,048 tokens (all positions of the model" in preview(path, "--seq-len", "none")
 
 
 def test_answers_of_a_pair_stand_in_lines(preview, write_jsonl):

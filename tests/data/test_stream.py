@@ -147,6 +147,13 @@ def test_settings_that_need_all_data_are_refused(options, message):
         DataConfig(**{"data": ("a.jsonl",), **options}, streaming=True)
 
 
+def test_columns_that_are_not_used_are_named(write_jsonl, make_tokenizer, tmp_path):
+    path = write_jsonl([{"text": "What is 1?", "source": "web"}])
+    config = DataConfig(data=(path,), eval_data=(path,), streaming=True, stream_tokens=64, cache_dir=str(tmp_path))
+    notes = prepare_data(config, make_tokenizer("plain")).report.notes
+    assert notes[1:] == (f"{path}: columns that the format text does not use: 'source'",)
+
+
 def test_prepare_reports_the_first_window(write_jsonl, chat_rows, make_tokenizer, tmp_path):
     config = DataConfig(
         data=(write_jsonl(chat_rows(200)),),

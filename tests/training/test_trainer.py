@@ -1,5 +1,6 @@
 """Whole runs: results, resuming, refusals."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -16,8 +17,13 @@ from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.adam import reference as adam
+from jaxglue.recipe import load_config
+from jaxglue.training.config import TrainConfig
 from jaxglue.training.metrics import read_metrics
+from jaxglue.training.plan_view import plan_rows
+from jaxglue.training.setup import prepare
 from jaxglue.training.train_step import TrainStep
 from jaxglue.training.trainer import train
 
@@ -149,6 +155,35 @@ def test_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsy
 def test_bad_input_is_refused_before_training(make_config, changes, message):
     with pytest.raises(ValueError, match=message):
         train(make_config(**changes))
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_rows_have_the_models_positions_where_these_are_few(make_config, write_jsonl, tmp_path, capsys, objective):
+    pair = {"prompt": "What is 1? ", "chosen": "It is 1.", "rejected": "Good"}
+    data = {"data": (write_jsonl([pair] * 3, "pairs.jsonl"),)} if objective == "dpo" else {}
+    config = make_config(seq_len=None, steps=1, **data)
+    train(dataclasses.replace(config, objective=ObjectiveConfig(objective=objective)))
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert shown.count("rows of 256 tokens (all positions of the model, fewer than the default of 4,096 tokens)") == 1
+    assert "\nseq_len = 256\n" in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_rows_without_a_length_have_4096_tokens(make_config, model_folder):
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    rows = plan_rows(prepare(make_config(seq_len=None)))
+    assert rows["batch"] == "1 × 1 rows of 4,096 tokens"
+
+
+@pytest.mark.parametrize("stored", [None, 96])
+def test_resumed_run_keeps_its_row_length(make_config, model_folder, tmp_path, stored):
+    train(make_config(seq_len=stored, steps=1))
+    recorded = load_config(TrainConfig, tmp_path / "run" / "config.toml")
+    assert recorded.data.seq_len == (stored or 256)
+    further = dataclasses.replace(recorded, run=dataclasses.replace(recorded.run, steps=2, resume=True))
+    assert train(further).steps == 2
+    if stored is None:  # flags without a length, too
+        assert train(make_config(seq_len=None, steps=3, resume=True)).steps == 3
 
 
 def test_resume_needs_same_configuration_model_and_data(make_config, model_folder, write_jsonl, chat_rows):
