@@ -52,8 +52,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     bins = length_bins(data.lengths)
     console.print("\n".join([*_bars(bins), "", str(prepared.report)]), markup=False, highlight=False)
     rows = [] if prepared.stream else longest(data, config.data.sources, config.rows)
-    row_tokens = config.data.row_tokens
-    lines = [f"rows: {row_text(row_tokens, model) if model else f'{row_tokens:,} tokens'}"]
+    lines = [f"rows: {row_text(config.data.row_tokens, model)}"]
     lines += [f"duplicates: {count_duplicates(data):,} documents"]
     lines += [f"longest: {length:,} tokens, {origin}" for length, origin in rows]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

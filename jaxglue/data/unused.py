@@ -9,6 +9,7 @@ from jaxglue.data.messages import WEIGHTS, listed
 from jaxglue.data.preference import KEYS as ANSWER_KEYS
 from jaxglue.data.preference import PAIRS
 
+_REQUIRED = KEYS | ANSWER_KEYS
 _TRAINED = (*WEIGHTS, "train_detail")
 _CHAT = ("system", "tools")
 _OPTIONAL: dict[str, tuple[str, ...]] = {
@@ -42,4 +43,4 @@ def unused_note(source: object, format: str, columns: list[str]) -> str:
 def _used(row: Mapping[str, Any], format: str) -> Iterable[str]:
     first_turns = format == PAIRS and row.get("prompt") is None and isinstance(row.get("chosen"), Mapping)
     beside = ("conversations", "messages") if first_turns else ()
-    return (*(KEYS | ANSWER_KEYS)[format], *_OPTIONAL.get(format, ()), *_TRAINED, *beside)
+    return (*_REQUIRED[format], *_OPTIONAL.get(format, ()), *_TRAINED, *beside)

@@ -12,9 +12,9 @@ def with_seq_len[C: TrainConfig](config: C, model: DecoderConfig) -> C:
     return replace(config, data=config.data.within(model.max_position_embeddings))
 
 
-def row_text(seq_len: int, model: DecoderConfig) -> str:
-    """Describe the length of rows, and why one at a model's limit is below the default."""
+def row_text(seq_len: int, model: DecoderConfig | None) -> str:
+    """Describe the length of rows, and why one at a model's limit, if that is known, is below the default."""
     tokens = f"{seq_len:,} tokens"
-    if seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
+    if model and seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
         return f"{tokens} (all positions of the model, fewer than the default of {DEFAULT_SEQ_LEN:,} tokens)"
     return tokens
