@@ -40,6 +40,9 @@ _LINK_SHARE = 0.85
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
 _SLOW_HOST = 3
 """Times as long as the recorded host takes."""
+SMALL_VALUES = 4 * 2**20
+"""Most bytes of a layer's offloaded values that stay on the device: the host takes longer to start their copies than
+these take, and layers that keep everything can share a program."""
 
 
 class Predictor:
@@ -120,7 +123,16 @@ class Predictor:
         places = parse_weights(weights, layers) if isinstance(weights, str) else tuple(weights)
         return self._settings(chosen, places)
 
+    def _keep_small(self, policies: tuple[RematPolicy, ...], places: tuple[str, ...]) -> tuple[RematPolicy, ...]:
+        """Return policies that keep `SMALL_VALUES` on the device, unless streamed weights need the host anyway."""
+        if is_streamed(places):
+            return policies
+        costs = map(self._model.layer, range(len(policies)), policies)
+        pairs = zip(policies, costs, strict=True)
+        return tuple(policy.on_device() if cost.offloaded <= SMALL_VALUES else policy for policy, cost in pairs)
+
     def _make_setting(self, policies: tuple[RematPolicy, ...], places: tuple[str, ...]) -> Setting:
+        policies = self._keep_small(policies, places)
         depth = default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth
         costs, restored = list(map(self._model.layer, range(len(policies)), policies)), restored_layers(policies, depth)
         for index in restored:

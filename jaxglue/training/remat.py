@@ -20,6 +20,7 @@ from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
+from jaxglue.planner.predictor import SMALL_VALUES
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
@@ -96,8 +97,7 @@ def choose_remat(
         check_fp8(compute_capability())
     workload = make_workload(config, model, document_lengths, mesh)
     planner, plan = _fastest(config, workload, steps)
-    auto = " (auto)" if steps is None else f" (auto, for about {steps:,} steps)"
-    note = f"{auto if remat == AUTO else ''}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
+    note = f"{_chosen(remat, plan, steps)}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     if planner.gpu.dispatch != RECORDED:
         note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}"
     return RematChoice(
@@ -185,6 +185,15 @@ def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, mesh: MeshShape) -
         layers_per_program=size,
         note=note,
     )
+
+
+def _chosen(remat: str, plan: Plan, steps: int | None) -> str:
+    """Describe where the plan's policies are from, unless they are those of `--remat`."""
+    if remat == AUTO:
+        return " (auto)" if steps is None else f" (auto, for about {steps:,} steps)"
+    if parse_policies(remat, len(plan.policies)) == plan.policies:
+        return ""
+    return f" (in place of {remat}: up to {SMALL_VALUES // 2**20} MiB of a layer stay on the GPU)"
 
 
 def _predicted(plan: Plan, *, host_embeddings: bool) -> str:

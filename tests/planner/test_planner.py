@@ -23,13 +23,15 @@ from jaxglue.planner.sizes import received_bytes
 from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
 HOST = 64 * GIB
+TOKENS = 1280
+"""Of a row, whose layers' inputs are too large to stay on the GPU."""
 
 
 @pytest.fixture(scope="module")
 def workload(tiny_config):
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 6, "vocab_size": 32000}
     config = config_from_hf({**tiny_config, **sizes, "model_type": "qwen3", "head_dim": 128})
-    return Workload(config=config, batch_size=1, seq_len=1024, lora=LoraConfig(), document_lengths=(1023,))
+    return Workload(config=config, batch_size=1, seq_len=TOKENS, lora=LoraConfig(), document_lengths=(TOKENS - 1,))
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +47,13 @@ def test_saving_more_takes_memory_and_saves_time(planner):
     offload, full, dots = (planner.plan(parse_policy(name)) for name in ("offload", "full", "dots"))
     assert offload.device_bytes < full.device_bytes < dots.device_bytes
     assert dots.seconds < full.seconds < offload.seconds
-    assert offload.host_bytes == 4 * 1024 * 2048 * 2  # all layer inputs but the last two
+    assert offload.host_bytes == 4 * TOKENS * 2048 * 2  # all layer inputs but the last two
     assert full.host_bytes == dots.host_bytes == 0
 
 
 def test_streamed_weights_leave_the_device(planner):
     here, there = (planner.plan(parse_policy("offload"), weights=where) for where in ("device", "host"))
-    input_ = 1024 * 2048 * 2
+    input_ = TOKENS * 2048 * 2
     layer = 4 * 2048 * (2 * 512 + 2 * 256) // 4 * 2 + 3 * 2048 * 6144 * 2
     # The first layer stays on the device; the four buffers hold activations of one layer more.
     assert there.host_bytes - here.host_bytes == pytest.approx(5 * layer - input_, rel=0.01)
@@ -60,7 +62,7 @@ def test_streamed_weights_leave_the_device(planner):
 
 def test_time_grows_with_tokens_and_shrinks_with_the_gpu(planner, workload):
     full = parse_policy("full")
-    longer = Planner(replace(workload, seq_len=2048), planner.gpu).plan(full)
+    longer = Planner(replace(workload, seq_len=2 * TOKENS), planner.gpu).plan(full)
     faster = Planner(workload, find_gpu("NVIDIA H200")).plan(full)
     assert longer.seconds > 1.8 * planner.plan(full).seconds > 1.8 * faster.seconds
 
@@ -78,7 +80,7 @@ def test_auto_gets_leaner_as_memory_shrinks(planner):
 def test_does_not_fit_names_the_remedy(planner):
     offload = planner.plan(parse_policy("offload")).device_bytes
     small = _with_memory(planner, 1.05 * offload / (1 - MARGIN) / GIB)
-    with pytest.raises(DoesNotFit, match=r"--remat 'dots' with 1 × 1,024 tokens needs .* GiB on the GPU.*would fit in"):
+    with pytest.raises(DoesNotFit, match=r"--remat 'dots' with 1 × 1,280 tokens needs .* GiB on the GPU.*would fit in"):
         small.check(small.plan(parse_policy("dots")), host_memory=HOST)
     least = min(plan.device_bytes for plan in planner.plans())
     smaller = _with_memory(planner, 0.98 * least / (1 - MARGIN) / GIB)
@@ -97,6 +99,14 @@ def test_what_fits_the_gpu_is_not_offloaded(planner):
     assert middle.fits(kept, offload.host_bytes)
     lean = _with_memory(planner, offload.device_bytes / (1 - MARGIN) / GIB)
     assert lean._keep_on_device(offload, host_memory=HOST) == offload
+
+
+def test_small_values_stay_on_the_gpu(planner):
+    short = planner.with_seq_len(1024)  # whose layers' inputs take 4 MiB
+    offload, full = (short.resolve(name, weights="device", host_memory=0) for name in ("offload", "full"))
+    assert offload == full
+    assert short.plan(parse_policy("offload:layer_input,gate")).host_bytes > 0
+    assert short.plan(parse_policy("offload"), weights="host").remat == "offload"
 
 
 def test_host_memory_is_checked(planner):
@@ -120,9 +130,9 @@ def test_recomputation_is_counted(planner):
         program = layer.backward.trace(residuals, *trees, x, context, y, None).jaxpr.jaxpr
         return sum(n * dot_flops(eqn) for eqn, n in equations(program) if eqn.primitive.name == "dot_general")
 
-    weights = 1024 * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
+    weights = TOKENS * 2 * (2048 * (2 * 512 + 2 * 256) + 3 * 2048 * 6144)
     assert flops("none") == pytest.approx(weights, rel=0.05)  # the gradient to the input; adapters are small
-    recomputed = weights - 1024 * 2 * 2048 * 6144
+    recomputed = weights - TOKENS * 2 * 2048 * 6144
     assert flops("full") - flops("none") == pytest.approx(recomputed, rel=0.05)
 
 
