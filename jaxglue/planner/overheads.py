@@ -22,9 +22,10 @@ _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
-_OVERLAP, _GROUPED_OVERLAP = 4.0, 1.7
+_OVERLAP, _GROUPED_OVERLAP, _WHOLE_OVERLAP = 4.0, 1.7, 6.0
 """Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of
-several programs of layers, one starts once the host has passed all their parameters."""
+several programs of layers, one starts once the host has passed all their parameters; a micro-batch's only program is
+dispatched under the one before it."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
@@ -99,7 +100,7 @@ def micro_batch(
     kernels = sum(layer.kernels for layer in layers)
     arrays = _ARRAY * sum(_handled(layer, 1 if whole else passes) for layer in layers)
     if whole:
-        return MicroBatch(gpu_seconds, _ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _OVERLAP)
+        return MicroBatch(gpu_seconds, _ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _WHOLE_OVERLAP)
     if layers_per_program > 1:
         return MicroBatch(gpu_seconds, _ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)
     streamed = [layer.frozen for layer in layers if layer.streamed]

@@ -144,7 +144,7 @@ class Trainer:
         total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
         progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
         compiling = Compiling(progress, self._setup.remat.compile_seconds, lambda: self._recorder.has_compiled)
-        with progress, compiling, profiler:
+        with progress, compiling, profiler, self._recorder:
             while self._model.step < total and not stop:
                 profiler.before(self._model.step + 1)
                 in_flight.add(self._dispatch_step(checkpoints, progress))
