@@ -17,6 +17,8 @@ _TEMPORARIES = 1.03
 _SCATTERED, _MOST_SCATTERED, _SPARE = 0.35, 3 * GIB // 2, 0.05
 """Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
 the share of the whole peak that plans leave free anyway."""
+_LARGER = 0.1
+"""Share by which one layer's temporary memory in ten is larger than predicted; where gaps already take the spare."""
 _WORKSPACE = int(0.3 * GIB)
 """Bytes of loaded programs and matmul workspaces, for any model."""
 
@@ -117,8 +119,8 @@ class PeakMemory:
         """
         if self.whole:
             return 0
-        freed = np.append(np.diff(self._stored), 0)
-        return (self._layers_backward + np.where(self._temporaries() > freed, freed, 0)).max()
+        freed, temporary = np.append(np.diff(self._stored), 0), self._temporaries()
+        return (self._layers_backward + np.where(temporary > freed, freed + _LARGER * temporary, 0)).max()
 
     @property
     def _head_gradients(self) -> int:

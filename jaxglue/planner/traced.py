@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
-from jaxglue.ops.names import LAYER_INPUT
+from jaxglue.ops.names import LAYER_INPUT, QUERY
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
@@ -71,8 +71,10 @@ class TracedModel:
         self._layer_gpu = replace(gpu, matmul=_FEW_VALUES_GAIN * gpu.matmul) if few_values else gpu
         self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)
-        sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
-        self._alike = [sparse.index(kind) for kind in sparse]  # windows change attention's cost, not the programs
+        self._sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
+        self._alike = [
+            self._sparse.index(kind) for kind in self._sparse
+        ]  # windows change attention's cost, not the programs
         self._passes, self._arrays = cache(self._cost_passes), cache(self._count_arrays)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._cost_replay), cache(self._cost_reference)
@@ -95,13 +97,22 @@ class TracedModel:
         passes = self._passes(kind, on_device)
         kept = passes.kept | {LAYER_INPUT: 0 if policy.drops_input else self.input_bytes}
         offloaded = sum(kept.get(name, 0) for name in policy.offloaded)
+        early = self._early_queries(kind, on_device)
         return LayerCost(
             forward=passes.forward,
-            backward=passes.backward,
+            backward=replace(passes.backward, temporary=passes.backward.temporary + early),
             saved=sum(kept.values()) - offloaded,
             offloaded=offloaded,
             offloaded_names=len(kept.keys() & policy.offloaded),
         )
+
+    def _early_queries(self, kind: int, kept: RematPolicy) -> int:
+        """Return the bytes of queries, projected and rotated, that wait for attention's gradient.
+
+        XLA computes them before the experts' values, which are larger, though it reads them after these.
+        """
+        recomputed = kept.keeps_attention and QUERY not in (kept.saved or ())
+        return 2 * self.attention_bytes if self._sparse[kind] and recomputed and self._workload.tile is None else 0
 
     def arrays(self, index: int) -> tuple[int, int]:
         """Count the arrays of a layer's trainable and frozen parameters."""

@@ -270,6 +270,17 @@ def test_expert_parallel_layers_hold_tokens_of_all_devices(tiny_config):
     assert passes == pytest.approx([2, 3], rel=0.05)  # the backward pass gathers the tokens again
 
 
+def test_queries_computed_again_wait_beside_the_experts_values(tiny_config):
+    pytest.importorskip("jax_triton", reason="the kernels of experts are traced")
+    moe = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    config = config_from_hf({**tiny_config, **moe, "hidden_size": 512, "num_hidden_layers": 2})
+    work = Workload(config=config, batch_size=1, seq_len=4096, lora=LoraConfig(), document_lengths=(4096,))
+    planner, attention = Planner(work, find_gpu("H200")), "save:attention_out,attention_lse"
+    again, kept = (planner._model.layer(0, parse_policy(attention + more)).backward for more in ("", ",query"))
+    queries = 4096 * config.num_attention_heads * config.head_dim * 2
+    assert again.temporary >= kept.temporary + queries
+
+
 def test_reference_waits_for_streamed_weights_in_a_pass_of_its_own(workload):
     objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
     compared = replace(workload, seq_len=2048, objective=objective, reference=True)
