@@ -8,7 +8,8 @@ _MATMUL_SHARE, _H100_MATMUL_SHARE = 0.69, 0.705
 """Shares of the data sheet's rate at which a layer's matmuls run; the H100's slower memory leaves them more power."""
 SUSTAINED = 0.89
 """Share of a single large matmul's rate that a layer's matmuls sustain."""
-_COPY_SHARE = 0.87
+_COPY_SHARE, _H100_COPY_SHARE = 0.87, 0.91
+"""Shares of its memory's rate, read plus written."""
 _PEER_SHARE = 0.7
 _POOL_SHARE = 0.9
 """Share of the memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
@@ -73,6 +74,7 @@ def _gpu(
     *,
     nvlink: float = 0,
     share: float = _MATMUL_SHARE,
+    copy_share: float = _COPY_SHARE,
 ) -> Gpu:
     """Return a GPU by its data sheet: dense bf16 TFLOP/s, GiB, GB/s of memory, and GB/s each way of links."""
     return Gpu(
@@ -80,7 +82,7 @@ def _gpu(
         capability=capability,
         memory=_POOL_SHARE * memory_gib * GIB,
         matmul=share * (tflops * 1e12),
-        copy=_COPY_SHARE * bandwidth * 1e9,
+        copy=copy_share * bandwidth * 1e9,
         link=link * 1e9,
         peers=_PEER_SHARE * (nvlink or link) * 1e9,
         peak=tflops * 1e12,
@@ -100,7 +102,7 @@ _TABLE = (
     _gpu("GH200", (9, 0), 989, 95.6, 4000, _C2C),
     _gpu("H100 PCIe", (9, 0), 756, 79.6, 2039, _PCIE_5),
     _gpu("H100 NVL", (9, 0), 835, 94, 3938, _PCIE_5, nvlink=300),
-    _gpu("H100", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=450, share=_H100_MATMUL_SHARE),
+    _gpu("H100", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=450, share=_H100_MATMUL_SHARE, copy_share=_H100_COPY_SHARE),
     _gpu("H800", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=200),
     _gpu("H20", (9, 0), 148, 95.6, 4000, _PCIE_5, nvlink=450),
     _gpu("A100 40GB", (8, 0), 312, 40, 1555, _PCIE_4, nvlink=300),
