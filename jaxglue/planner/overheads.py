@@ -10,9 +10,12 @@ from jaxglue.planner.traced import LayerCost
 
 _ENDS = 36.0
 """Calls whose time it takes to dispatch embedding and head."""
-_PASS, _KERNEL, _GROUPED_KERNEL, _WHOLE_KERNEL = 4.0, 0.11, 0.14, 0.04
-"""Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, in one of several programs of
-layers, whose CUDA graphs get other addresses in turn, and in a micro-batch's only program."""
+_PASS, _KERNEL, _GROUPED_KERNEL = 4.0, 0.11, 0.14
+"""Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, and in one of several programs
+of layers, whose CUDA graphs get other addresses in turn."""
+_WHOLE, _WHOLE_KERNEL, _WHOLE_ARRAY = 22.0, 0.024, 0.5
+"""Calls whose time it takes to dispatch a micro-batch's only program, and each of its kernels, and arrays whose time it
+takes for each of its arrays."""
 _ARRAY = 0.85
 """Arrays whose time it takes for each array of a layer's program."""
 _COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 9.0
@@ -22,10 +25,9 @@ _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
-_OVERLAP, _GROUPED_OVERLAP, _WHOLE_OVERLAP = 4.0, 1.7, 6.0
+_OVERLAP, _GROUPED_OVERLAP, _WHOLE_OVERLAP = 4.0, 1.7, 3.0
 """Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of
-several programs of layers, one starts once the host has passed all their parameters; a micro-batch's only program is
-dispatched under the one before it."""
+several programs of layers, one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
 """Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
 _COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
@@ -98,9 +100,10 @@ def micro_batch(
         whole: embedding, layers and head are one program.
     """
     kernels = sum(layer.kernels for layer in layers)
-    arrays = _ARRAY * sum(_handled(layer, 1 if whole else passes) for layer in layers)
     if whole:
-        return MicroBatch(gpu_seconds, _ENDS + _WHOLE_KERNEL * kernels, arrays, 0, _WHOLE_OVERLAP)
+        arrays = _WHOLE_ARRAY * sum(_handled(layer, 1) for layer in layers)
+        return MicroBatch(gpu_seconds, _WHOLE + _WHOLE_KERNEL * kernels, arrays, 0, _WHOLE_OVERLAP)
+    arrays = _ARRAY * sum(_handled(layer, passes) for layer in layers)
     if layers_per_program > 1:
         return MicroBatch(gpu_seconds, _ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)
     streamed = [layer.frozen for layer in layers if layer.streamed]
