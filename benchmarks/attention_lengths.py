@@ -33,6 +33,9 @@ OTHERS = (
     Heads(N=40, K=8, H=128),
     Heads(N=32, K=4, H=128),
     Heads(N=32, K=8, H=128, window=4096),
+    Heads(N=32, K=8, H=128, window=8192),
+    Heads(N=32, K=8, H=128, window=16_384),
+    Heads(N=32, K=8, H=128, sinks=True),
 )
 COLUMNS = (
     "heads (N, K, H, window, sinks)",
