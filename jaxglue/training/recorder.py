@@ -84,6 +84,7 @@ class Recorder:
     def _begin(self, step: int, progress: TrainingProgress) -> None:
         self.has_compiled = True
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+        gc.collect()  # or garbage would stay until the end, too
         gc.freeze()
         self.meter.restart()
         self._timer.stage("first step")

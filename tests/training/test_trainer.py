@@ -1,6 +1,7 @@
 """Whole runs: results, resuming, refusals."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import re
@@ -122,6 +123,13 @@ def test_offload_changes_no_loss(make_config, tmp_path):
     train(make_config(steps=4, weights="host", remat="offload"))
     expected, got = losses(tmp_path / "device"), losses(tmp_path / "run")
     np.testing.assert_allclose([*got.values()], [*expected.values()], rtol=1e-5)
+
+
+def test_the_collector_leaves_out_what_lives_on_until_the_last_step(make_config, monkeypatch):
+    left_out, unfreeze = [], gc.unfreeze
+    monkeypatch.setattr(gc, "unfreeze", lambda: (left_out.append(gc.get_freeze_count()), unfreeze()))
+    train(make_config(steps=2))
+    assert left_out[0] > 100_000 and gc.get_freeze_count() == 0
 
 
 def test_profiled_steps_leave_a_trace(make_config, tmp_path):
