@@ -1,0 +1,31 @@
+"""The remat policy of a run, as it is planned for a GPU."""
+
+import jax
+import pytest
+
+from jaxglue.models import config_from_hf
+from jaxglue.planner.gpus import find_gpu
+from jaxglue.sharding.mesh import MeshShape
+from jaxglue.training import remat
+
+
+@pytest.fixture
+def choose(make_config, tiny_config, monkeypatch):
+    """Return the choice of a run with these settings on an H200."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(remat, "device_gpu", lambda *_: find_gpu("H200"))
+
+    def choice(**settings):
+        return remat.choose_remat(
+            make_config(**settings), config_from_hf({**tiny_config, "model_type": "qwen3"}), (64,), MeshShape()
+        )
+
+    return choice
+
+
+def test_the_plan_says_that_small_values_stay_on_the_gpu(choose):
+    offload, streamed = (choose(remat="offload", weights=where) for where in ("device", "host"))
+    assert offload.remat == "full" and offload.offloaded_bytes == 0
+    assert "in place of offload: up to 4 MiB of a layer stay on the GPU" in str(offload)
+    assert streamed.remat == "offload" and "in place of" not in str(streamed)
+    assert "in place of" not in str(choose(remat="dots"))
