@@ -18,7 +18,7 @@ _SCATTERED, _MOST_SCATTERED, _SPARE = 0.35, 3 * GIB // 2, 0.05
 """Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
 the share of the whole peak that plans leave free anyway."""
 _LARGER = 0.1
-"""Share by which one layer's temporary memory in ten is larger than predicted; where gaps already take the spare."""
+"""Share by which a layer's temporary memory may exceed the prediction, counted where gaps take the spare."""
 _WORKSPACE = int(0.3 * GIB)
 """Bytes of loaded programs and matmul workspaces, for any model."""
 

@@ -127,9 +127,11 @@ class Predictor:
         """Return policies that keep `SMALL_VALUES` on the device, unless streamed weights need the host anyway."""
         if is_streamed(places):
             return policies
-        costs = map(self._model.layer, range(len(policies)), policies)
-        pairs = zip(policies, costs, strict=True)
-        return tuple(policy.on_device() if cost.offloaded <= SMALL_VALUES else policy for policy, cost in pairs)
+
+        def is_small(index: int, policy: RematPolicy) -> bool:
+            return bool(policy.offloaded) and self._model.layer(index, policy).offloaded <= SMALL_VALUES
+
+        return tuple(policy.on_device() if is_small(i, policy) else policy for i, policy in enumerate(policies))
 
     def _make_setting(self, policies: tuple[RematPolicy, ...], places: tuple[str, ...]) -> Setting:
         policies = self._keep_small(policies, places)

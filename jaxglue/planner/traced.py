@@ -72,9 +72,8 @@ class TracedModel:
         self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)
         self._sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)
-        self._alike = [
-            self._sparse.index(kind) for kind in self._sparse
-        ]  # windows change attention's cost, not the programs
+        # Windows change attention's cost, not the programs.
+        self._alike = [self._sparse.index(kind) for kind in self._sparse]
         self._passes, self._arrays = cache(self._cost_passes), cache(self._count_arrays)
         self._costs: dict[tuple[int, RematPolicy], LayerCost] = {}
         self._replay, self._reference = cache(self._cost_replay), cache(self._cost_reference)
