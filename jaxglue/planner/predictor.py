@@ -210,8 +210,11 @@ class Predictor:
 
     def _embedding_seconds(self, *, whole: bool) -> float:
         """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""
-        added = self.workload.gradient_accumulation_steps > 1 or self.workload.config.tie_word_embeddings
-        passes = 0 if added and whole else 4 if added else 1  # an only program adds rows in place
+        work = self.workload
+        accumulates, tied = work.gradient_accumulation_steps > 1, work.config.tie_word_embeddings
+        passes = 4 if accumulates or tied else 1
+        if whole and (accumulates or tied):  # adds rows in place, or scales the head's gradient as it adds it
+            passes = 0 if accumulates else 2
         return fused_seconds(passes * self._resident.trainable_table, self.gpu)
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:
