@@ -76,6 +76,8 @@ def print_estimate(config: EstimateConfig) -> bool:
             planners, lambda each: (each, each.resolve(config.model.remat, weights=weights, host_memory=host_memory))
         )
         verdict = _verdict(planner, best, longest)
+        if note := best.in_place_of(config.model.remat):
+            verdict += f"; {best.remat} {note}"
     except DoesNotFit as error:
         best, verdict = None, f"Does not fit: {error}"
     console = Console(highlight=False)

@@ -48,7 +48,8 @@ class Planner(Proposer):
             weights: places of the layers' weights, `auto` for several.
         """
         if (found := self._plans.get((host_memory, weights))) is None:
-            found = self._plans[host_memory, weights] = sorted(self.propose(host_memory, weights), key=by_time)
+            proposed = dict.fromkeys(self.propose(host_memory, weights))
+            found = self._plans[host_memory, weights] = sorted(proposed, key=by_time)
         return list(found)
 
     def resolve(self, remat: str, *, weights: str, host_memory: float) -> Plan:

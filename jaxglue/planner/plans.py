@@ -4,7 +4,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxglue.engine.policy import RematPolicy, format_policies
+from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
 from jaxglue.engine.residency import format_weights, is_streamed
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.host_memory import available_memory
@@ -13,6 +13,9 @@ HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable with the most GiB of host memory that JAX pins."""
 DEFAULT_PINNED_GIB = 64
 """The same where it is not set."""
+SMALL_VALUES = 4 * 2**20
+"""Most bytes of a layer's offloaded values that stay on the device: the host takes longer to start their copies than
+these take, and layers that keep everything can share a program."""
 
 
 class DoesNotFit(ValueError):  # noqa: N818
@@ -76,6 +79,12 @@ class Plan:
     def remat(self) -> str:
         """Return the policies as `parse_policies` reads them, such as `full` or `10 x full + 26 x dots`."""
         return format_policies(self.policies)
+
+    def in_place_of(self, remat: str) -> str:
+        """Return a note where the policies asked for would offload values that stay on the GPU, else an empty text."""
+        if remat == AUTO or parse_policies(remat, len(self.policies)) == self.policies:
+            return ""
+        return f"in place of {remat}: up to {SMALL_VALUES // 2**20} MiB of a layer stay on the GPU"
 
     @property
     def places(self) -> str:

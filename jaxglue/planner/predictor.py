@@ -28,7 +28,7 @@ from jaxglue.planner.overheads import (
     pinning_seconds,
 )
 from jaxglue.planner.peak import PeakMemory
-from jaxglue.planner.plans import Memory, Plan
+from jaxglue.planner.plans import SMALL_VALUES, Memory, Plan
 from jaxglue.planner.programs import Programs
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.schedule import Work, simulate
@@ -40,9 +40,6 @@ _LINK_SHARE = 0.85
 """Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
 _SLOW_HOST = 3
 """Times as long as the recorded host takes."""
-SMALL_VALUES = 4 * 2**20
-"""Most bytes of a layer's offloaded values that stay on the device: the host takes longer to start their copies than
-these take, and layers that keep everything can share a program."""
 
 
 class Predictor:

@@ -20,7 +20,6 @@ from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
-from jaxglue.planner.predictor import SMALL_VALUES
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
@@ -191,9 +190,8 @@ def _chosen(remat: str, plan: Plan, steps: int | None) -> str:
     """Describe where the plan's policies are from, unless they are those of `--remat`."""
     if remat == AUTO:
         return " (auto)" if steps is None else f" (auto, for about {steps:,} steps)"
-    if parse_policies(remat, len(plan.policies)) == plan.policies:
-        return ""
-    return f" (in place of {remat}: up to {SMALL_VALUES // 2**20} MiB of a layer stay on the GPU)"
+    note = plan.in_place_of(remat)
+    return f" ({note})" if note else ""
 
 
 def _predicted(plan: Plan, *, host_embeddings: bool) -> str:

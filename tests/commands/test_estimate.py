@@ -39,6 +39,11 @@ def test_all_prints_every_preset_without_splitting_words(estimate):
     assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
 
 
+def test_values_that_stay_on_the_gpu_are_named(estimate):
+    printed, fits = estimate("--gpu", "4090", "--remat", "offload")
+    assert fits and "full in place of offload: up to 4 MiB of a layer stay on the GPU" in " ".join(printed.split())
+
+
 def test_a_run_that_does_not_fit_says_so_with_a_failing_status(estimate):
     printed, fits = estimate("--gpu", "3060", "--memory-limit", "0.3")
     assert not fits

@@ -107,6 +107,7 @@ def test_small_values_stay_on_the_gpu(planner):
     assert offload == full
     assert short.plan(parse_policy("offload:layer_input,gate")).host_bytes > 0
     assert short.plan(parse_policy("offload"), weights="host").remat == "offload"
+    assert len(set(short.plans())) == len(short.plans())
 
 
 def test_host_memory_is_checked(planner):
