@@ -9,7 +9,7 @@ _MATMUL_SHARE, _H100_MATMUL_SHARE = 0.69, 0.705
 SUSTAINED = 0.89
 """Share of a single large matmul's rate that a layer's matmuls sustain."""
 _COPY_SHARE, _H100_COPY_SHARE = 0.87, 0.91
-"""Shares of its memory's rate, read plus written."""
+"""Shares of the data sheet's memory rate at which kernels read and write."""
 _PEER_SHARE = 0.7
 _POOL_SHARE = 0.9
 """Share of the memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""

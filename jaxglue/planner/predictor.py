@@ -209,9 +209,10 @@ class Predictor:
         """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""
         work = self.workload
         accumulates, tied = work.gradient_accumulation_steps > 1, work.config.tie_word_embeddings
-        passes = 4 if accumulates or tied else 1
-        if whole and (accumulates or tied):  # adds rows in place, or scales the head's gradient as it adds it
-            passes = 0 if accumulates else 2
+        if whole:  # it adds rows in place to a given sum, and scales the head's gradient as it adds that
+            passes = 0 if accumulates else 2 if tied else 1
+        else:
+            passes = 4 if accumulates or tied else 1
         return fused_seconds(passes * self._resident.trainable_table, self.gpu)
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:

@@ -24,7 +24,7 @@ from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 
 HOST = 64 * GIB
 TOKENS = 1280
-"""Of a row, whose layers' inputs are too large to stay on the GPU."""
+"""Tokens of a row whose layer inputs exceed `SMALL_VALUES`."""
 
 
 @pytest.fixture(scope="module")
