@@ -207,13 +207,16 @@ class Predictor:
 
     def _embedding_seconds(self, *, whole: bool) -> float:
         """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""
-        work = self.workload
-        accumulates, tied = work.gradient_accumulation_steps > 1, work.config.tie_word_embeddings
-        if whole:  # it adds rows in place to a given sum, and scales the head's gradient as it adds that
-            passes = 0 if accumulates else 2 if tied else 1
-        else:
-            passes = 4 if accumulates or tied else 1
-        return fused_seconds(passes * self._resident.trainable_table, self.gpu)
+        return fused_seconds(self._table_passes(whole=whole) * self._resident.trainable_table, self.gpu)
+
+    def _table_passes(self, *, whole: bool) -> int:
+        """Return the passes over the table; an only program adds in place to a given sum, and as it scales the head's."""
+        accumulates, tied = self.workload.gradient_accumulation_steps > 1, self.workload.config.tie_word_embeddings
+        if not (accumulates or tied):
+            return 1
+        if not whole:
+            return 4
+        return 0 if accumulates else 2
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:
         arrays, costs, streamed = map(self._model.arrays, range(self._model.layers)), setting.costs, setting.streamed
