@@ -210,7 +210,7 @@ class Predictor:
         return fused_seconds(self._table_passes(whole=whole) * self._resident.trainable_table, self.gpu)
 
     def _table_passes(self, *, whole: bool) -> int:
-        """Return the passes over the table; an only program adds in place to a given sum, and as it scales the head's."""
+        """Return the passes over the table; an only program adds rows in place, or as it scales the head's gradient."""
         accumulates, tied = self.workload.gradient_accumulation_steps > 1, self.workload.config.tie_word_embeddings
         if not (accumulates or tied):
             return 1
