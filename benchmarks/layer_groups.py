@@ -21,6 +21,7 @@ from step import parameters, random_batch, workload
 
 from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
+from jaxglue.models.parameters import Params
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.optimizer_config import OptimizerConfig
 
@@ -36,6 +37,7 @@ class Variant:
         self._optimizer = Optimizer(config, 10_000)
         self._trainable = jax.tree.map(jnp.copy, trainable)
         self._state = self._optimizer.init(self._trainable)
+        self._spent: Params | None = None
         self.steps: list[float] = []
         self.dispatches: list[float] = []
         begun = time.perf_counter()
@@ -45,7 +47,8 @@ class Variant:
     def step(self) -> jax.Array:
         """Dispatch a step and return its loss."""
         arguments = self._trainable, self._frozen, [self._batch], float(self._batch.tokens.size)
-        loss, gradients = self._executor.loss_and_gradients(*arguments)
+        loss, gradients = self._executor.loss_and_gradients(*arguments, into=self._spent)
+        self._spent = gradients if self._executor.reuses_gradients else None
         self._trainable, self._state, _ = self._optimizer.update(self._trainable, self._state, gradients, self._count)
         self._count += 1
         return loss

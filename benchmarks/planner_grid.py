@@ -13,11 +13,11 @@ from concurrent.futures import ProcessPoolExecutor
 import jax
 import numpy as np
 import step
-from grid_runs import PINNED_GIB, arguments, device, measure_all, pool_gib
+from grid_runs import PINNED_GIB, arguments, device, measure_all
 from inputs import SHAPES
 
 from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
-from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
+from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.gpus import GIB, Dispatch, Gpu, find_gpu
 from jaxglue.planner.overheads import MicroBatch
@@ -44,8 +44,6 @@ METHODS_OF = {"gpt-oss-20b": ("lora", "lora", "nf4"), "qwen3-30b-a3b": ("lora",)
 REMATS = ("none", "dots", "full", "offload", "auto", "auto", "auto")
 TILED = ("full", "offload", "offload:layer_input,attention_out,attention_lse")
 """Policies of rows by tiles, which half of the long rows of models with experts are."""
-SHORT = 1024
-"""Tokens of short rows."""
 LIMITS = (0.02, 0.15, 0.4, 0.8)
 """Memory of `auto`, between the needs of the leanest and of the fastest preset."""
 _CPU_PROCESSES = 6
@@ -102,14 +100,15 @@ def planned(setting: dict, gpu: Gpu) -> dict:
 
 def prediction(planner: Planner, plan) -> dict:
     """Return a plan's flags, work (`MicroBatch`), time and memory, without the optimizer's update."""
+    work = planner.work(plan)
     return {
         "run": plan.remat,
         "weights": plan.places,
         "attention": planner.workload.attention,
         "layers_per_program": plan.layers_per_program,
         **({} if plan.tile is None else {"tile": plan.tile}),
-        "work": [round(value, 5) for value in planner.work(plan)],
-        "predicted_ms": round((plan.seconds - planner.update_seconds) * 1e3, 2),
+        "work": [round(value, 5) for value in work],
+        "predicted_ms": round(work.seconds(planner.gpu.dispatch) * 1e3, 2),
         "predicted_gib": round(plan.device_bytes / GIB, 3),
         "predicted_compile_s": round(plan.start_seconds + plan.seconds, 1),
     }
@@ -125,7 +124,7 @@ def plans(seed: int, part: int, parts: int, gpu: Gpu) -> Iterator[dict]:
 
 
 def measured(planned_settings: list[dict], minutes: float) -> Iterator[dict]:
-    """Yield the settings with their measurements, those that no plan fits as they are.
+    """Yield the settings with their measurements, those that no plan fits as they are, in the order drawn.
 
     Times are predicted with the rates of dispatch that each setting's process measures around its steps.
     """
@@ -133,13 +132,7 @@ def measured(planned_settings: list[dict], minutes: float) -> Iterator[dict]:
     gpu, total = device()
     yield from ({**row, "gpu": gpu.name} for row in planned_settings if "refused" in row)
     fit = [row for row in planned_settings if "refused" not in row]
-    fit.sort(key=lambda row: (not _is_doubtful(row), -pool_gib(row, total)))
     yield from (_with_host({**row, "gpu": gpu.name}) for row in measure_all(fit, total, deadline))
-
-
-def _is_doubtful(row: dict) -> bool:
-    """Return whether a setting is of those that are measured first: short rows, tiles, streamed weights."""
-    return row["tokens"] <= SHORT or "tile" in row or is_streamed(parse_weights(row["weights"], row["layers"]))
 
 
 def _with_host(row: dict) -> dict:

@@ -34,7 +34,7 @@ from jaxglue.hf.loading import add_adapter, load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.parameters import split_model
+from jaxglue.models.parameters import Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB
@@ -131,13 +131,15 @@ class Run:
         optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
         self._optimizer = Optimizer(optimizer, steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
+        self._spent: Params | None = None
 
     def step(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Dispatch a step; return (loss, an array ready once the backward pass is done)."""
         weight = float(batch.loss_weights.sum())
         loss, gradients = self._executor.loss_and_gradients(
-            self.trainable, self.frozen, [jax.device_put(batch)], weight
+            self.trainable, self.frozen, [jax.device_put(batch)], weight, into=self._spent
         )
+        self._spent = gradients if self._executor.reuses_gradients else None
         self.trainable, self._state, values = self._optimizer.update(self.trainable, self._state, gradients, self._step)
         self._step += 1
         return loss, values["grad_norm"]

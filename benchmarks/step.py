@@ -210,7 +210,10 @@ def open_buffers(args) -> HostBuffers | None:
 
 
 def executor_step(args, work, batch) -> Callable[..., Callable]:
-    """Begin to lower the step's programs, as a run does; return a function of the model: → a step's dispatch."""
+    """Begin to lower the step's programs, as a run does; return a function of the model: → a step's dispatch.
+
+    This returns the loss and an array that is ready when the step ends.
+    """
     graphdefs, *shapes = abstract_parts(work)
     executor = Executor(
         graphdefs,
@@ -225,11 +228,17 @@ def executor_step(args, work, batch) -> Callable[..., Callable]:
     )
     foreseen = not 1 < args.layers_per_program < len(graphdefs.layers) and args.embeddings == "device"
     lowerings = [Lowering(executor.trace_step(*shapes, [batch]))] if foreseen else []
+    kept: list[Any] = []
 
     def dispatch(trainable, frozen):
         while lowerings:
             lowerings.pop().compile()
-        return executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens))
+        into = kept.pop() if kept else None
+        loss, gradients = executor.loss_and_gradients(trainable, frozen, [batch], float(args.tokens), into=into)
+        if not executor.reuses_gradients:
+            return loss, smallest(gradients)  # others do not stay
+        kept.append(gradients)
+        return loss, loss
 
     return lambda _, *trees: partial(dispatch, *trees)
 
@@ -262,7 +271,12 @@ def whole_step(args, work, batch, graphdefs, trainable, frozen):
         for tree in (trainable, frozen):
             tree["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tree["layers"])
     step = jax.jit(jax.value_and_grad(loss))
-    return lambda: step(trainable, frozen, batch)
+
+    def dispatch():
+        total, gradients = step(trainable, frozen, batch)
+        return total, smallest(gradients)
+
+    return dispatch
 
 
 def checkpointed(layer, policy: RematPolicy):
@@ -322,10 +336,9 @@ def measure(args, ready: Callable[[], None] = lambda: None) -> dict:
     step = build(*parts)
     with traced(args, args.trace_first) as found:
         begun = time.perf_counter()
-        loss, gradients = jax.block_until_ready(step())
+        loss, _ = jax.block_until_ready(step())
         first = time.perf_counter() - begun
         report(f"{args.steps} steps; the first took {first:.1f} s")
-    del gradients
     if found:
         report(" ".join(f"{k} {v}" for k, v in found.items()))
     ready()
@@ -370,7 +383,7 @@ def step_times(step: Callable, steps: int, ahead: int) -> list[tuple[float, floa
     with ThreadPoolExecutor(1) as watching:
         for index in range(steps):
             begun = time.perf_counter()
-            ended.append(watching.submit(ready_at, last_result(*step())))
+            ended.append(watching.submit(ready_at, step()[1]))
             dispatched.append(time.perf_counter() - begun)
             if index >= ahead:
                 ended[index - ahead].result()
@@ -385,8 +398,8 @@ def ready_at(array: jax.Array) -> float:
     return time.perf_counter()
 
 
-def last_result(loss: jax.Array, gradients: dict) -> jax.Array:
-    """Return a small array that is ready when a step ends: of the first layer's gradients; others do not stay."""
+def smallest(gradients: dict) -> jax.Array:
+    """Return a small array that is ready when a step ends: of the first layer's gradients."""
     layers = gradients["layers"]
     return min(jax.tree.leaves(layers[0] if isinstance(layers, list) else layers), key=lambda array: array.nbytes)
 

@@ -86,6 +86,11 @@ def set_part(tree: Params, key: ParamKey, part: Params) -> None:
         tree[key] = part
 
 
+def without_parts(tree: Params) -> Params:
+    """Return a parameter tree with None in place of each part."""
+    return {**dict.fromkeys(tree), "layers": [None] * len(tree["layers"])}
+
+
 def merge_module(graphdef: nnx.GraphDef, *trees: Params) -> Any:
     """Build a module from its graphdef and plain parameter trees; for use inside jit."""
     first, *others = map(nnx.State, trees)

@@ -13,6 +13,8 @@ class EntryHead(Protocol):
     entry: str
     """Key of the entry's parameters."""
     programs: tuple[Any, ...]
+    loss_shape: tuple[int, ...]
+    """Shape of the losses on one device."""
 
     def embed(self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, scale=None) -> tuple:
         """Return (the first layer's input, every layer's context)."""

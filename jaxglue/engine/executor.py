@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import Program, jit_step
+from jaxglue.engine.compiler import Program
 from jaxglue.engine.entry_head import EntryHead
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
@@ -25,8 +25,9 @@ from jaxglue.engine.layer_passes import LayerPasses
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.engine.saved import check_dropped_inputs
+from jaxglue.engine.whole_program import WholeProgram
 from jaxglue.models.context import PackedContext
-from jaxglue.models.parameters import ParamKey, Params, set_part
+from jaxglue.models.parameters import ParamKey, Params, set_part, without_parts
 from jaxglue.sharding.gather import sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -97,12 +98,15 @@ class LayerExecutor:
             prefetch_depth=prefetch_depth,
             host_buffers=host_buffers,
         )
-        several = layers_per_program > 1
-        self._groups = LayerGroups(self._layers, self._reference, layers_per_program) if several else None
-        self._is_whole = 1 < len(layers) <= layers_per_program
+        grouped = (self._layers, self._reference, layers_per_program)
+        self._groups = LayerGroups(*grouped) if layers_per_program > 1 else None
+        self.reuses_gradients = 1 < len(layers) <= layers_per_program
+        """Whether gradients of a step should be kept as the place of the next one's."""
+        self.loss_shape = entry_head.loss_shape
         self._whole = self._make_whole()
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
-        self._zero_partials = jax.jit(partial(zero_partials, layout), keep_unused=True)
+        zeros = lambda trainable, _: zero_partials(layout, trainable)  # noqa: E731
+        self._zero_partials = jax.jit(zeros, keep_unused=True, donate_argnums=1)
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
         self._sum_loss = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.sharding(PartitionSpec()))
 
@@ -113,6 +117,7 @@ class LayerExecutor:
         micro_batches: Sequence[Batch],
         total_weight: float,
         key: PRNGKeyArray | None = None,
+        into: Params | None = None,
     ) -> tuple[Float[Array, ""], Params]:
         """Return Σ loss / total_weight over all micro-batches, and its gradient to the trainable parameters.
 
@@ -121,10 +126,11 @@ class LayerExecutor:
             micro_batches: batches of one shape.
             total_weight: Σ of all loss weights, so that accumulation equals one large batch.
             key: for dropout and noise; None drops and adds nothing.
+            into: gradients of an earlier step, whose memory the new ones take where `reuses_gradients`; donated.
         """
-        gradients = self._empty_tree(trainable)
-        loss = self.loss_and_update(trainable, frozen, micro_batches, total_weight, partial(set_part, gradients), key)
-        return loss, gradients
+        gradients = without_parts(trainable)
+        arguments = trainable, frozen, micro_batches, total_weight, partial(set_part, gradients)
+        return self.loss_and_update(*arguments, key, into), gradients
 
     def loss_and_update(
         self,
@@ -134,22 +140,23 @@ class LayerExecutor:
         total_weight: float,
         update: Update,
         key: PRNGKeyArray | None = None,
+        into: Params | None = None,
     ) -> Float[Array, ""]:
         """Return Σ loss / total_weight; pass every part's gradients to `update` as soon as they are complete.
 
-        With one micro-batch only one layer's gradients exist at a time. `update` may donate its part of `trainable`.
+        With one micro-batch and several programs, only one layer's gradients exist at a time. `update` may donate its
+        part of `trainable`. The arguments are those of `loss_and_gradients`.
         """
         trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
-        sums = (
-            transfer.commit(self._zero_partials(trainable)) if len(micro_batches) > 1 else self._empty_tree(trainable)
-        )
+        sums = self._first_sums(trainable, frozen, len(micro_batches), into)
         losses = []
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
             finish = partial(self._finish, update) if last else partial(set_part, sums)
-            losses.append(self._micro_batch(trainable, frozen, batch, scale, batch_key, sums, finish))
+            arguments = trainable, frozen, batch, scale, batch_key, sums
+            losses.append(self._micro_batch(*arguments, finish, accumulates=len(micro_batches) > 1))
         return self._total_loss(sum(losses[1:], start=losses[0]))
 
     def loss(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, ""]:
@@ -184,20 +191,31 @@ class LayerExecutor:
 
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
-        programs: list[Program] = [*self._entry_head.programs, *(self._groups.programs if self._groups else ())]
+        groups = self._groups.programs if self._groups else []
+        programs: list[Program | WholeProgram] = [*self._entry_head.programs, *groups]
         for layer in [*self._layer_types.values(), *set(self._reference or ())]:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay, layer.restore]
         programs += [self._whole] if self._whole else []
         return sum(program.compilations() for program in programs)
 
-    def _empty_tree(self, trainable: Params) -> Params:
-        return {**dict.fromkeys(trainable), "layers": [None] * len(self._layers)}
+    def _first_sums(self, trainable: Params, frozen: Params, micro_batches: int, into: Params | None) -> Params:
+        """Return the sums of gradients before a step: zeros, or the place of its only ones, or nothing."""
+        if micro_batches > 1 or (self._whole_on(frozen) and into is None):
+            return transfer.commit(self._zero_partials(trainable, into))
+        return into if into is not None and self._whole_on(frozen) else without_parts(trainable)
 
-    def _micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
+    def _whole_on(self, frozen: Params) -> WholeProgram | None:
+        """Return the program of a whole micro-batch where there is one and the entry is on the device."""
+        return None if transfer.is_on_host(frozen[self._entry_head.entry]) else self._whole
+
+    def _micro_batch(
+        self, trainable, frozen, batch, scale, key, sums: Params, finish: Update, *, accumulates: bool
+    ) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
-        if self._whole is None or transfer.is_on_host(frozen[self._entry_head.entry]):
+        whole = self._whole_on(frozen)
+        if whole is None:
             return self._run_micro_batch(trainable, frozen, batch, scale, key, sums, finish)
-        loss, gradients = self._whole(trainable, frozen, batch, scale, key, sums)
+        loss, gradients = whole(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
         layers, entry = gradients.pop("layers"), gradients.pop(self._entry_head.entry)
         for name in list(gradients):
             finish(name, gradients.pop(name))
@@ -206,13 +224,13 @@ class LayerExecutor:
         finish(self._entry_head.entry, entry)
         return loss
 
-    def _make_whole(self) -> Program | None:
+    def _make_whole(self) -> WholeProgram | None:
         """Return the program of a whole micro-batch, for an executor with one; it is traced when it is called."""
-        return jit_step(self._loss_and_sums, donate_argnames="sums") if self._is_whole else None
+        return WholeProgram(self.loss_and_sums, self.loss_shape) if self.reuses_gradients else None
 
-    def _loss_and_sums(self, trainable, frozen, batch, scale, key, sums: Params) -> tuple[Array, Params]:
-        """Return the loss, and `sums` plus the gradients."""
-        gradients = self._empty_tree(trainable)
+    def loss_and_sums(self, trainable, frozen, batch, scale, key, sums: Params) -> tuple[Array, Params]:
+        """Return the loss, and `sums` plus the gradients; traced, as a part of a program that has all layers."""
+        gradients = without_parts(trainable)
         loss = self._run_micro_batch(
             trainable, frozen, batch, scale, key, {**sums, "layers": [*sums["layers"]]}, partial(set_part, gradients)
         )
@@ -245,7 +263,7 @@ class LayerExecutor:
         layers = trainable["layers"], frozen["layers"]
         if self._groups is not None:
             # Where there are several groups, the first one's programs serve the others, too.
-            constant = self._is_whole and not jax.tree.leaves(trainable[self._entry_head.entry])
+            constant = self.reuses_gradients and not jax.tree.leaves(trainable[self._entry_head.entry])
             x, groups, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
             return x, z, partial(self._groups.backward, groups, *layers, contexts)
         x, saved, z = self._passes.forward(*layers, x, contexts, z, partial(self._fetch_head, ends))

@@ -165,6 +165,7 @@ class _EntryHead:
     """Compiled functions of the entry and the head."""
 
     entry = "entry"
+    loss_shape = ()
 
     def __init__(self, entry: Entry, head: Head, layers: int):
         self._entry, self._head, self._layers = entry, head, layers

@@ -20,7 +20,7 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.scores import ScoreHead
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import RouterLosses
-from jaxglue.models.parameters import ModelGraphDefs, Params
+from jaxglue.models.parameters import ModelGraphDefs, Params, without_parts
 from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.sharding.rules import Layout
 
@@ -81,13 +81,13 @@ class Executor(LayerExecutor):
             key: for dropout and noise.
         """
         trainable, frozen = on_device((trainable, frozen))
-        sums = self._empty_tree(trainable)
-        if len(micro_batches) > 1:
-            sums = on_device(jax.eval_shape(self._zero_partials, trainable))
+        sums, accumulates = without_parts(trainable), len(micro_batches) > 1
+        if accumulates or self._whole is not None:
+            sums = on_device(jax.eval_shape(self._zero_partials, trainable, None))
         head, scale = self._embed_head, np.float32(1)
         for kind, batch in enumerate({jax.tree.structure(batch): batch for batch in micro_batches}.values()):
             if self._whole is not None:
-                yield self._whole.trace(trainable, frozen, batch, scale, key, sums)
+                yield self._whole.trace(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
                 continue
             traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
             yield traced

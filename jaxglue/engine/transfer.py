@@ -128,6 +128,8 @@ def commit(tree: Any) -> Any:
 
     Arrays that return from the host are committed; mixing both kinds would compile programs twice.
     """
+    if all(getattr(array, "committed", True) for array in jax.tree.leaves(tree)):
+        return tree
     return jax.tree.map(lambda a: a if getattr(a, "committed", True) else jax.device_put(a, a.sharding), tree)
 
 

@@ -39,6 +39,11 @@ class PreferenceLoss:
         """Return whether the loss weights pairs by tokens' probabilities (WPO)."""
         return self.config.use_weighting
 
+    @property
+    def values(self) -> int:
+        """Return how many sums a call returns."""
+        return 1 + len(_KTO if self.config.objective == "kto" else self._names)
+
     def __call__(self, log_probs: TokenValues, alignment: TokenValues | None, batch: Batch) -> Float[Array, " values"]:
         """Return [Σ loss, Σ of each metric] over the units of this device's rows.
 

@@ -13,9 +13,11 @@ _ENDS = 36.0
 _PASS, _KERNEL, _GROUPED_KERNEL = 4.0, 0.11, 0.14
 """Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, and in one of several programs
 of layers, whose CUDA graphs get other addresses in turn."""
-_WHOLE, _WHOLE_KERNEL, _WHOLE_ARRAY = 22.0, 0.024, 0.5
-"""Calls whose time it takes to dispatch a micro-batch's only program, and each of its kernels, and arrays whose time it
-takes for each of its arrays."""
+_WHOLE, _WHOLE_TRAINABLE, _WHOLE_FROZEN = 10.0, 3.0, 0.75
+"""Calls whose time it takes to dispatch a micro-batch's only program, and arrays whose time it takes for each of its
+arrays: taken and returned for each trainable one, or only read."""
+_GRADIENT, _UPDATE = 3, 6
+"""Times that a parameter, the last gradient and the next one are handed over, and a parameter and its two moments."""
 _ARRAY = 0.85
 """Arrays whose time it takes for each array of a layer's program."""
 _COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 9.0
@@ -25,7 +27,7 @@ _SHORT_PASS = 1.2e-3
 """GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
-_OVERLAP, _GROUPED_OVERLAP, _WHOLE_OVERLAP = 4.0, 1.7, 3.0
+_OVERLAP, _GROUPED_OVERLAP, _WHOLE_OVERLAP = 4.0, 1.7, 6.0
 """Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of
 several programs of layers, one starts once the host has passed all their parameters."""
 _COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
@@ -89,6 +91,7 @@ def micro_batch(
     passes: int = 2,
     *,
     whole: bool = False,
+    updates: bool = False,
 ) -> MicroBatch:
     """Return the work of a micro-batch whose kernels and copies take `gpu_seconds`.
 
@@ -98,11 +101,13 @@ def micro_batch(
         layers_per_program: consecutive layers dispatched as one program.
         passes: runs of each layer.
         whole: embedding, layers and head are one program.
+        updates: this program updates the parameters, too.
     """
-    kernels = sum(layer.kernels for layer in layers)
     if whole:
-        arrays = _WHOLE_ARRAY * sum(_handled(layer, 1) for layer in layers)
-        return MicroBatch(gpu_seconds, _WHOLE + _WHOLE_KERNEL * kernels, arrays, 0, _WHOLE_OVERLAP)
+        trainable = (_UPDATE if updates else _GRADIENT) * sum(layer.trainable for layer in layers)
+        arrays = _WHOLE_TRAINABLE * trainable + _WHOLE_FROZEN * sum(layer.frozen for layer in layers)
+        return MicroBatch(gpu_seconds, _WHOLE, arrays, 0, _WHOLE_OVERLAP)
+    kernels = sum(layer.kernels for layer in layers)
     arrays = _ARRAY * sum(_handled(layer, passes) for layer in layers)
     if layers_per_program > 1:
         return MicroBatch(gpu_seconds, _ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)

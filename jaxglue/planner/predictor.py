@@ -179,8 +179,15 @@ class Predictor:
 
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""
+        if self._updates(size):
+            return self._micro_batch(setting, size, updates=True).seconds(self.gpu.dispatch)
         seconds = self._micro_batch(setting, size).seconds(self.gpu.dispatch)
         return self.workload.gradient_accumulation_steps * seconds + self.update_seconds
+
+    def _updates(self, size: int) -> bool:
+        """Return whether a program of `size` layers is a step's only one."""
+        work = self.workload
+        return self._is_whole(size) and work.gradient_accumulation_steps == 1 and not work.update_in_backward
 
     def work(self, plan: Plan) -> MicroBatch:
         """Return the work of a plan's micro-batch, from which its time on any host follows."""
@@ -188,10 +195,12 @@ class Predictor:
 
     def hides_dispatch(self, plan: Plan) -> bool:
         """Return whether a plan takes the same time, within a percent, on much slower hosts than the recorded one."""
-        work, slow = self.work(plan), Dispatch(*(_SLOW_HOST * rate for rate in RECORDED))
+        setting, size = self._settings(plan.policies, plan.weights), plan.layers_per_program
+        work = self._micro_batch(setting, size, updates=self._updates(size))
+        slow = Dispatch(*(_SLOW_HOST * rate for rate in RECORDED))
         return work.seconds(slow) < 1.01 * work.gpu_seconds
 
-    def _micro_batch(self, setting: Setting, size: int) -> MicroBatch:
+    def _micro_batch(self, setting: Setting, size: int, *, updates: bool = False) -> MicroBatch:
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
         forward, backward = self._work(setting.costs, streamed, depth)
         for again in restorations(setting.policies, depth):
@@ -202,8 +211,8 @@ class Predictor:
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
         head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
         passes, whole = 3 if self.workload.reference else 2, self._is_whole(size)
-        ends = head + self._embedding_seconds(whole=whole)
-        return micro_batch(layers + ends, self._arrays(setting), size, passes, whole=whole)
+        ends = head + self._embedding_seconds(whole=whole) + (self.update_seconds if updates else 0)
+        return micro_batch(layers + ends, self._arrays(setting), size, passes, whole=whole, updates=updates)
 
     def _embedding_seconds(self, *, whole: bool) -> float:
         """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""

@@ -26,6 +26,7 @@ class OptaxOptimizer(Optimizer):
     """An optimizer of optax; its state has, in place of each parameter, the arrays of optax's state for it."""
 
     parts_per_program = 1
+    fits_programs = False
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
         super().__init__(config, total_steps, layout)

@@ -53,6 +53,8 @@ class Optimizer:
 
     parts_per_program = 8
     """Parts updated by one XLA program: more save dispatches but compile longer."""
+    fits_programs = True
+    """Whether `update` can be a part of a program on one device."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
         self._layout = layout
@@ -80,8 +82,15 @@ class Optimizer:
             set_part(state, key, commit(self._init(get_part(trainable, key), prefix=prefix)))
         return state
 
+    def state_shapes(self, trainable: Params) -> Params:
+        """Return the shapes of the state on one device for shapes of parameters."""
+        state: Params = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+        for key in param_keys(trainable):
+            set_part(state, key, on_device(jax.eval_shape(self._init_part, get_part(trainable, key))))
+        return state
+
     def update(
-        self, trainable: Params, state: Params, gradients: Params, step: int
+        self, trainable: Params, state: Params, gradients: Params, step: int | Array
     ) -> tuple[Params, Params, dict[str, Float[Array, ""]]]:
         """Update all parts; return new trainable, new state, and grad_norm and learning_rate.
 
@@ -91,14 +100,14 @@ class Optimizer:
             trainable, state, gradients: trees of this step.
             step: optimizer steps done before.
         """
-        keys = param_keys(trainable)
+        keys, step = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
         if kernels := self._kernels(old):
-            new, new_states, values = self._update_fused(old, states, gradient, np.int32(step), kernels=kernels)
+            new, new_states, values = self._update_fused(old, states, gradient, step, kernels=kernels)
         else:
             batches = [list(batch) for batch in itertools.batched(range(len(old)), self.parts_per_program)]
             squares = [self._square_norm([gradient[i] for i in batch], squared=True) for batch in batches]
-            scalars, values = self._scalars(squares, np.int32(step))
+            scalars, values = self._scalars(squares, step)
             new, new_states = [], []
             for batch in batches:
                 some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), scalars)
@@ -109,7 +118,7 @@ class Optimizer:
         """Trace the program of `update` on shapes of parameters on one GPU, where it is one."""
         old = [get_part(trainable, key) for key in param_keys(trainable)]
         if kernels := self._kernels(old):
-            states = on_device([jax.eval_shape(self._init_part, part) for part in old])
+            states = [get_part(self.state_shapes(trainable), key) for key in param_keys(trainable)]
             yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels)
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
@@ -165,8 +174,9 @@ class Optimizer:
         return *rebuild(*kernels.update(parameters, mus, nus, slopes, decays(parts), scalars)), values
 
     def _kernels(self, parts: list[Params]) -> "TritonAdam | None":
-        devices = {device for leaf in jax.tree.leaves(parts) for device in leaf.sharding.device_set}
-        return ADAM.load(self._adam, len(devices))
+        arrays = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
+        devices = {device for leaf in arrays for device in leaf.sharding.device_set}
+        return ADAM.load(self._adam, max(len(devices), 1))  # programs that have an update in them run on one device
 
 
 def _flatten(parts: list[Params], states: list[Params], gradients: list[Params]) -> tuple[list[list[Any]], Any]:

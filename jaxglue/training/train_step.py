@@ -31,6 +31,7 @@ from jaxglue.training.optax_optimizer import make_optimizer
 from jaxglue.training.reference import reference_layers
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
+from jaxglue.training.whole_step import WholeStep
 
 Accepts = Callable[[int, Mapping[str, float]], bool]
 """Tells of a step's loss and gradient norm whether its update may be applied."""
@@ -53,6 +54,7 @@ class TrainStep:
         self.step = 0
         """Optimizer steps done."""
         self._lowering: Lowering | None = None
+        self._whole: WholeStep | None = None
         self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
         foreseen = self._lower_ahead()
         with self._lowering or nullcontext():
@@ -61,8 +63,11 @@ class TrainStep:
             self._lowering = None
             reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)
             self.executor = self._make_executor(self.graphdefs, reference)
+            self._whole = self._make_whole()
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jit_step(optax.tree.norm)
+        self._spent: Params | None = None
+        """Gradients of the last step, as a place for the next one's."""
         self._compiled: set[bool] = set()
         self._fp8: dict[str, Any] | None = None
 
@@ -85,6 +90,13 @@ class TrainStep:
             host_buffers=self._host_buffers,
         )
 
+    def _make_whole(self) -> WholeStep | None:
+        """Return the step's only program, where it can be one."""
+        alone = self.executor.reuses_gradients and not self._setup.workload.host_embeddings
+        decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
+        fits = alone and decided and self._optimizer.fits_programs
+        return WholeStep(self.executor, self._optimizer) if fits else None
+
     def _lower_ahead(self) -> ModelGraphDefs | None:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         setup, batches = self._setup, self._setup.batches
@@ -94,7 +106,11 @@ class TrainStep:
             return None
         graphdefs, trainable, frozen = abstract_parts(setup.workload)
         self.executor, rows = self._make_executor(graphdefs), self.place(batches.first)
-        step = self.executor.trace_step(trainable, frozen, rows, self._micro_batch_key())
+        self._whole, key = self._make_whole(), self._micro_batch_key()
+        if self._whole and len(rows) == 1:
+            self._lowering = Lowering(iter([self._whole.trace(trainable, frozen, rows[0], key)]))
+            return graphdefs
+        step = self.executor.trace_step(trainable, frozen, rows, key)
         in_backward = self._config.optimizer.update_in_backward
         update = () if in_backward else self._optimizer.trace_update(on_device(trainable))
         self._lowering = Lowering(chain(step, update))
@@ -111,12 +127,16 @@ class TrainStep:
         if self._lowering:
             self._lowering.compile()
             self._lowering = None
-        compilations = self.executor.compilations()
-        in_backward = self._config.optimizer.update_in_backward
-        loss, values = self._update_in_backward(batch) if in_backward else self._update(batch, accepts)
+        compilations = self._compilations()
+        if self._whole and accepts is None and len(batch.micro_batches) == 1:
+            loss, values = self._run_whole(self._whole, batch)
+        elif self._config.optimizer.update_in_backward:
+            loss, values = self._update_in_backward(batch)
+        else:
+            loss, values = self._update(batch, accepts)
         self.step += 1
         kinds = {micro_batch.segments.long for micro_batch in batch.micro_batches}
-        if kinds <= self._compiled and self.executor.compilations() > compilations:
+        if kinds <= self._compiled and self._compilations() > compilations:
             _log.warning("step %d compiled programs again: its batch has other shapes", self.step)
         self._compiled |= kinds
         return StepResult(self.step, {"loss": loss, **values}, batch.tokens)
@@ -143,6 +163,7 @@ class TrainStep:
         if fp8 and fp8["max_error"] == self._config.model.fp8_max_error:
             self._fp8 = fp8
             self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
+            self._whole = self._make_whole()
             as_lowered = all(fp8["layers"]) and fp8["head"] == self._setup.model.fp8_head
             if not as_lowered or self._setup.remat.layers_per_program > 1:
                 self._lowering = None
@@ -157,7 +178,7 @@ class TrainStep:
 
     def release(self) -> None:
         """Free the state, before `restore` or `restart`."""
-        self.trainable, self._optimizer_state = {}, {}
+        self.trainable, self._optimizer_state, self._spent = {}, {}, None
 
     def restart(self) -> None:
         """Return to the state before step 1."""
@@ -174,9 +195,20 @@ class TrainStep:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
         return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
 
+    def _run_whole(self, whole: WholeStep, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Run a step as one program; return as `_update` does."""
+        trainable, frozen, (rows,), weight = self._arguments(batch)
+        arguments = rows, weight, self._micro_batch_key(), self.step
+        self.trainable, self._optimizer_state, values = whole(trainable, self._optimizer_state, frozen, *arguments)
+        loss, metrics = self._divided(values.pop("loss"))
+        return loss, metrics | values
+
     def _update(self, batch: Step, accepts: Accepts | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Update all parameters after the backward pass; return the loss, and gradient norm and learning rate."""
-        sums, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._step_key())
+        spent, self._spent = self._spent, None
+        sums, gradients = self.executor.loss_and_gradients(*self._arguments(batch), self._step_key(), spent)
+        if self.executor.reuses_gradients:
+            self._spent = gradients
         loss, metrics = self._divided(sums)
         if accepts is not None:
             norm = self._norm(gradients)
@@ -200,6 +232,9 @@ class TrainStep:
         values = self.executor.loss_and_update(*self._arguments(batch), update_part, self._step_key())
         loss, metrics = self._divided(values)
         return loss, metrics | self._optimizer.learning_rate(self.step)
+
+    def _compilations(self) -> int:
+        return self.executor.compilations() + (self._whole.compilations() if self._whole else 0)
 
     def _divided(self, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (loss, metrics of the objective)."""

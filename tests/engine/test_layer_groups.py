@@ -51,6 +51,26 @@ def test_a_program_of_all_layers_is_a_micro_batchs_only_one(split_parts, random_
     assert visited == ["lm_head", "norm", 1, 0, "embed_tokens"]
 
 
+@pytest.mark.parametrize(("kind", "micro_batches"), [("lora", 1), ("full", 2)])
+def test_gradients_of_one_program_take_the_place_of_earlier_ones(split_parts, random_batch, kind, micro_batches):
+    parts = split_parts(kind, num_hidden_layers=2)
+    executor = parts.executor("none", layers_per_program=2)
+    assert executor.reuses_gradients
+    first, second = ([random_batch([[5, 1, 7]], 14, seed=seed)] * micro_batches for seed in (0, 1))
+    arguments = parts.trainable, parts.frozen
+    expected = executor.loss_and_gradients(*arguments, second, 13.0)
+    earlier_loss, earlier = executor.loss_and_gradients(*arguments, first, 13.0)
+    places = jax.tree.map(lambda array: array.unsafe_buffer_pointer(), earlier)
+    copies, compiled = jax.tree.map(jnp.copy, (earlier_loss, earlier)), executor.compilations()
+    loss, gradients = executor.loss_and_gradients(*arguments, second, 13.0, into=earlier)
+    chex.assert_trees_all_equal((loss, gradients), expected)
+    assert jax.tree.map(lambda array: array.unsafe_buffer_pointer(), gradients) == places
+    assert all(array.is_deleted() for array in jax.tree.leaves(earlier))
+    chex.assert_trees_all_equal(earlier_loss, copies[0])
+    chex.assert_trees_all_equal(executor.loss_and_gradients(*arguments, first, 13.0, into=gradients), copies)
+    assert executor.compilations() == compiled
+
+
 @pytest.mark.parametrize("entry_learns", [True, False])
 def test_one_program_of_all_layers_skips_the_gradient_to_frozen_inputs(entry_learns):
     learns = set()

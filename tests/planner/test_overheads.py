@@ -29,8 +29,10 @@ def test_short_steps_take_the_hosts_time():
     assert _seconds(0.001, [LayerArrays(trainable=14, frozen=30)] * 32) > 1.1 * plain
     assert _seconds(0.001, _layers(32, offloaded=1)) > plain
     assert _seconds(0.001, _layers(32, streamed=True)) > _seconds(0.001, _layers(32, offloaded=1))
-    grouped = _seconds(0.001, _layers(32), 8)
-    assert _seconds(0.001, _layers(32), 32, whole=True) < grouped < plain
+    layers = _layers(32, kernels=50)
+    grouped, whole = _seconds(0.001, layers, 8), _seconds(0.001, layers, 32, whole=True)
+    assert whole < grouped < _seconds(0.001, layers)
+    assert _seconds(0.001, layers, 32, whole=True, updates=True) > 1.5 * whole
 
 
 def test_a_slower_host_lengthens_short_steps_only():
