@@ -24,20 +24,28 @@ from jaxglue.engine.policy import parse_policy
 from jaxglue.models.parameters import Params
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.optimizer_config import OptimizerConfig
+from jaxglue.training.whole_step import WholeStep
 
 
 class Variant:
-    """A model's step with some layers in a program, and its times in ms."""
+    """A model's step with some layers in a program, and its times in ms.
 
-    def __init__(self, size: int, work, parts, batch):
+    Args:
+        size: layers in a program.
+        work, parts, batch: the model's workload and parameters, and a batch on the host.
+        whole: update in the program of all layers, as a run does.
+    """
+
+    def __init__(self, size: int, work, parts, batch, *, whole: bool = False):
         graphdefs, trainable, self._frozen = parts
-        self.size, self._batch, self._count = size, jax.device_put(batch), 0
+        self.size, self._batch, self._count = size, batch, 0
         self._executor = Executor(graphdefs, work.config, policy=parse_policy("none"), layers_per_program=size)
         config = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
         self._optimizer = Optimizer(config, 10_000)
         self._trainable = jax.tree.map(jnp.copy, trainable)
         self._state = self._optimizer.init(self._trainable)
         self._spent: Params | None = None
+        self._whole = WholeStep(self._executor, self._optimizer) if whole else None
         self.steps: list[float] = []
         self.dispatches: list[float] = []
         begun = time.perf_counter()
@@ -46,10 +54,17 @@ class Variant:
 
     def step(self) -> jax.Array:
         """Dispatch a step and return its loss."""
-        arguments = self._trainable, self._frozen, [self._batch], float(self._batch.tokens.size)
-        loss, gradients = self._executor.loss_and_gradients(*arguments, into=self._spent)
-        self._spent = gradients if self._executor.reuses_gradients else None
-        self._trainable, self._state, _ = self._optimizer.update(self._trainable, self._state, gradients, self._count)
+        batch, total = jax.device_put(self._batch), float(self._batch.tokens.size)
+        if self._whole:
+            arguments = self._frozen, batch, total, None, self._count
+            self._trainable, self._state, values = self._whole(self._trainable, self._state, *arguments)
+            loss = values["loss"]
+        else:
+            arguments = self._trainable, self._frozen, [batch], total
+            loss, gradients = self._executor.loss_and_gradients(*arguments, into=self._spent)
+            self._spent = gradients if self._executor.reuses_gradients else None
+            updated = self._optimizer.update(self._trainable, self._state, gradients, self._count)
+            self._trainable, self._state, _ = updated
         self._count += 1
         return loss
 
@@ -86,7 +101,7 @@ class Variant:
     def row(self) -> dict:
         """Return the table's row."""
         return {
-            "layers in a program": self.size,
+            "layers in a program": f"{self.size} and the update" if self._whole else self.size,
             "ms a step": round(statistics.median(self.steps), 2),
             "rounds": [round(each, 1) for each in self.steps],
             "dispatch ms": round(statistics.median(self.dispatches), 1),
@@ -108,8 +123,9 @@ def main() -> None:
     parts, batch = parameters(work), random_batch(args.tokens, work.config.vocab_size)
     variants, profile = [], {}
     for size in args.sizes:
-        variants.append(Variant(size, work, parts, batch))
-        print(f"{size} layers in a program: first step {variants[-1].first_s:.1f} s", flush=True)
+        for whole in [True, False] if size >= work.config.num_hidden_layers else [False]:
+            variants.append(Variant(size, work, parts, batch, whole=whole))
+            print(f"{size} layers in a program: first step {variants[-1].first_s:.1f} s", flush=True)
     for number in range(args.rounds):
         for variant in variants:
             variant.measure(args.steps)

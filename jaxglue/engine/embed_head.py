@@ -55,7 +55,7 @@ class EmbedHead:
                 "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
-        self.loss_shape = () if objective is None else (objective.values,)
+        self.loss_shape: tuple[int, ...] = () if objective is None else (objective.values,)
         self._head_parts = ("norm", graphdefs.output_name)
         self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)

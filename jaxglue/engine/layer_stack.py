@@ -67,7 +67,14 @@ class LayerStack:
         )
 
     def loss_and_gradients(
-        self, params: Params, batches: Sequence[Any], total: float, *, frozen: Params | None = None, key=None
+        self,
+        params: Params,
+        batches: Sequence[Any],
+        total: float,
+        *,
+        frozen: Params | None = None,
+        key=None,
+        into: Params | None = None,
     ) -> tuple[Float[Array, ""], Params]:
         """Return Σ loss / total over micro-batches of one shape, and its gradient to `params`.
 
@@ -77,12 +84,14 @@ class LayerStack:
             total: number of terms in the sum of losses of all batches, or the sum of their weights.
             frozen: further parameters without gradients, nested dictionaries that are merged with those of `params`.
             key: for dropout; None drops nothing.
+            into: gradients of an earlier step, whose memory the new ones take where all layers are one program;
+                donated.
 
         Raises:
             ValueError: other parameters, no list of batches, a total of 0, or functions that return something else.
         """
         _check_batches(batches, total)
-        return self._executor.loss_and_gradients(params, self._frozen(params, frozen), batches, total, key)
+        return self._executor.loss_and_gradients(params, self._frozen(params, frozen), batches, total, key, into)
 
     def loss_and_update(
         self,
@@ -165,7 +174,7 @@ class _EntryHead:
     """Compiled functions of the entry and the head."""
 
     entry = "entry"
-    loss_shape = ()
+    loss_shape: tuple[int, ...] = ()
 
     def __init__(self, entry: Entry, head: Head, layers: int):
         self._entry, self._head, self._layers = entry, head, layers

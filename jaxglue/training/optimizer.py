@@ -100,14 +100,14 @@ class Optimizer:
             trainable, state, gradients: trees of this step.
             step: optimizer steps done before.
         """
-        keys, step = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
+        keys, done = param_keys(trainable), step if isinstance(step, jax.Array) else np.int32(step)
         old, states, gradient = ([get_part(tree, key) for key in keys] for tree in (trainable, state, gradients))
         if kernels := self._kernels(old):
-            new, new_states, values = self._update_fused(old, states, gradient, step, kernels=kernels)
+            new, new_states, values = self._update_fused(old, states, gradient, done, kernels=kernels)
         else:
             batches = [list(batch) for batch in itertools.batched(range(len(old)), self.parts_per_program)]
             squares = [self._square_norm([gradient[i] for i in batch], squared=True) for batch in batches]
-            scalars, values = self._scalars(squares, step)
+            scalars, values = self._scalars(squares, done)
             new, new_states = [], []
             for batch in batches:
                 some = self._update(*([parts[i] for i in batch] for parts in (old, states, gradient)), scalars)

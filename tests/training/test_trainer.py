@@ -60,9 +60,12 @@ def test_run_learns_and_writes_its_results(make_config, tmp_path):
     assert json.loads((run / "summary.json").read_text())["last_loss"] == summary.last_loss
 
 
-@pytest.mark.parametrize(("dropout", "gradient_accumulation_steps", "moments"), [(0.0, 2, "8bit"), (0.2, 1, "float32")])
+@pytest.mark.parametrize(
+    ("dropout", "gradient_accumulation_steps", "moments", "layers_per_program"),
+    [(0.0, 2, "8bit", 1), (0.2, 1, "float32", 1), (0.2, 1, "8bit", 2)],
+)
 def test_resumed_run_is_bit_identical(
-    make_config, tmp_path, monkeypatch, dropout, gradient_accumulation_steps, moments
+    make_config, tmp_path, monkeypatch, dropout, gradient_accumulation_steps, moments, layers_per_program
 ):
     monkeypatch.setattr(adam, "SMALLEST", 64)
     options = {
@@ -71,6 +74,7 @@ def test_resumed_run_is_bit_identical(
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "moments": moments,
         "neftune_alpha": 5 * dropout,
+        "layers_per_program": layers_per_program,
     }
     whole = train(make_config(**options, output=tmp_path / "whole"))
     stop_at = whole.steps // 2 + 1  # in the second epoch, between its ends
