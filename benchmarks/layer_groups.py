@@ -54,13 +54,13 @@ class Variant:
 
     def step(self) -> jax.Array:
         """Dispatch a step and return its loss."""
-        batch, total = jax.device_put(self._batch), float(self._batch.tokens.size)
+        total = float(self._batch.tokens.size)
         if self._whole:
-            arguments = self._frozen, batch, total, None, self._count
+            arguments = self._frozen, self._batch, total, None, self._count
             self._trainable, self._state, values = self._whole(self._trainable, self._state, *arguments)
             loss = values["loss"]
         else:
-            arguments = self._trainable, self._frozen, [batch], total
+            arguments = self._trainable, self._frozen, [jax.device_put(self._batch)], total
             loss, gradients = self._executor.loss_and_gradients(*arguments, into=self._spent)
             self._spent = gradients if self._executor.reuses_gradients else None
             updated = self._optimizer.update(self._trainable, self._state, gradients, self._count)

@@ -105,12 +105,12 @@ class TrainStep:
         if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(setup.workload)
-        self.executor, rows = self._make_executor(graphdefs), self.place(batches.first)
+        self.executor, first = self._make_executor(graphdefs), batches.first
         self._whole, key = self._make_whole(), self._micro_batch_key()
-        if self._whole and len(rows) == 1:
-            self._lowering = Lowering(iter([self._whole.trace(trainable, frozen, rows[0], key)]))
+        if self._whole and len(first.micro_batches) == 1:
+            self._lowering = Lowering(self._whole.trace(trainable, frozen, first.micro_batches[0], key))
             return graphdefs
-        step = self.executor.trace_step(trainable, frozen, rows, key)
+        step = self.executor.trace_step(trainable, frozen, self.place(first), key)
         in_backward = self._config.optimizer.update_in_backward
         update = () if in_backward else self._optimizer.trace_update(on_device(trainable))
         self._lowering = Lowering(chain(step, update))
@@ -197,9 +197,9 @@ class TrainStep:
 
     def _run_whole(self, whole: WholeStep, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run a step as one program; return as `_update` does."""
-        trainable, frozen, (rows,), weight = self._arguments(batch)
-        arguments = rows, weight, self._micro_batch_key(), self.step
-        self.trainable, self._optimizer_state, values = whole(trainable, self._optimizer_state, frozen, *arguments)
+        (rows,), weight, key = batch.micro_batches, float(batch.targets), self._micro_batch_key()
+        state = self.trainable, self._optimizer_state
+        self.trainable, self._optimizer_state, values = whole(*state, self.frozen, rows, weight, key, self.step)
         loss, metrics = self._divided(values.pop("loss"))
         return loss, metrics | values
 

@@ -4,7 +4,7 @@ A program's arrays take the host as long as a short step the GPU, and an update 
 As in `jaxglue.engine.whole_program`, results take the places of earlier ones.
 """
 
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,8 @@ class WholeStep:
 
         Args:
             trainable, state: of the step; donated.
-            frozen, batch, total_weight, key: as in `LayerExecutor.loss_and_gradients`, of one micro-batch.
+            frozen, total_weight, key: as in `LayerExecutor.loss_and_gradients`.
+            batch: of one micro-batch; a program takes arrays on the host sooner than `jax.device_put` copies them.
             step: optimizer steps done before.
         """
         trainable, state, frozen = transfer.commit((trainable, state, frozen))
@@ -54,18 +55,18 @@ class WholeStep:
         trainable, state, self._values = self._program(trainable, state, frozen, batch, *scalars, self._values)
         return trainable, state, self._copy(self._values)
 
-    def trace(self, trainable: Params, frozen: Params, batch, key) -> Traced:
+    def trace(self, trainable: Params, frozen: Params, batch, key) -> Iterator[Traced]:
         """Trace the program for shapes of parameters."""
         trainable, frozen = on_device((trainable, frozen))
         state = on_device(self._optimizer.state_shapes(trainable))
         values = on_device({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes().items()})
-        return self._program.trace(trainable, state, frozen, batch, np.float32(1), key, np.int32(0), values)
+        yield self._program.trace(trainable, state, frozen, batch, np.float32(1), key, np.int32(0), values)
 
     def compilations(self) -> int:
         """Return how often the program was compiled."""
         return self._program.compilations()
 
-    def _shapes(self) -> dict[str, Any]:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {"loss": self._executor.loss_shape, "grad_norm": (), "learning_rate": ()}
 
     def _run(self, trainable: Params, state: Params, frozen: Params, batch, scale, key, step, values):
