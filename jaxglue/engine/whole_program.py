@@ -18,6 +18,8 @@ from jaxglue.models.parameters import Params, without_parts
 
 _HOLE, _BOUND = 16 << 20, 2 << 20
 """Bytes for small arrays, and of the array behind them."""
+SMALL_ARRAYS = _HOLE + _BOUND
+"""Bytes of both."""
 
 
 def separate_small_arrays(device: jax.Device) -> Array | None:

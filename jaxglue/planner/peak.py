@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
+from jaxglue.engine.whole_program import SMALL_ARRAYS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel
@@ -50,6 +51,7 @@ class PeakMemory:
         resident, streamed = self.resident, sum(self.streamed)
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
+        always += SMALL_ARRAYS if self.whole else 0
         peak = _WORKSPACE + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
