@@ -1,7 +1,7 @@
 """Settings drawn at random, planned and measured: the errors of the planner.
 
-Run by `benchmarks/planner.py --grid`. Constants were fitted to settings of seeds 1 to 13; seed
-14 was measured since, and the next are fresh.
+Run by `benchmarks/planner.py --grid`. Constants were fitted to settings of seeds 1 to 13; seed 14 was measured since,
+and the next are fresh.
 """
 
 import multiprocessing

@@ -101,12 +101,11 @@ class LayerExecutor:
         grouped = (self._layers, self._reference, layers_per_program)
         self._groups = LayerGroups(*grouped) if layers_per_program > 1 else None
         self.reuses_gradients = 1 < len(layers) <= layers_per_program
-        """Whether gradients of a step should be kept as the place of the next one's."""
+        """Tells callers to pass a step's gradients to the next step as `into`."""
         self.loss_shape = entry_head.loss_shape
         self._whole = self._make_whole()
         # Zeros of unread arguments would not be committed to their device, and programs compiled for both kinds.
-        zeros = lambda trainable, _: zero_partials(layout, trainable)  # noqa: E731
-        self._zero_partials = jax.jit(zeros, keep_unused=True, donate_argnums=1)
+        self._zero_partials = jax.jit(self._zeros, keep_unused=True, donate_argnames="into")
         self._sum_partials = jax.jit(partial(sum_partials, layout), static_argnames="prefix")
         self._sum_loss = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.sharding(PartitionSpec()))
 
@@ -149,14 +148,15 @@ class LayerExecutor:
         """
         trainable, frozen = transfer.commit((trainable, frozen))
         scale = np.float32(1.0 / total_weight)
-        sums = self._first_sums(trainable, frozen, len(micro_batches), into)
-        losses = []
+        whole, several, losses = self._whole_on(frozen), len(micro_batches) > 1, []
+        sums = self._first_sums(trainable, into, whole=whole is not None, several=several)
+        run = self._run_micro_batch if whole is None else partial(self._run_whole, whole, accumulates=several)
         for index, batch in enumerate(micro_batches):
             batch_key = None if key is None else jax.random.fold_in(key, index)
             last = index == len(micro_batches) - 1
             finish = partial(self._finish, update) if last else partial(set_part, sums)
             arguments = trainable, frozen, batch, scale, batch_key, sums
-            losses.append(self._micro_batch(*arguments, finish, accumulates=len(micro_batches) > 1))
+            losses.append(run(*arguments, finish))
         return self._total_loss(sum(losses[1:], start=losses[0]))
 
     def loss(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, ""]:
@@ -198,23 +198,23 @@ class LayerExecutor:
         programs += [self._whole] if self._whole else []
         return sum(program.compilations() for program in programs)
 
-    def _first_sums(self, trainable: Params, frozen: Params, micro_batches: int, into: Params | None) -> Params:
-        """Return the sums of gradients before a step: zeros, or the place of its only ones, or nothing."""
-        if micro_batches > 1 or (self._whole_on(frozen) and into is None):
+    def _first_sums(self, trainable: Params, into: Params | None, *, whole: bool, several: bool) -> Params:
+        """Return zeros for several micro-batches, arrays for one program to overwrite, or nothing."""
+        if several or (whole and into is None):
             return transfer.commit(self._zero_partials(trainable, into))
-        return into if into is not None and self._whole_on(frozen) else without_parts(trainable)
+        return into if whole and into is not None else without_parts(trainable)
+
+    def _zeros(self, trainable: Params, into: Params | None) -> Params:
+        return zero_partials(self._layout, trainable)
 
     def _whole_on(self, frozen: Params) -> WholeProgram | None:
         """Return the program of a whole micro-batch where there is one and the entry is on the device."""
         return None if transfer.is_on_host(frozen[self._entry_head.entry]) else self._whole
 
-    def _micro_batch(
-        self, trainable, frozen, batch, scale, key, sums: Params, finish: Update, *, accumulates: bool
+    def _run_whole(
+        self, whole: WholeProgram, trainable, frozen, batch, scale, key, sums: Params, finish: Update, *, accumulates
     ) -> Array:
-        """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
-        whole = self._whole_on(frozen)
-        if whole is None:
-            return self._run_micro_batch(trainable, frozen, batch, scale, key, sums, finish)
+        """Run a micro-batch as `_run_micro_batch` does, in one program."""
         loss, gradients = whole(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
         layers, entry = gradients.pop("layers"), gradients.pop(self._entry_head.entry)
         for name in list(gradients):
@@ -237,6 +237,7 @@ class LayerExecutor:
         return loss, gradients
 
     def _run_micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
+        """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
         x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
         z = self._reference_input(trainable, frozen, batch, x, key)
         ends = dict(frozen)

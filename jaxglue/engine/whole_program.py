@@ -1,7 +1,7 @@
 """The only program of a micro-batch of a small model, whose buffers keep their addresses.
 
 XLA dispatches a program's kernels as CUDA graphs, and updates a kernel's node wherever one of its buffers has another
-address than in the last call. For all nodes this takes longer than a short step's kernels.
+address than in the last call. Updating all nodes takes longer than a short step's kernels.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ SMALL_ARRAYS = _HOLE + _BOUND
 
 
 def separate_small_arrays(device: jax.Device) -> Array | None:
-    """Leave a hole in JAX's pool for small arrays, and return the array that bounds it, to be kept.
+    """Leave a hole in JAX's pool for small arrays; return the array that bounds it while it is kept.
 
-    A program's temporaries begin where the pool's largest free block does: not at the same address in each step where
-    batches and losses come and go there.
+    Temporaries begin with the pool's largest free block. Batches and losses that come and go at its start would move
+    them in each step.
     """
     if device.platform == "cpu":
         return None
@@ -35,8 +35,37 @@ def separate_small_arrays(device: jax.Device) -> Array | None:
     return bound
 
 
+class SmallResults:
+    """Keeps the places of a program's small results, which the program donates to itself from call to call.
+
+    Args:
+        shapes: of the results, float32.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self._shapes = shapes
+        self._copy = jax.jit(lambda results: jax.tree.map(jnp.copy, results))
+        self._places: dict[str, Array] | None = None
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the places."""
+        return on_device({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in self._shapes.items()})
+
+    def take(self) -> dict[str, Array]:
+        """Return the places, to donate; make them, and the hole for small arrays, in the first call."""
+        if self._places is None:
+            self._places = transfer.commit({name: jnp.zeros(shape) for name, shape in self._shapes.items()})
+            self._bound = separate_small_arrays(next(iter(self._places.values())).device)
+        return self._places
+
+    def keep(self, results: dict[str, Array]) -> dict[str, Array]:
+        """Keep results as the next call's places; return copies, which a caller may hold until they are logged."""
+        self._places = results
+        return self._copy(results)
+
+
 class WholeProgram:
-    """Compiled loss and gradients of a micro-batch, in the places of earlier ones.
+    """Computes a micro-batch's loss and gradients into the arrays of the last call.
 
     Args:
         loss_and_sums: (trainable, frozen, batch, scale, key, sums) → loss, and `sums` plus the gradients.
@@ -44,34 +73,30 @@ class WholeProgram:
     """
 
     def __init__(self, loss_and_sums: Callable[..., tuple[Array, Params]], loss_shape: tuple[int, ...]):
-        self._loss_and_sums, self._loss_shape = loss_and_sums, loss_shape
+        self._loss_and_sums, self._results = loss_and_sums, SmallResults({"loss": loss_shape})
         self._program = jit_step(
-            self._run, static_argnames="accumulates", donate_argnames=("into", "loss"), keep_unused=True
+            self._run, static_argnames="accumulates", donate_argnames=("into", "places"), keep_unused=True
         )
-        self._copy = jax.jit(jnp.copy)
-        self._loss: Array | None = None
 
     def __call__(
         self, trainable: Params, frozen: Params, batch, scale, key, into: Params, *, accumulates: bool
     ) -> tuple[Float[Array, "..."], Params]:
-        """Return the loss and the gradients; add these to `into`, which is donated, or take only its place."""
-        if self._loss is None:
-            self._loss = transfer.commit(jnp.zeros(self._loss_shape))
-            self._bound = separate_small_arrays(self._loss.device)
-        arguments = trainable, frozen, batch, scale, key, into, self._loss
-        self._loss, gradients = self._program(*arguments, accumulates=accumulates)
-        return self._copy(self._loss), gradients  # the caller keeps losses until they are logged
+        """Return the loss and the gradients; add these to `into`, which is donated, or overwrite it."""
+        arguments = trainable, frozen, batch, scale, key, into, self._results.take()
+        results, gradients = self._program(*arguments, accumulates=accumulates)
+        return self._results.keep(results)["loss"], gradients
 
     def trace(self, trainable: Params, frozen: Params, batch, scale, key, into: Params, *, accumulates: bool) -> Traced:
         """Trace the program on shapes of arrays."""
-        place = on_device(jax.ShapeDtypeStruct(self._loss_shape, jnp.float32))
-        return self._program.trace(trainable, frozen, batch, scale, key, into, place, accumulates=accumulates)
+        places = self._results.abstract()
+        return self._program.trace(trainable, frozen, batch, scale, key, into, places, accumulates=accumulates)
 
     def compilations(self) -> int:
         """Return how often the program was compiled."""
         return self._program.compilations()
 
-    def _run(self, trainable, frozen, batch, scale, key, into: Params, loss: Array, accumulates: bool):
+    def _run(self, trainable, frozen, batch, scale, key, into: Params, places: dict[str, Array], accumulates: bool):
         """Return loss and gradients, which XLA writes to the donated arrays."""
         sums = into if accumulates else without_parts(into)
-        return self._loss_and_sums(trainable, frozen, batch, scale, key, sums)
+        loss, gradients = self._loss_and_sums(trainable, frozen, batch, scale, key, sums)
+        return {"loss": loss}, gradients

@@ -17,7 +17,8 @@ _WHOLE, _WHOLE_TRAINABLE, _WHOLE_FROZEN = 10.0, 3.0, 0.75
 """Calls whose time it takes to dispatch a micro-batch's only program, and arrays whose time it takes for each of its
 arrays: taken and returned for each trainable one, or only read."""
 _GRADIENT, _UPDATE = 3, 6
-"""Times that a parameter, the last gradient and the next one are handed over, and a parameter and its two moments."""
+"""Arrays that the host hands over for each trainable one: the parameter, the last and the next gradient; or the
+parameter and two moments, taken and returned."""
 _ARRAY = 0.85
 """Arrays whose time it takes for each array of a layer's program."""
 _COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 9.0

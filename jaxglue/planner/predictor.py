@@ -179,10 +179,9 @@ class Predictor:
 
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""
-        if self._updates(size):
-            return self._micro_batch(setting, size, updates=True).seconds(self.gpu.dispatch)
-        seconds = self._micro_batch(setting, size).seconds(self.gpu.dispatch)
-        return self.workload.gradient_accumulation_steps * seconds + self.update_seconds
+        updates = self._updates(size)
+        seconds = self._micro_batch(setting, size, updates=updates).seconds(self.gpu.dispatch)
+        return seconds if updates else self.workload.gradient_accumulation_steps * seconds + self.update_seconds
 
     def _updates(self, size: int) -> bool:
         """Return whether a program of `size` layers is a step's only one."""

@@ -54,7 +54,7 @@ class Optimizer:
     parts_per_program = 8
     """Parts updated by one XLA program: more save dispatches but compile longer."""
     fits_programs = True
-    """Whether `update` can be a part of a program on one device."""
+    """Allows `update` inside a larger program on one device."""
 
     def __init__(self, config: OptimizerConfig, total_steps: int, layout: Layout = SINGLE_DEVICE):
         self._layout = layout
@@ -76,7 +76,7 @@ class Optimizer:
 
     def init(self, trainable: Params) -> Params:
         """Return the state before the first step: `mu` and `nu` of every part."""
-        state: Params = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+        state = _without_moments(trainable)
         for key in param_keys(trainable):
             prefix = key if isinstance(key, str) else ""
             set_part(state, key, commit(self._init(get_part(trainable, key), prefix=prefix)))
@@ -84,7 +84,7 @@ class Optimizer:
 
     def state_shapes(self, trainable: Params) -> Params:
         """Return the shapes of the state on one device for shapes of parameters."""
-        state: Params = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+        state = _without_moments(trainable)
         for key in param_keys(trainable):
             set_part(state, key, on_device(jax.eval_shape(self._init_part, get_part(trainable, key))))
         return state
@@ -116,9 +116,11 @@ class Optimizer:
 
     def trace_update(self, trainable: Params) -> Iterator[Traced]:
         """Trace the program of `update` on shapes of parameters on one GPU, where it is one."""
-        old = [get_part(trainable, key) for key in param_keys(trainable)]
+        keys = param_keys(trainable)
+        old = [get_part(trainable, key) for key in keys]
         if kernels := self._kernels(old):
-            states = [get_part(self.state_shapes(trainable), key) for key in param_keys(trainable)]
+            shapes = self.state_shapes(trainable)
+            states = [get_part(shapes, key) for key in keys]
             yield self._update_fused.trace(old, states, old, np.int32(0), kernels=kernels)
 
     def learning_rate(self, step: int) -> dict[str, Float[Array, ""]]:
@@ -189,6 +191,11 @@ def _flatten(parts: list[Params], states: list[Params], gradients: list[Params])
         return trees[0], [{"mu": mu, "nu": nu} for mu, nu in zip(*trees[1:], strict=True)]
 
     return [leaves, mus, nus, jax.tree.leaves(gradients)], rebuild
+
+
+def _without_moments(trainable: Params) -> Params:
+    """Return a state with nothing for each part."""
+    return {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
 
 
 def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Params:

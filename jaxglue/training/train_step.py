@@ -67,7 +67,7 @@ class TrainStep:
         self._optimizer_state = self._optimizer.init(self.trainable)
         self._norm = jit_step(optax.tree.norm)
         self._spent: Params | None = None
-        """Gradients of the last step, as a place for the next one's."""
+        """Gradients of the last step, for the next step to overwrite."""
         self._compiled: set[bool] = set()
         self._fp8: dict[str, Any] | None = None
 
