@@ -2,6 +2,8 @@
 
     python benchmarks/attention_lengths.py --json benchmarks/results/attention_lengths.json
     python benchmarks/attention_lengths.py --part 2/2 --json benchmarks/results/attention_lengths.json
+    python benchmarks/attention_lengths.py --tokens 65536 --windows 1024 2048 4096 8192 16384 --kernels hopper cudnn \
+        --json benchmarks/results/attention_windows.json
 
 `short` and `long` are the Triton kernels with tiles for short and for long documents. Rows already in the file are
 kept. The GPU's sustained matmul rate and its copies' rates are measured first.
@@ -32,9 +34,7 @@ OTHERS = (
     Heads(N=16, K=8, H=128),
     Heads(N=40, K=8, H=128),
     Heads(N=32, K=4, H=128),
-    Heads(N=32, K=8, H=128, window=4096),
-    Heads(N=32, K=8, H=128, window=8192),
-    Heads(N=32, K=8, H=128, window=16_384),
+    *(Heads(N=32, K=8, H=128, window=window) for window in (1024, 2048, 4096, 8192, 16_384)),
     Heads(N=32, K=8, H=128, sinks=True),
 )
 COLUMNS = (
@@ -65,8 +65,18 @@ def _one_long(tokens: int) -> list[int]:
     return [tokens // 2] + [512] * (tokens // 1024)
 
 
-def programs() -> Iterator[tuple[Heads, int, dict[str, list[int]]]]:
-    """Yield (heads, tokens, document lengths), the ones that matter most first."""
+def programs(args: argparse.Namespace) -> list[tuple[Heads, int, dict[str, list[int]]]]:
+    """Return (heads, tokens, document lengths) of the chosen shapes, the ones that matter most first."""
+    some = (
+        shape
+        for shape in _all_programs()
+        if (not args.tokens or shape[1] in args.tokens) and (not args.windows or shape[0].window in args.windows)
+    )
+    part, parts = map(int, args.part.split("/"))
+    return list(some)[part - 1 :: parts]
+
+
+def _all_programs() -> Iterator[tuple[Heads, int, dict[str, list[int]]]]:
     for tokens in (65_536, 16_384, 8192, 32_768, 4096, 131_072, 1024, 256):
         yield LLAMA, tokens, documents(tokens)
     for tokens in (16_384, 65_536, 8192):
@@ -143,15 +153,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="1/1", help="i/n: every n-th shape, from the i-th on")
     parser.add_argument("--minutes", type=float, default=7, help="start no shape after this time")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of rows; by default all")
+    parser.add_argument("--windows", type=int, nargs="+", help="only heads with these windows")
     parser.add_argument("--kernels", nargs="+", help="by default all")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    part, parts = map(int, args.part.split("/"))
     begun = time.perf_counter()
     known = json.loads(args.json.read_text())["results"]["rows"] if args.json.exists() else []
     results = {"rates": gpu_rates(), "columns": COLUMNS, "rows": known}
     print(results["rates"], flush=True)
-    for heads, tokens, rows in list(programs())[part - 1 :: parts]:
+    for heads, tokens, rows in programs(args):
         if time.perf_counter() - begun > 60 * args.minutes:
             print("no time for", heads, tokens)
             continue

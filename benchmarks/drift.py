@@ -1,6 +1,7 @@
 """Train Qwen3-0.6B's shape by our kernels in bf16 beside the same in float32 without them; print losses as JSON.
 
     python benchmarks/drift.py --steps 30
+    python benchmarks/drift.py --tokens 4096 --document 3000 --window 1024
 
 Adapters start at B = 0, on random weights that bf16 holds: small values added to large ones have no bits in bf16, which
 random adapters do not show. Rows are packed with Python's own sources, two bytes a token. The references, in bf16 too,
@@ -11,6 +12,7 @@ import argparse
 import json
 import sysconfig
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,12 @@ OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, LORA, LORA_SWIGLU, NORM_ROPE, SMALL
 """Operations of a Qwen3 that have kernels."""
 
 
-def source_batches(count: int, tokens: int, vocabulary: int) -> list[Batch]:
-    """Return rows of consecutive documents of 64–1,024 tokens from Python's standard library."""
+def source_batches(count: int, tokens: int, vocabulary: int, document: int | None = None) -> list[Batch]:
+    """Return rows of consecutive documents of so many tokens, or of 64–1,024, from Python's standard library."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files)[: 2 * count * tokens], np.uint16)
-    lengths = [uniform_lengths(tokens, seed=row) for row in range(count)]
+    low, high = (document, document) if document else (64, 1024)
+    lengths = [uniform_lengths(tokens, low, high, seed=row) for row in range(count)]
     slots = segment_bucket(max(map(len, lengths)))
     rows = text.reshape(count, tokens).astype(np.int32) % vocabulary
     return [make_batch(row, np.array(sizes), slots) for row, sizes in zip(rows, lengths, strict=True)]
@@ -86,13 +89,17 @@ def drift(losses: list[float], truth: list[float]) -> float:
     return float(np.max(np.abs(np.subtract(losses, truth)) / truth))
 
 
-def measure(shape: str, steps: int, tokens: int, rate: float) -> dict[str, Any]:
-    """Return the losses of the three runs, and the drift of those in bf16."""
+def measure(
+    shape: str, steps: int, tokens: int, rate: float, *, document: int | None = None, window: int | None = None
+) -> dict[str, Any]:
+    """Return the losses of the three runs, and the drift of those in bf16; a window is every layer's."""
     config = config_from_hf(SHAPES[shape])
+    if window:
+        config = replace(config, layer_windows=(window,) * config.num_hidden_layers)
     model = random_model(config, dtype=jnp.bfloat16)
     add_lora(model, LoraConfig(rank=16), rngs=nnx.Rngs(0))
     parts = split_model(model, nnx.LoRAParam)
-    batches = source_batches(steps, tokens, config.vocab_size)
+    batches = source_batches(steps, tokens, config.vocab_size, document)
     runs = {"float32": (jnp.float32, True), "reference": (jnp.bfloat16, True), "kernels": (jnp.bfloat16, False)}
     losses = {
         name: train(parts, config, batches, dtype, rate, reference=reference)
@@ -108,9 +115,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=tokens, help="of a step's row")
+    parser.add_argument("--document", type=int, help="tokens of a document; by default any from 64 to 1,024")
+    parser.add_argument("--window", type=int, help="tokens that a query sees; by default its document's")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
-    print(json.dumps(measure(args.shape, args.steps, args.tokens, args.learning_rate)))
+    sizes = {"document": args.document, "window": args.window}
+    print(json.dumps(measure(args.shape, args.steps, args.tokens, args.learning_rate, **sizes)))
 
 
 if __name__ == "__main__":

@@ -85,8 +85,6 @@ def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
         raise NotImplementedError(f"head dim must be one of {_HOPPER_HEAD_DIMS}, got {shape.head_dim}")
     if shape.forked:
         raise NotImplementedError("forked segments need another mask than causal")
-    if shape.seq_len * math.gcd(shape.query_heads // shape.kv_heads, 4) % 4:
-        raise NotImplementedError(f"rows must have a multiple of 4 tokens for these heads, got {shape.seq_len}")
 
 
 def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBackend:

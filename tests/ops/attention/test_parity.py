@@ -68,11 +68,20 @@ LARGE = {
     "hundreds of documents": Case(lengths=(random_lengths(1024, 300),), T=1024, N=8, K=4, H=64),
     "one segment": Case(lengths=((4096,),), T=4096, N=8, K=2, H=128),
     "one segment and padding": Case(lengths=((1000,), (300,)), T=1100, N=8, K=2, H=128, sinks=True),
+    "chunks of tiles in a window": Case(lengths=((5900,),), T=6001, N=4, K=2, H=128, window=4500, sinks=True),
     "one segment, window": Case(lengths=((1000,),), T=1100, N=8, K=2, H=128, window=64),
 }
 
 
-HOPPER = ("Llama", "GPT-OSS", "GPT-OSS, full", "Qwen3-14B", "hundreds of documents", "one segment and padding")
+HOPPER = (
+    "Llama",
+    "GPT-OSS",
+    "GPT-OSS, full",
+    "Qwen3-14B",
+    "hundreds of documents",
+    "one segment and padding",
+    "chunks of tiles in a window",
+)
 
 
 def output_and_gradients(attention, inputs, dout):

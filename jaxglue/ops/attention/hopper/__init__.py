@@ -1,6 +1,6 @@
 """Packed attention for Hopper: launches of the Gluon kernels, whose warps have different tasks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from jaxglue.ops.attention.hopper.backward import backward_kernel
 from jaxglue.ops.attention.hopper.forward import forward_kernel
+from jaxglue.ops.attention.hopper.visits import tiles_in_chunk
 from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.attention.triton import KernelSizes, sink_gradient
@@ -43,6 +44,10 @@ class HopperAttention(Launcher):
     def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks); dq is summed in float32, of as many heads at once as take 1 GiB."""
         sizes = KernelSizes.of(q, k)
+        chunk = tiles_in_chunk(sizes.T // (segments.cu_seqlens.shape[1] - 1), window)
+        if chunk > 1:  # tiles of one head
+            lse = lse.transpose(0, 1, 3, 2).reshape(sizes.B, -1, sizes.T, 1)
+            sizes = replace(sizes, P=1)
         delta = _per_tile((out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1), sizes)
         planes = sizes.B * sizes.packs, sizes.T * sizes.P
         statistics = [_line(x.reshape(planes)) for x in (lse * LOG2_E.value, delta)]
@@ -51,9 +56,9 @@ class HopperAttention(Launcher):
 
         def some(first, q, k, v) -> tuple[jax.Array, ...]:
             arrays = _cube(q, sizes.P), _rows(k), _rows(v), *others
-            return self._gradients(arrays, first, sizes, heads, window)
+            return self._gradients(arrays, first, sizes, heads, sizes.constants(window) | {"CHUNK": chunk})
 
-        def replace(i, arrays):
+        def replaced(i, arrays):
             update = jax.lax.dynamic_update_slice_in_dim
             first = i * heads
             gradients = zip(arrays, some(first, *arrays), (first * sizes.G, first, first), strict=True)
@@ -62,10 +67,10 @@ class HopperAttention(Launcher):
         if heads == sizes.K:
             dq, dk, dv = some(0, q, k, v)
         else:  # gradients take the places of their arrays, whose heads are read once
-            dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, replace, (q, k, v))
+            dq, dk, dv = jax.lax.fori_loop(0, sizes.K // heads, replaced, (q, k, v))
         return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)
 
-    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, window: int | None):
+    def _gradients(self, arrays, first_head, sizes: KernelSizes, heads: int, constants: dict):
         """Return (dq, dk, dv) of some key/value heads and their query heads."""
         lines, planes, tiles = sizes.T * sizes.P, sizes.B * heads * sizes.G // sizes.P, triton.cdiv(sizes.T, _ROWS)
         sums = jnp.empty((planes, lines, sizes.H), jnp.float32)
@@ -79,8 +84,7 @@ class HopperAttention(Launcher):
             (*arrays, jnp.asarray(first_head, jnp.int32).reshape(1), _halves(sums), turns),
             (dkv, dkv, dq, shape_dtype_of(sums), shape_dtype_of(turns)),
             ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
-            sizes.constants(window)
-            | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
+            constants | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
             aliases={len(arrays) + 1: 3, len(arrays) + 2: 4},
         )
         return dq, dk, dv
@@ -108,8 +112,8 @@ def _cube(x: Float[Array, "B T N H"], heads: int) -> TensorDescriptor:
 
 
 def _line(x: Float[Array, "BN/P TP"]) -> TensorDescriptor:
-    """Describe a tile's statistics."""
-    return _descriptor(x, (1, _ROWS // 2), swizzle=0)
+    """Describe a tile's statistics; lines begin at multiples of 16 bytes."""
+    return _descriptor(jnp.pad(x, ((0, 0), (0, -x.shape[1] % 4))), (1, _ROWS // 2), swizzle=0)
 
 
 def _halves(x: Float[Array, "BN/P TP H"]) -> TensorDescriptor:
