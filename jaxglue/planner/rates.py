@@ -1,4 +1,4 @@
-"""Measurement of a GPU's rates, for GPUs that are not in the table."""
+"""Rates of the GPU at hand: from the table or, what depends on the machine or is not there, measured."""
 
 import time
 from collections.abc import Callable
@@ -17,15 +17,17 @@ from jaxglue.planner.gpus import SUSTAINED, Dispatch, Gpu, lookup_gpu
 
 _SIZE = 8192
 _BYTES = 2**28
-_CALLS = 5
+_CALLS, _ROUNDS = 4, 4
+_SLOW_LINK = 0.95
+"""Share of the data sheet's link below which the measured one counts: in a slot with fewer lanes, or an older one."""
 
 
 def device_gpu(device: jax.Device, dispatch: Dispatch | None = None) -> Gpu:
-    """Return a device's GPU: its own memory, its host's dispatch, and rates from the table or measured.
+    """Return a device's GPU: its own memory, its host's dispatch and link, and rates from the table or measured.
 
     Args:
         device: that is asked for its memory.
-        dispatch: of the host; None measures it, once in a process.
+        dispatch: of the host, whose link is taken to be the table's; None measures both, once in a process.
 
     Raises:
         ValueError: the device does not report its memory.
@@ -34,6 +36,8 @@ def device_gpu(device: jax.Device, dispatch: Dispatch | None = None) -> Gpu:
     if not stats:
         raise ValueError(f"{device.device_kind} has no memory of its own to plan for: name a remat policy, not auto")
     gpu = lookup_gpu(device.device_kind) or measure_gpu(device)
+    if dispatch is None and (link := host_link()) < _SLOW_LINK * gpu.link:
+        gpu = replace(gpu, link=link)
     return replace(gpu, memory=stats["bytes_limit"], dispatch=dispatch or host_dispatch())
 
 
@@ -41,6 +45,12 @@ def device_gpu(device: jax.Device, dispatch: Dispatch | None = None) -> Gpu:
 def host_dispatch() -> Dispatch:
     """Return this process's rates of dispatch to its first device, measured once."""
     return measure_dispatch(jax.local_devices()[0])
+
+
+@cache
+def host_link() -> float:
+    """Return the rate at which pinned memory reaches this process's first device, bytes/s, measured once."""
+    return measure_link(jax.local_devices()[0])
 
 
 def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _SIZE) -> Gpu:
@@ -53,20 +63,26 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
     """
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.device_put(jax.random.normal(key, (size, size), jnp.bfloat16), device) for key in keys)
-    block = jax.device_put(jnp.zeros(min(_BYTES, 4 * size * size) // 4), device)
-    host = transfer.to_host(block)
+    moved = min(_BYTES, 4 * size * size)
+    block = jax.device_put(jnp.zeros(moved // 4), device)
     matmul = _seconds(jax.jit(jnp.dot), (a, b), clock)
     copy = _seconds(jax.jit(lambda x: x + 1), (block,), clock)
-    link = _seconds(transfer.to_device, (host,), clock)
+    link = measure_link(device, clock=clock, size=moved)
     return Gpu(
         name=device.device_kind,
         capability=compute_capability(device) or (0, 0),
         memory=(device.memory_stats() or {"bytes_limit": 0})["bytes_limit"],
         matmul=SUSTAINED * 2 * size**3 / matmul,
-        copy=2 * block.nbytes / copy,
-        link=block.nbytes / link,
-        peers=block.nbytes / link,  # not measured: assume copies through the host
+        copy=2 * moved / copy,
+        link=link,
+        peers=link,  # not measured: assume copies through the host
     )
+
+
+def measure_link(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
+    """Return the rate of copies of so many bytes from pinned host memory to a device on which nothing else runs."""
+    host = transfer.to_host(jax.device_put(jnp.zeros(size // 4), device))
+    return size / _seconds(transfer.to_device, (host,), clock)
 
 
 def measure_files(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter, size: int = _BYTES) -> float:
@@ -81,10 +97,11 @@ def measure_files(device: jax.Device, *, clock: Callable[[], float] = time.perf_
 
 
 def _seconds(function: Callable, arguments: tuple, clock: Callable[[], float]) -> float:
-    """Return the mean time of a call, over several back to back."""
+    """Return the time of a call, several back to back; the least over rounds, for idle GPUs begin slowly."""
     jax.block_until_ready(function(*arguments))
-    begun = clock()
-    for _ in range(_CALLS):
-        result = function(*arguments)
-        jax.block_until_ready(result)
-    return (clock() - begun) / _CALLS
+    rounds = []
+    for _ in range(_ROUNDS):
+        begun = clock()
+        jax.block_until_ready([function(*arguments) for _ in range(_CALLS)])
+        rounds.append((clock() - begun) / _CALLS)
+    return min(rounds)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxglue.engine.policy import AUTO
-from jaxglue.planner.gpus import GIB
+from jaxglue.planner.gpus import GIB, RECORDED
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import DoesNotFit
 from jaxglue.planner.rates import device_gpu
@@ -47,7 +47,8 @@ def _explanation(setup: Setup) -> str:
 
 def _remedy(setup: Setup) -> str:
     """Return the fastest plan that needs clearly less memory than the failed one, as flags."""
-    planner = Planner(setup.workload, device_gpu(jax.local_devices()[0]))
+    gpu = device_gpu(jax.local_devices()[0], RECORDED)  # nothing is measured on a GPU that is full
+    planner = Planner(setup.workload, gpu)
     failed = planner.plan(setup.remat.policies, weights=setup.remat.weights)
     limit = _LESS * min(failed.device_bytes, planner.gpu.memory) / GIB
     try:

@@ -98,7 +98,7 @@ def choose_remat(
     planner, plan = _fastest(config, workload, steps)
     note = f"{_chosen(remat, plan, steps)}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
     if planner.gpu.dispatch != RECORDED:
-        note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}"
+        note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}; link {planner.gpu.link / 1e9:.0f} GB/s"
     return RematChoice(
         policies=plan.policies,
         weights=plan.weights,
@@ -123,7 +123,8 @@ def host_memory() -> float:
 def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) -> tuple[Planner, Plan]:
     """Return the fastest plan over the embeddings' places.
 
-    The host's dispatch is measured where plans are compared by time, or where the predicted time depends on it.
+    The host's dispatch and link are measured where plans are compared by time, or where the predicted time depends on
+    the former.
     """
     device, model = jax.local_devices()[0], config.model
     files = cache(lambda: measure_files(device))

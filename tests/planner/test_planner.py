@@ -12,7 +12,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.backend import tracing_for
-from jaxglue.planner.gpus import GIB, find_gpu
+from jaxglue.planner import rates
+from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
 from jaxglue.planner.layer_programs import layer_programs
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory, raise_pinned_limit
@@ -141,6 +142,15 @@ def test_rates_are_measured():
     gpu = measure_gpu(jax.devices()[0], size=64)
     assert gpu.name == jax.devices()[0].device_kind
     assert min(gpu.matmul, gpu.copy, gpu.link) > 0
+
+
+@pytest.mark.parametrize(("measured", "link"), [(20e9, 20e9), (54e9, 55e9), (60e9, 55e9)])
+def test_slow_links_are_planned_for(monkeypatch, measured, link):
+    monkeypatch.setattr(rates, "host_link", lambda: measured)
+    monkeypatch.setattr(rates, "host_dispatch", lambda: RECORDED)
+    device = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 8})
+    assert device_gpu(device) == replace(find_gpu("H200"), memory=8, link=link)
+    assert device_gpu(device, RECORDED).link == 55e9
 
 
 def test_devices_without_memory_statistics_are_refused():

@@ -25,7 +25,7 @@ def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
 
 def test_gpu_out_of_memory_names_a_plan_that_fits(make_config, monkeypatch):
     monkeypatch.setattr(out_of_memory, "memory_use", lambda devices: Memory(0, 2**34, "device"))
-    monkeypatch.setattr(out_of_memory, "device_gpu", lambda device: find_gpu("H200"))
+    monkeypatch.setattr(out_of_memory, "device_gpu", lambda *_: find_gpu("H200"))
     setup = prepare(make_config(remat="none", batch_size=4096))
     line = (
         r"the GPU ran out of memory, with 16.0 GiB .*planned was --remat 'none'.* --remat '.*' .*or lower --batch-size"
