@@ -124,7 +124,7 @@ def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) 
     """Return the fastest plan over the embeddings' places.
 
     The host's dispatch and link are measured where plans are compared by time, or where the predicted time depends on
-    the former.
+    them.
     """
     device, model = jax.local_devices()[0], config.model
     files = cache(lambda: measure_files(device))
@@ -136,7 +136,7 @@ def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) 
 
     if AUTO not in (model.remat, model.weights, model.embeddings):
         planner, plan = find(device_gpu(device, RECORDED))
-        if planner.hides_dispatch(plan):
+        if planner.hides_dispatch(plan) and not plan.host_bytes:
             return planner, plan
     return find(device_gpu(device))
 

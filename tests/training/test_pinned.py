@@ -138,9 +138,10 @@ def test_embeddings_leave_the_gpu_where_memory_is_short(make_config, tiny_config
 
 
 @pytest.mark.parametrize(
-    ("policy", "layer", "measured"), [("full", 8192, False), ("full", 64, True), ("auto", 8192, True)]
+    ("policy", "layer", "measured"),
+    [("full", 8192, False), ("full", 64, True), ("auto", 8192, True), ("offload", 8192, True)],
 )
-def test_dispatch_is_measured_where_times_depend_on_it(
+def test_the_host_is_measured_where_times_depend_on_it(
     make_config, tiny_config, workload, monkeypatch, policy, layer, measured
 ):
     raw = {**tiny_config, "model_type": "qwen3", "hidden_size": layer, "intermediate_size": 2 * layer}
