@@ -90,22 +90,23 @@ def assembler_notes(ptx: str, folder) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def compile_hopper(sharding, *, T, N, K, H):
+def compile_hopper(sharding, *, T, N, K, H, window, slots):
     """Compile both passes on queries, keys and values that the program makes."""
 
     def gradients(scale, per_token):
         bounds = dict.fromkeys(("segment_ids", "positions", "starts", "ends"), per_token)
-        segments = PackedSegments(**bounds, cu_seqlens=jnp.zeros((1, 33), jnp.int32))
+        segments = PackedSegments(**bounds, cu_seqlens=jnp.zeros((1, slots + 1), jnp.int32))
         q, k, v = (jnp.full((1, T, heads, H), scale) for heads in (N, K, K))
-        out, lse = hopper_backend().forward(q, k, v, None, segments, window=100)
-        dq, dk, dv, _ = hopper_backend().backward(q, k, v, None, segments, out, lse, out, window=100)
+        out, lse = hopper_backend().forward(q, k, v, None, segments, window=window)
+        dq, dk, dv, _ = hopper_backend().backward(q, k, v, None, segments, out, lse, out, window=window)
         return sum(x.astype(jnp.float32).sum() for x in (dq, dk, dv))
 
     shapes = ((), jnp.bfloat16), ((1, T), jnp.int32)
     return jax.jit(gradients).lower(*(jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes)).compile()
 
 
-def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(h200, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("window", "slots"), [(100, 32), (2048, 1)], ids=["interleaved heads", "chunks of a head"])
+def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(h200, monkeypatch, tmp_path, window, slots):
     from jax_triton import triton_lib
 
     from jaxglue.ops.attention import hopper
@@ -116,7 +117,7 @@ def test_hopper_kernels_keep_matmuls_in_flight_and_write_in_place(h200, monkeypa
     )
     monkeypatch.setattr(hopper, "heads_summed_at_once", lambda *_: 1)
     T, N, K, H = 8192, 16, 4, 128
-    compiled = compile_hopper(h200, T=T, N=N, K=K, H=H)
+    compiled = compile_hopper(h200, T=T, N=N, K=K, H=H, window=window, slots=slots)
     assert kernels(compiled) == 2
     assert all(".reqntid 384" in result.binary for result in results)
     assert all("wgmma" not in assembler_notes(result.binary, tmp_path) for result in results)
