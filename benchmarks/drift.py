@@ -1,7 +1,7 @@
 """Train Qwen3-0.6B's shape by our kernels in bf16 beside the same in float32 without them; print losses as JSON.
 
     python benchmarks/drift.py --steps 30
-    python benchmarks/drift.py --tokens 4096 --document 3000 --window 1024
+    python benchmarks/drift.py --tokens 4096 --document 4096 --window 1024
 
 Adapters start at B = 0, on random weights that bf16 holds: small values added to large ones have no bits in bf16, which
 random adapters do not show. Rows are packed with Python's own sources, two bytes a token. The references, in bf16 too,

@@ -48,6 +48,11 @@ class PackedSegments:
     units: Int[Array, "B 2 2 U"] | None = None
     """First tokens and ends of units, in the orders in which programs start on queries and on keys; see `_units`."""
 
+    @property
+    def slots(self) -> int:
+        """Return S, the segment slots of a row."""
+        return self.cu_seqlens.shape[1] - 1
+
 
 def segment_bucket(count: int) -> int:
     """Return the segment slots for `count` segments: the next power of two, so that few shapes are compiled."""

@@ -36,9 +36,10 @@ def device_gpu(device: jax.Device, dispatch: Dispatch | None = None) -> Gpu:
     stats = device.memory_stats()
     if not stats:
         raise ValueError(f"{device.device_kind} has no memory of its own to plan for: name a remat policy, not auto")
-    gpu = lookup_gpu(device.device_kind) or measure_gpu(device)
-    if dispatch is None and (link := host_link()) < _SLOW_LINK * gpu.link:
-        gpu = replace(gpu, link=link)
+    known = lookup_gpu(device.device_kind)
+    gpu = known or measure_gpu(device)
+    if known and dispatch is None and (link := host_link()) < _SLOW_LINK * known.link:
+        gpu = replace(known, link=link)
     return replace(gpu, memory=stats["bytes_limit"], dispatch=dispatch or host_dispatch())
 
 

@@ -1,7 +1,7 @@
 """AdamW over the parts of a model: a few kernel launches on one GPU, elsewhere compiled updates of a few parts each."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -76,18 +76,15 @@ class Optimizer:
 
     def init(self, trainable: Params) -> Params:
         """Return the state before the first step: `mu` and `nu` of every part."""
-        state = _without_moments(trainable)
-        for key in param_keys(trainable):
-            prefix = key if isinstance(key, str) else ""
-            set_part(state, key, commit(self._init(get_part(trainable, key), prefix=prefix)))
-        return state
+
+        def init(key: ParamKey) -> Params:
+            return commit(self._init(get_part(trainable, key), prefix=key if isinstance(key, str) else ""))
+
+        return _state_of(trainable, init)
 
     def state_shapes(self, trainable: Params) -> Params:
         """Return the shapes of the state on one device for shapes of parameters."""
-        state = _without_moments(trainable)
-        for key in param_keys(trainable):
-            set_part(state, key, on_device(jax.eval_shape(self._init_part, get_part(trainable, key))))
-        return state
+        return _state_of(trainable, lambda key: on_device(jax.eval_shape(self._init_part, get_part(trainable, key))))
 
     def update(
         self, trainable: Params, state: Params, gradients: Params, step: int | Array
@@ -193,9 +190,12 @@ def _flatten(parts: list[Params], states: list[Params], gradients: list[Params])
     return [leaves, mus, nus, jax.tree.leaves(gradients)], rebuild
 
 
-def _without_moments(trainable: Params) -> Params:
-    """Return a state with nothing for each part."""
-    return {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+def _state_of(trainable: Params, init: Callable[[ParamKey], Params]) -> Params:
+    """Return the state of all parts by that of each."""
+    state: Params = {name: {} for name in trainable} | {"layers": [{} for _ in trainable["layers"]]}
+    for key in param_keys(trainable):
+        set_part(state, key, init(key))
+    return state
 
 
 def _with_parts(tree: Params, keys: list[ParamKey], parts: list[Params]) -> Params:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.stages import Traced
 from jaxtyping import Array
 
-from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.executor import LayerExecutor
 from jaxglue.engine.lowering import on_device
@@ -39,12 +38,11 @@ class WholeStep:
         """Return new trainable, new state, and the loss beside the values of `Optimizer.update`.
 
         Args:
-            trainable, state: of the step; donated.
+            trainable, state: of the step; donated. Both are committed to the device, as is `frozen`.
             frozen, total_weight, key: as in `LayerExecutor.loss_and_gradients`.
             batch: of one micro-batch; a program takes arrays on the host sooner than `jax.device_put` copies them.
             step: optimizer steps done before.
         """
-        trainable, state, frozen = transfer.commit((trainable, state, frozen))
         arguments = frozen, batch, np.float32(1 / total_weight), key, np.int32(step), self._results.take()
         trainable, state, results = self._program(trainable, state, *arguments)
         return trainable, state, self._results.keep(results)

@@ -198,7 +198,7 @@ def _shape(q: _Shaped, k: _Shaped, segments: PackedSegments, window: int | None)
         query_heads=q.shape[2],
         kv_heads=k.shape[2],
         seq_len=q.shape[1],
-        segment_slots=segments.cu_seqlens.shape[1] - 1,
+        segment_slots=segments.slots,
         long=segments.long,
         window=window,
         forked=segments.gap_starts is not None,

@@ -16,9 +16,7 @@ _GL = SimpleNamespace(where=lambda condition, a, b: a if condition else b, minim
 
 def _in_python(name: str, **functions):
     """Return a kernel's function over numbers."""
-    code = getattr(kernel, name).fn.__code__
-    constants = {key: value.value for key, value in vars(kernel).items() if hasattr(value, "value")}
-    return FunctionType(code, {**constants, "gl": _GL, **functions})
+    return FunctionType(getattr(kernel, name).fn.__code__, {"gl": _GL, **functions})
 
 
 visited_between = _in_python("visited_between")
@@ -29,15 +27,15 @@ visited = _in_python("visited", visited_between=visited_between)
 def test_every_tile_of_every_head_is_visited_once_and_masked_where_it_must_be(count, group, chunk, data):
     full = data.draw(st.integers(0, count))
     cut = data.draw(st.integers(full, count))
-    sizes = SimpleNamespace(G=group, P=1)
-    visits = SimpleNamespace(first=0, full=full, cut=cut, count=count, chunk=chunk)
-    order = [visited(n, visits, sizes) for n in range(count * group)]
+    sizes = SimpleNamespace(G=group, P=1, CHUNK=chunk)
+    bounds = SimpleNamespace(full=full, cut=cut, count=count)
+    order = [visited(n, bounds, sizes) for n in range(count * group)]
     assert order[0] == (0, count - 1)
     assert sorted(order) == [(part, tile) for part in range(group) for tile in range(count)]
     begin, end = count - cut, count - full
     for first, last in ((0, begin), (begin, end), (end, count)):
         for n in range(first * group, last * group):
-            assert visited_between(n, first, last, visits, sizes) == order[n]
+            assert visited_between(n, first, last, bounds, sizes) == order[n]
     assert all(full <= tile < cut for _, tile in order[begin * group : end * group])
 
 

@@ -44,7 +44,7 @@ class HopperAttention(Launcher):
     def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks); dq is summed in float32, of as many heads at once as take 1 GiB."""
         sizes = KernelSizes.of(q, k)
-        chunk = tiles_in_chunk(sizes.T // (segments.cu_seqlens.shape[1] - 1), window)
+        chunk = tiles_in_chunk(sizes.T // segments.slots, window)
         if chunk > 1:  # tiles of one head
             lse = lse.transpose(0, 1, 3, 2).reshape(sizes.B, -1, sizes.T, 1)
             sizes = replace(sizes, P=1)

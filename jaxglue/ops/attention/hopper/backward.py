@@ -3,7 +3,7 @@
 A program owns a tile of keys, 64 for each of two warpgroups, and walks over the tiles of queries that see them, from
 the last to the first, which one warp loads through TMA. Scores are transposed, [keys, queries], so that weights and
 their gradients are operands in registers. The next tile's scores are multiplied while a tile's gradient of queries is
-handed over. Heads that do not fit a tile follow one another before the next tokens.
+handed over. `visits` has the order of heads that do not fit a tile.
 
 The gradient of a tile of queries is a sum over programs: two other warps, in turns, store the first program's share in
 global memory and add the others', in the order of keys, by a number for each tile that says whose turn it is. Results
@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxglue.ops.attention.hopper.backward_tiles import allocate, load_tiles
-from jaxglue.ops.attention.hopper.sums import add_shares, load_sums, round_sums
-from jaxglue.ops.attention.hopper.tiles import Sizes, store_rows
-from jaxglue.ops.attention.hopper.visits import Visits, plan_visits, visible_end, visited_between
+from jaxglue.ops.attention.hopper.backward_tiles import allocate, load_tiles, query_range
+from jaxglue.ops.attention.hopper.sums import add_shares, load_sums, round_sums, visible_end
+from jaxglue.ops.attention.hopper.tiles import Range, Sizes, store_rows
+from jaxglue.ops.attention.hopper.visits import visited_between
 from jaxglue.ops.attention.kernels import LOG2_E, MASKED
 from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, turn
 
@@ -118,13 +118,13 @@ def _differentiate_tile(scores, sums, n, token, MASK: gl.constexpr, operands, si
 def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.constexpr):
     """Add the tiles from `begin` to `end`, but for the very first, to (dk, dv); a tile's dq comes one tile late."""
     PARTS: gl.constexpr = sizes.G // sizes.P
-    visits, keys, _, tiles, held = operands
+    bounds, keys, _, tiles, held = operands
     dk, dv = sums
     SCORES: gl.constexpr = keys.type.layout.parent
     for n in range(gl.maximum(begin * PARTS, 1), end * PARTS):
-        token = visits.first + n  # any one, where no mask needs it
+        token = bounds.first + n  # any one, where no mask needs it
         if MASK:
-            token = visits.first + visited_between(n, begin, end, visits, sizes)[1] * (GROUP_ROWS // sizes.P)
+            token = bounds.first + visited_between(n, begin, end, bounds, sizes)[1] * (GROUP_ROWS // sizes.P)
         zero = token >> 31  # 0, which the compiler cannot know: it would keep every address of keys in registers
         dq = _begin_dq(tiles, n - 1, zero, sizes.H, GROUP)
         release(tiles.queries, n - 1)
@@ -138,10 +138,10 @@ def _tiles(begin, end, MASK: gl.constexpr, operands, sums, sizes, GROUP: gl.cons
 @gluon.jit
 def _all_tiles(operands, dk, dv, sizes, GROUP: gl.constexpr):
     """Add all tiles, of which there is at least one, to (dk, dv)."""
-    visits, keys, _, tiles, held = operands
-    first, count = visits.first, visits.count
+    bounds, keys, _, tiles, held = operands
+    first, count = bounds.first, bounds.count
     token, zero = first + (count - 1) * (GROUP_ROWS // sizes.P), first >> 31
-    late, early, last = count - visits.cut, count - visits.full, count * (sizes.G // sizes.P) - 1
+    late, early, last = count - bounds.cut, count - bounds.full, count * (sizes.G // sizes.P) - 1
     own = _own(held, 0, tiles, zero, sizes.H, GROUP)
     scores = _begin_scores(own, tiles, 0, keys.type.layout.parent, sizes.H)
     sums = _differentiate_tile(scores, (dk, dv), 0, token, True, operands, sizes, GROUP)
@@ -155,43 +155,43 @@ def _all_tiles(operands, dk, dv, sizes, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(ends, dk_out, dv_out, tiles, row, head, visits, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _differentiate(ends, dk_out, dv_out, tiles, row, head, bounds, sizes, HEADS: gl.constexpr, GROUP: gl.constexpr):
     """Compute the gradients of a warpgroup's keys and values, and its halves of those of queries."""
     T: gl.constexpr = sizes.T
     H: gl.constexpr = sizes.H
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, GROUP_ROWS, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, H, 16])
-    first = visits.first + GROUP * GROUP_ROWS
+    first = bounds.first + GROUP * GROUP_ROWS
     keys = first + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
     stops = gl.load(ends + keys, mask=keys < T, other=0)
     if sizes.WINDOW > 0:
         stops = gl.minimum(stops, keys + sizes.WINDOW)
     dk = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
     dv = gl.zeros([GROUP_ROWS, H], gl.float32, layout=GRADIENT)
-    if visits.count > 0:
+    if bounds.count > 0:
         mbarrier.wait(tiles.loaded.index(0), 0)
         held = _hold(tiles, SCORES, H, GROUP)
-        dk, dv = _all_tiles((visits, keys, stops, tiles, held), dk, dv, sizes, GROUP)
+        dk, dv = _all_tiles((bounds, keys, stops, tiles, held), dk, dv, sizes, GROUP)
     values = tiles.keys.index(1).slice(GROUP * GROUP_ROWS, GROUP_ROWS, dim=0)  # only this warpgroup's
     store_rows(dk_out, dk * sizes.SCALE, values, row, first, head, T, HEADS, H, 1)
     store_rows(dv_out, dv, values, row, first, head, T, HEADS, H, 1)
 
 
 @gluon.jit
-def _compute(ends, dk, dv, sums, dq, tiles, row, head, visits, rounded, sizes, HEADS: gl.constexpr,
+def _compute(ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS: gl.constexpr,
              GROUP: gl.constexpr):  # fmt: skip
     """Differentiate, or round so many tiles of sums."""
     if rounded > 0:
-        round_sums(sums, dq, tiles.queries, ends, row, head, visits.first, rounded, sizes, HEADS, GROUP)
+        round_sums(sums, dq, tiles.queries, ends, row, head, bounds.first, rounded, sizes, HEADS, GROUP)
     else:
-        _differentiate(ends, dk, dv, tiles, row, head, visits, sizes, HEADS, GROUP)
+        _differentiate(ends, dk, dv, tiles, row, head, bounds, sizes, HEADS, GROUP)
 
 
 @gluon.jit
 def _load(source, finished):
     """Load a program's tiles to differentiate, or its finished sums."""
-    q, k, v, lse, delta, dout, tiles, start, plane, kv_head, visits, sizes = source
-    load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, visits, sizes)
+    q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes = source
+    load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes)
     sums, turns, queries, ends, dq_plane, first, count, _ = finished
     load_sums(sums, turns, queries, ends, dq_plane, first, count, sizes)
 
@@ -209,7 +209,7 @@ def backward_kernel(
     HEADS key/value heads from `first_head` on. lse is in units of exponentials of 2; turns begin as zeros. Sums [ROWS ·
     HEADS · G // P, T · P, H] float32 are left as they were where no query sees a key.
     """
-    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE)
+    sizes = Sizes(T, K, G, P, H, WINDOW, SCALE, CHUNK)
     KEYS: gl.constexpr = 2 * GROUP_ROWS
     TILES: gl.constexpr = (T + KEYS - 1) // KEYS
     index = gl.program_id(0)
@@ -222,8 +222,8 @@ def backward_kernel(
     first, row_ends = tile * gl.where(rounds, SPAN * KEYS, KEYS), ends + row * T
     plane = (row.to(gl.int32) * K + kv_head) * (G // P)
     dq_plane = (row.to(gl.int32) * HEADS + head) * (G // P)
-    visits = plan_visits(row_ends, first, gl.minimum(first + KEYS, T) - 1, CHUNK, sizes)
-    visits = Visits(first, visits.full, visits.cut, gl.where(rounds, 0, visits.count), CHUNK)
+    bounds = query_range(row_ends, first, gl.minimum(first + KEYS, T) - 1, sizes)
+    bounds = Range(first, bounds.full, bounds.cut, gl.where(rounds, 0, bounds.count))
     tokens = gl.minimum(first + SPAN * KEYS, T) - first
     rounded = gl.where(rounds, (tokens * P + GROUP_ROWS - 1) // GROUP_ROWS * (G // P), 0)
     before = gl.where(tile > 0, visible_end(row_ends, gl.maximum(first - 1, 0), WINDOW), 0)
@@ -231,15 +231,15 @@ def backward_kernel(
     fence_async_shared()
     gl.barrier()
     start = (row * T + first).to(gl.int32)
-    source = (q, k, v, lse, delta, dout, tiles, start, plane, kv_head, visits, sizes)
+    source = (q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes)
     finished = (sums, turns, tiles.queries, row_ends, dq_plane, first, rounded, sizes)
     gl.warp_specialize(
         [
-            (_compute, (row_ends, dk, dv, sums, dq, tiles, row, head, visits, rounded, sizes, HEADS, 0)),
-            (_compute, (row_ends, dk, dv, sums, dq, tiles, row, head, visits, rounded, sizes, HEADS, 1)),
+            (_compute, (row_ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS, 0)),
+            (_compute, (row_ends, dk, dv, sums, dq, tiles, row, head, bounds, rounded, sizes, HEADS, 1)),
             (_load, (source, finished)),
-            (add_shares, (sums, turns, tiles.dq, dq_plane, tile, before, visits, sizes, 0)),
-            (add_shares, (sums, turns, tiles.dq, dq_plane, tile, before, visits, sizes, 1)),
+            (add_shares, (sums, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 0)),
+            (add_shares, (sums, turns, tiles.dq, dq_plane, tile, before, bounds, sizes, 1)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -1,10 +1,12 @@
-"""Tiles of the backward kernel: places in shared memory, and their loads."""
+"""Tiles of the backward kernel: places in shared memory, the range that a program visits, and their loads."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from jaxglue.ops.attention.hopper.sums import visible_end
+from jaxglue.ops.attention.hopper.tiles import Range
 from jaxglue.ops.attention.hopper.visits import visited
 from jaxglue.ops.tile_ring import GROUP_ROWS, Ring, barriers, ring, vacate
 
@@ -29,6 +31,16 @@ class Tiles:
 
 
 @gluon.jit
+def query_range(ends, first, last, sizes):
+    """Return the tiles of queries that see keys from `first` to `last`."""
+    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
+    count = gl.maximum(visible_end(ends, last, sizes.WINDOW) - first + TOKENS - 1, 0) // TOKENS
+    full = gl.minimum((last - first + TOKENS - 1) // TOKENS, count)
+    cut = gl.maximum(visible_end(ends, first, sizes.WINDOW) - first, 0) // TOKENS
+    return Range(first, full, gl.minimum(gl.maximum(cut, full), count), count)
+
+
+@gluon.jit
 def allocate(q, k, lse, dq, STAGES: gl.constexpr, P: gl.constexpr, H: gl.constexpr):
     """Return the tiles in shared memory."""
     ROWS: gl.constexpr = 2 * GROUP_ROWS
@@ -42,19 +54,19 @@ def allocate(q, k, lse, dq, STAGES: gl.constexpr, P: gl.constexpr, H: gl.constex
 
 
 @gluon.jit
-def load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, visits, sizes):
+def load_tiles(q, k, v, lse, delta, dout, tiles, start, plane, kv_head, bounds, sizes):
     """Load the tile of keys and values, and all tiles of queries and dout with their statistics."""
     P: gl.constexpr = sizes.P
     BYTES: gl.constexpr = 2 * (q.block_type.nbytes + lse.block_type.nbytes)
-    if visits.count > 0:
+    if bounds.count > 0:
         loaded = tiles.loaded.index(0)
         mbarrier.expect(loaded, 2 * k.block_type.nbytes)
         tma.async_copy_global_to_shared(k, [start, kv_head * sizes.H], loaded, tiles.keys.index(0))
         tma.async_copy_global_to_shared(v, [start, kv_head * sizes.H], loaded, tiles.keys.index(1))
-    for n in range(sizes.G // P * visits.count):
-        part, i = visited(n, visits, sizes)
+    for n in range(sizes.G // P * bounds.count):
+        part, i = visited(n, bounds, sizes)
         rows = [start + i * (GROUP_ROWS // P), kv_head * sizes.G + part * P, 0]
-        line = [plane + part, visits.first * P + i * GROUP_ROWS]
+        line = [plane + part, bounds.first * P + i * GROUP_ROWS]
         place, full = vacate(tiles.queries, n, BYTES)
         tma.async_copy_global_to_shared(q, rows, full, tiles.queries.tiles.index(2 * place))
         tma.async_copy_global_to_shared(lse, line, full, tiles.statistics.index(2 * place))

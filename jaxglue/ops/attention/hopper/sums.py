@@ -7,7 +7,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxglue.ops.attention.hopper.tiles import rows
-from jaxglue.ops.attention.hopper.visits import visible_end, visited
+from jaxglue.ops.attention.hopper.visits import visited
 from jaxglue.ops.tile_ring import GROUP_ROWS, await_place, release, vacate
 
 _ADDERS = gl.constexpr(2)
@@ -45,15 +45,15 @@ def _end_turn(number, value):
 
 
 @gluon.jit
-def add_shares(dq, turns, shares, plane, tile, before, visits, sizes, ADDER: gl.constexpr):
+def add_shares(dq, turns, shares, plane, tile, before, bounds, sizes, ADDER: gl.constexpr):
     """Add one warp's shares of a program to the gradients of queries; programs before add up to token `before`."""
     P: gl.constexpr = sizes.P
     PARTS: gl.constexpr = sizes.G // P
     TOKENS: gl.constexpr = GROUP_ROWS // P
     TILES: gl.constexpr = (sizes.T + TOKENS - 1) // TOKENS
-    for n in range(ADDER, PARTS * visits.count, _ADDERS):
-        part, i = visited(n, visits, sizes)
-        token = visits.first + i * TOKENS
+    for n in range(ADDER, PARTS * bounds.count, _ADDERS):
+        part, i = visited(n, bounds, sizes)
+        token = bounds.first + i * TOKENS
         number = turns + (plane + part) * TILES + token // TOKENS
         if token < before:
             _await_turn(number, tile)
@@ -67,6 +67,15 @@ def add_shares(dq, turns, shares, plane, tile, before, visits, sizes, ADDER: gl.
         tma.store_wait(0)
         release(shares, n)
         _end_turn(number, tile + 1)
+
+
+@gluon.jit
+def visible_end(ends, key, WINDOW: gl.constexpr):
+    """Return the token after the last that sees a key."""
+    end = gl.load(ends + key)
+    if WINDOW > 0:
+        end = gl.minimum(end, key + WINDOW)
+    return end
 
 
 @gluon.jit

@@ -9,7 +9,10 @@ from jaxglue.ops.tile_ring import GROUP_ROWS
 
 @aggregate
 class Sizes:
-    """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H."""
+    """Constants of a call: T tokens, K key/value heads with G query heads each, P of them in a tile, head dim H.
+
+    CHUNK is of the backward pass (see `visits`).
+    """
 
     T: gl.constexpr
     K: gl.constexpr
@@ -18,12 +21,14 @@ class Sizes:
     H: gl.constexpr
     WINDOW: gl.constexpr
     SCALE: gl.constexpr
+    CHUNK: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, T, K, G, P, H, WINDOW, SCALE):
+    def __init__(self, T, K, G, P, H, WINDOW, SCALE, CHUNK=1):
         """Bundle the constants."""
         self.T, self.K, self.G, self.P = gl.constexpr(T), gl.constexpr(K), gl.constexpr(G), gl.constexpr(P)
         self.H, self.WINDOW, self.SCALE = gl.constexpr(H), gl.constexpr(WINDOW), gl.constexpr(SCALE)
+        self.CHUNK = gl.constexpr(CHUNK)
 
 
 @aggregate

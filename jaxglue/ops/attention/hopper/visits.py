@@ -10,9 +10,6 @@ before it to come to its heads' turn; so chunks are short where documents are no
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
-
-from jaxglue.ops.tile_ring import GROUP_ROWS
 
 _LONGEST_CHUNK = 64
 _PAIRS_OF_CHUNK = 1 << 21
@@ -25,60 +22,24 @@ def tiles_in_chunk(document: int, window: int | None) -> int:
     return min(max(pairs // _PAIRS_OF_CHUNK, 1), _LONGEST_CHUNK)
 
 
-@aggregate
-class Visits:
-    """`count` tiles from token `first` on, only those in [full, cut) without a mask, in chunks of tiles of a head."""
-
-    first: gl.tensor
-    full: gl.tensor
-    cut: gl.tensor
-    count: gl.tensor
-    chunk: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, first, full, cut, count, chunk):
-        """Bundle the bounds."""
-        self.first, self.full, self.cut, self.count = first, full, cut, count
-        self.chunk = gl.constexpr(chunk)
-
-
 @gluon.jit
-def plan_visits(ends, first, last, CHUNK: gl.constexpr, sizes):
-    """Return the visits of a program with keys from `first` to `last`."""
-    TOKENS: gl.constexpr = GROUP_ROWS // sizes.P
-    count = gl.maximum(visible_end(ends, last, sizes.WINDOW) - first + TOKENS - 1, 0) // TOKENS
-    full = gl.minimum((last - first + TOKENS - 1) // TOKENS, count)
-    cut = gl.maximum(visible_end(ends, first, sizes.WINDOW) - first, 0) // TOKENS
-    return Visits(first, full, gl.minimum(gl.maximum(cut, full), count), count, CHUNK)
-
-
-@gluon.jit
-def visible_end(ends, key, WINDOW: gl.constexpr):
-    """Return the token after the last that sees a key."""
-    end = gl.load(ends + key)
-    if WINDOW > 0:
-        end = gl.minimum(end, key + WINDOW)
-    return end
-
-
-@gluon.jit
-def visited(n, visits, sizes):
+def visited(n, bounds, sizes):
     """Return (part of the heads, tile) that is visited n-th: masked tiles, those without a mask, masked ones."""
     PARTS: gl.constexpr = sizes.G // sizes.P
-    late, early = visits.count - visits.cut, visits.count - visits.full
+    late, early = bounds.count - bounds.cut, bounds.count - bounds.full
     begin = gl.where(n < late * PARTS, 0, gl.where(n < early * PARTS, late, early))
-    end = gl.where(n < late * PARTS, late, gl.where(n < early * PARTS, early, visits.count))
-    return visited_between(n, begin, end, visits, sizes)
+    end = gl.where(n < late * PARTS, late, gl.where(n < early * PARTS, early, bounds.count))
+    return visited_between(n, begin, end, bounds, sizes)
 
 
 @gluon.jit
-def visited_between(n, begin, end, visits, sizes):
+def visited_between(n, begin, end, bounds, sizes):
     """Return (part, tile) that is visited n-th, one of those from `begin` to `end`, counted from the last tile."""
     PARTS: gl.constexpr = sizes.G // sizes.P
-    if visits.chunk > 1:
-        first = begin + (n - begin * PARTS) // (visits.chunk * PARTS) * visits.chunk
-        length = gl.minimum(visits.chunk, end - first)
+    if sizes.CHUNK > 1:
+        first = begin + (n - begin * PARTS) // (sizes.CHUNK * PARTS) * sizes.CHUNK
+        length = gl.minimum(sizes.CHUNK, end - first)
         n -= first * PARTS
-        return n // length, visits.count - 1 - first - n % length
+        return n // length, bounds.count - 1 - first - n % length
     else:
-        return n % PARTS, visits.count - 1 - n // PARTS
+        return n % PARTS, bounds.count - 1 - n // PARTS
