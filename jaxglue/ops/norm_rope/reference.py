@@ -24,6 +24,12 @@ class HeadNorms:
         """Return the weights of queries and of keys."""
         return self.q_weight, self.k_weight
 
+    def __call__(
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """Norm queries and keys."""
+        return rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)
+
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """Divide x by its root mean square, round to x's dtype, multiply by the weight (transformers' `LlamaRMSNorm`)."""
@@ -53,8 +59,8 @@ class ReferenceNorm:
         return dresidual + dx
 
 
-def reference_rotate(q, k, cos, sin, norms: HeadNorms | None) -> tuple[Array, Array]:
+def reference_rotate(q, k, cos, sin, norms: HeadNorms | None, *, interleaved: bool = False) -> tuple[Array, Array]:
     """Norm q and k if there are norms, then rotate."""
     if norms is not None:
-        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = norms(q, k)
+    return apply_rope(q, cos, sin, interleaved=interleaved), apply_rope(k, cos, sin, interleaved=interleaved)
