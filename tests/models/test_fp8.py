@@ -11,8 +11,8 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.flatten_util import ravel_pytree
 
-from jaxglue.engine.layer_errors import fp8_errors
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.fp8_errors import fp8_errors
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
