@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from jaxglue.ops.launch import Launcher, shape_dtype_of
-from jaxglue.ops.lora.tiles import block_constants
-from jaxglue.ops.lora_swiglu import kernels
-from jaxglue.ops.lora_swiglu.tiles import (
+from jaxglue.ops.gated_mlp import kernels
+from jaxglue.ops.gated_mlp.tiles import (
     BACKWARD_TILES,
     FORWARD_TILES,
     SCALED_FORWARD_TILES,
     LoraSwigluTiles,
 )
+from jaxglue.ops.launch import Launcher, shape_dtype_of
+from jaxglue.ops.projection.tiles import block_constants
 
 
 @dataclass(frozen=True, kw_only=True)

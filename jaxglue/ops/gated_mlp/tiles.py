@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxglue.ops.lora.tiles import LoraTiles
+from jaxglue.ops.projection.tiles import LoraTiles
 
 
 @dataclass(frozen=True, kw_only=True)

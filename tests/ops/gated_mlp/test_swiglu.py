@@ -8,7 +8,7 @@ import pytest
 from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, lora_swiglu
 
 # rows, columns, rank; no tile divides the first two
 CASES = [(37, 72, 16), (40, 24, 4), (5, 100, 20)]
@@ -38,8 +38,8 @@ def backend(request):
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
-    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
+    from jaxglue.ops.gated_mlp.tiles import LoraSwigluTiles
+    from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
     return interpreted(TritonLoraSwiglu)(compute_capability=90, forward_tiles=tiles, backward_tiles=tiles)
@@ -82,5 +82,5 @@ def test_only_kernels_write_wide_arrays(h200):
 
 def test_ranks_that_differ_are_refused():
     (gate, up, hidden, matrices), _ = random_case(4, 8, 2)
-    with pytest.raises(ValueError, match=r"one rank R, and hidden 2R columns, got ranks 2 and 3 columns"):
+    with pytest.raises(ValueError, match=r"one rank R, and low_rank 2R columns, got ranks 2 and 3 columns"):
         lora_swiglu(gate, up, hidden[..., :3], matrices)

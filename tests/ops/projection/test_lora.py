@@ -10,7 +10,14 @@ from closeness import assert_close, outputs_and_gradients
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.lora import LORA, Quantizer, lora_add, lora_expand, lora_expand_gradients_and_codes, lora_shrink
+from jaxglue.ops.projection.lora import (
+    LORA,
+    Quantizer,
+    lora_add,
+    lora_expand,
+    lora_expand_gradients_in_fp8,
+    lora_shrink,
+)
 
 # rows, outputs, ranks; no tile divides the first two
 CASES = [(37, (72, 20), (16, 16)), (40, (24,), (4,)), (5, (8, 100, 16), (3, 20, 1))]
@@ -36,8 +43,8 @@ def backend(request):
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.lora.tiles import GradientTiles
-    from jaxglue.ops.lora.triton import TritonLora
+    from jaxglue.ops.projection.tiles import GradientTiles
+    from jaxglue.ops.projection.triton import TritonLora
 
     tiles = GradientTiles(block_m=16, block_n=16, columns=32)
     return interpreted(TritonLora)(compute_capability=90, gradient_tiles=tiles, product_tiles=tiles)
@@ -62,7 +69,7 @@ def test_sums_and_gradients_match_the_definition(backend, M, N, R):
 
 
 def test_sums_are_rounded_once(interpreted):
-    from jaxglue.ops.lora.triton import TritonLora
+    from jaxglue.ops.projection.triton import TritonLora
 
     (hidden, (matrix,)), (x,) = random_case(40, (24,), (4,), jnp.float16)
     y, matrix = 300 * jnp.flip(x, 1), 0.05 * matrix
@@ -74,7 +81,7 @@ def test_sums_are_rounded_once(interpreted):
 
 def test_sum_of_other_shapes_is_refused():
     (hidden, (matrix,)), (x,) = random_case(5, (20,), (3,))
-    with pytest.raises(ValueError, match=r"hidden \[..., R\] and matrix \[out, R\], got"):
+    with pytest.raises(ValueError, match=r"low_rank \[..., R\] and matrix \[out, R\], got"):
         lora_add(x, x, hidden, matrix[:, :2])
 
 
@@ -83,9 +90,9 @@ def quantized_gradients(dtype, M=40, N=72, R=4):
     (hidden, matrices), (dy,) = random_case(M, (N,), (R,), dtype)
     scales = jnp.abs(dy[0].astype(jnp.float32)).max(axis=-1, keepdims=True) / 300
     arguments = hidden[0], matrices, [dy[0]], [Quantizer(jnp.linspace(0.5, 1.5, N), scales)]
-    got = lora_expand_gradients_and_codes(*arguments)
+    got = lora_expand_gradients_in_fp8(*arguments)
     with LORA.using(None):
-        return got, lora_expand_gradients_and_codes(*arguments)
+        return got, lora_expand_gradients_in_fp8(*arguments)
 
 
 def assert_same_codes(got, expected):
@@ -96,8 +103,8 @@ def assert_same_codes(got, expected):
 
 
 def test_cotangents_are_quantized_while_they_are_read(interpreted):
-    from jaxglue.ops.lora.tiles import GradientTiles
-    from jaxglue.ops.lora.triton import TritonLora
+    from jaxglue.ops.projection.tiles import GradientTiles
+    from jaxglue.ops.projection.triton import TritonLora
 
     tiles = GradientTiles(block_m=16, block_n=16, columns=32)
     with LORA.using(interpreted(TritonLora)(compute_capability=90, gradient_tiles=tiles)):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.engine.compiler import jit_step
-from jaxglue.ops.fp8 import check_fp8, project_fp8
+from jaxglue.ops.projection.fp8 import check_fp8, project_fp8
 from jaxglue.ops.quant.fp8 import FP8Weight, dequantize_fp8, quantize_fp8, quantize_rows
 
 SIZES = {"attention": (64, (64, 32, 32)), "feed-forward": (64, (192, 192)), "down": (192, (64,))}

@@ -1,4 +1,4 @@
-"""Launch of the kernel in `kernels.py`."""
+"""Launch of the kernel in `encode_kernels.py`."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from jaxglue.ops.fp8.kernels import encode_kernel
 from jaxglue.ops.launch import Launcher
+from jaxglue.ops.projection.encode_kernels import encode_kernel
 from jaxglue.ops.quant.fp8 import E4M3
 
 _ROW_VALUES = 1024

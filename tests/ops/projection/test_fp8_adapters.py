@@ -10,9 +10,9 @@ from closeness import outputs_and_gradients
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.fp8 import add_adapted_fp8, branch_norm_fp8, project_adapted_fp8
-from jaxglue.ops.lora import LORA
 from jaxglue.ops.norm_rope import rms_norm
+from jaxglue.ops.projection.fp8_adapters import add_adapted_fp8, project_adapted_fp8, residual_norm_fp8
+from jaxglue.ops.projection.lora import LORA
 from jaxglue.ops.quant.fp8 import quantize_fp8
 
 M, D, OUTPUTS, R = 37, 64, (72, 24, 24), 4
@@ -57,8 +57,8 @@ def backend(request):
     """Return the backend: None for the reference, or interpreted kernels with small tiles."""
     if request.param == "reference":
         return None
-    from jaxglue.ops.lora.tiles import GradientTiles
-    from jaxglue.ops.lora.triton import TritonLora
+    from jaxglue.ops.projection.tiles import GradientTiles
+    from jaxglue.ops.projection.triton import TritonLora
 
     tiles = GradientTiles(block_m=16, block_n=16, columns=32)
     interpreted = request.getfixturevalue("interpreted")(TritonLora)
@@ -80,7 +80,7 @@ def results_behind_a_norm(case, *, fp8):
     def apply(x, down, ups):
         if not fp8:
             return x, by_definition(rms_norm(x, norm, 1e-3), weights, down, ups)
-        stream, rows = branch_norm_fp8(x, norm, 1e-3)
+        stream, rows = residual_norm_fp8(x, norm, 1e-3)
         return stream, project_adapted_fp8(rows, [quantize_fp8(weight) for weight in weights], down, ups)
 
     return outputs_and_gradients(apply, (x, down, ups), (0.1 * x, cotangents))

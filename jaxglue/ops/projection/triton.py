@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import triton
 
 from jaxglue.ops.launch import Launcher
-from jaxglue.ops.lora import kernels
-from jaxglue.ops.lora.tiles import PRODUCT_TILES, GradientTiles, LoraTiles, block_constants, fitting_tiles
-from jaxglue.ops.lora.vjp import Quantizer, ScaledProduct
+from jaxglue.ops.projection import kernels
+from jaxglue.ops.projection.lora import Quantizer, ScaledProduct
+from jaxglue.ops.projection.tiles import PRODUCT_TILES, GradientTiles, LoraTiles, block_constants, fitting_tiles
 from jaxglue.ops.quant.fp8 import E4M3
 
 

@@ -11,8 +11,8 @@ from closeness import assert_close, outputs_and_gradients
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops import names
 from jaxglue.ops.backend import tracing_for
-from jaxglue.ops.fp8 import swiglu_fp8
-from jaxglue.ops.lora_swiglu import LORA_SWIGLU, lora_swiglu
+from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
+from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, lora_swiglu
 from jaxglue.ops.quant.fp8 import quantize_fp8
 
 D = 64
@@ -57,8 +57,8 @@ def backend(request):
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.lora_swiglu.tiles import LoraSwigluTiles
-    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
+    from jaxglue.ops.gated_mlp.tiles import LoraSwigluTiles
+    from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
     backend = interpreted(TritonLoraSwiglu)
@@ -81,7 +81,7 @@ def test_outputs_and_gradients_are_close_to_float32(backend, case):
 
 
 def test_kernels_match_the_reference(interpreted):
-    from jaxglue.ops.lora_swiglu.triton import TritonLoraSwiglu
+    from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
 
     case = random_case(*CASES[0])
     with LORA_SWIGLU.using(interpreted(TritonLoraSwiglu)(compute_capability=90)):
