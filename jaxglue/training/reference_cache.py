@@ -16,7 +16,7 @@ from jaxglue.data.store import content_key, file_digest
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
 from jaxglue.hf.files import atomic_file
-from jaxglue.hf.fingerprint import weights_digest
+from jaxglue.hf.identity import weights_digest
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
 from jaxglue.training.reference import caches_reference
 from jaxglue.training.setup import Setup
