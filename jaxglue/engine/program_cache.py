@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
-from jaxglue.data.store_files import file_digest
+from jaxglue.data.store import file_digest
 from jaxglue.json_file import read_json, replace_text
 
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.data.stream_iterator import StreamIterator
+from jaxglue.data.stream import StreamIterator
 from jaxglue.engine.compiler import Lowering, jit_step, on_device
 from jaxglue.engine.executor import Executor, Update
 from jaxglue.engine.fp8_errors import fp8_errors
