@@ -73,7 +73,7 @@ class DenseContext(PackedContext):
 
     mask: Bool[Array, "B 1 T T"] | None
 
-    def attend(self, q, k, v, *, window=None, sinks=None):
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         mask = dense_mask(self.segments) if self.mask is None else self.mask
         implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
@@ -90,7 +90,7 @@ class RebuiltContext(PackedContext):
         tables = self.config.rope_tables(bounds_from_ids(self.segments).positions)
         return norm_and_rotate(q, k, tables, rotary, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None):
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks)
 
 

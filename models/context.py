@@ -1,7 +1,7 @@
 """Layer contexts: rotation, attention and dropout, supplied to decoder layers by training or generation."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
@@ -63,6 +63,7 @@ class LayerContext(Protocol):
         *,
         window: int | None = None,
         sinks: Float[Array, " N"] | None = None,
+        softcap: float | None = None,
     ) -> Float[Array, "B T N H"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
@@ -96,11 +97,12 @@ class PackedContext:
         """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
         return norm_and_rotate(q, k, self.rope, rotary, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "B T N H"]:
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N H"]:
         """Compute causal attention within each segment."""
         if self.attention_out is not None:
             return self.attention_out.reshape(q.shape)
-        return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, backend=self.backend)
+        options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
+        return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

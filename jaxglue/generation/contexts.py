@@ -1,6 +1,7 @@
 """Layer contexts of generation: whole prompts, and one token for each sequence, over a paged cache."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -96,9 +97,9 @@ class DecodeContext(_Inference):
         """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
         return norm_and_rotate(q, k, self._cursor.rope, rotary, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "1 S N H"]:
+    def attend(self, q, k, v, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
         cursor = self._cursor
         self.cache = cursor.places.write(self.cache, k[0], v[0])
-        out = paged_attention(q[0], *self.cache, cursor.tables, cursor.positions, window=window, sinks=sinks)
+        out = paged_attention(q[0], *self.cache, cursor.tables, cursor.positions, **options)
         return out[None]

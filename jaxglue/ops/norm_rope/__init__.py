@@ -5,20 +5,39 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
-from jaxglue.ops.norm_rope.reference import HeadNorms, ReferenceNorm, reference_rotate, rms_norm
+from jaxglue.ops.norm_rope.reference import (
+    LLAMA_NORM,
+    HeadNorms,
+    NormStyle,
+    ReferenceNorm,
+    reference_rotate,
+    rms_norm,
+)
 from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
 from jaxglue.ops.rope import RopeTables, Rotary
 
-__all__ = ["NORM_ROPE", "HeadNorms", "branch_norm", "coded_branch_norm", "norm_and_rotate", "rms_norm", "rotate_heads"]
+__all__ = [
+    "LLAMA_NORM",
+    "NORM_ROPE",
+    "HeadNorms",
+    "NormStyle",
+    "branch_norm",
+    "coded_branch_norm",
+    "norm_and_rotate",
+    "rms_norm",
+    "rotate_heads",
+]
 
 
-def _check_call(capability: Capability | None, dtype, whole_halves: bool = True) -> None:
+def _check_call(capability: Capability | None, dtype, whole_halves: bool = True, style: NormStyle = LLAMA_NORM) -> None:
     check_triton(capability, dtype)
     if not whole_halves:
         raise NotImplementedError("only a part of each head turns, or neighboring dimensions")
+    if style != LLAMA_NORM:
+        raise NotImplementedError("its norms round before the product with their weights, to which they add nothing")
 
 
-def _load(capability: Capability, dtype, whole_halves: bool = True) -> Any:
+def _load(capability: Capability, *call: Any) -> Any:
     from jaxglue.ops.norm_rope.triton import TritonNormRope
 
     return TritonNormRope.of(capability)
@@ -31,7 +50,12 @@ NORM_ROPE = Operation(
 
 
 def branch_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, *, backend: str = "auto"
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    style: NormStyle = LLAMA_NORM,
+    *,
+    backend: str = "auto",
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
     """Return a residual stream x and its `rms_norm`, whose gradients are added in one pass.
 
@@ -39,9 +63,9 @@ def branch_norm(
         ValueError: a weight that does not fit, or a named backend that cannot serve.
     """
     _check_norm(x, weight)
-    kernels = NORM_ROPE.load(x.dtype, backend=backend)
+    kernels = NORM_ROPE.load(x.dtype, True, style, backend=backend)
     if kernels is None:
-        return x, rms_norm(x, weight, eps)
+        return x, rms_norm(x, weight, eps, style)
     stream, normed = fused_branch_norm(NormSpec(backend=kernels, eps=eps), x, weight)
     return stream, normed
 
@@ -95,7 +119,9 @@ def rotate_heads(
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
     _check(q, k, cos, sin, norms)
-    kernels = NORM_ROPE.load(q.dtype, 2 * cos.shape[-1] == q.shape[-1] and not interleaved, backend=backend)
+    whole_halves = 2 * cos.shape[-1] == q.shape[-1] and not interleaved
+    style = LLAMA_NORM if norms is None else norms.style
+    kernels = NORM_ROPE.load(q.dtype, whole_halves, style, backend=backend)
     if kernels is None:
         return reference_rotate(q, k, cos, sin, norms, interleaved=interleaved)
     spec = RotateSpec(backend=kernels, eps=0.0 if norms is None else norms.eps)
