@@ -74,8 +74,14 @@ class Linear(nnx.Module):
         if self.lora_A is None or self.lora_B is None:
             return None
         magnitude = None if self.lora_magnitude_vector is None else self.lora_magnitude_vector[...]
-        options = {"scale": self.lora_scale, "dropout": self.lora_dropout, "salt": self.dropout_salt}
-        return Adapter(A=self.lora_A[...], B=self.lora_B[...], magnitude=magnitude, **options)
+        return Adapter(
+            A=self.lora_A[...],
+            B=self.lora_B[...],
+            magnitude=magnitude,
+            scale=self.lora_scale,
+            dropout=self.lora_dropout,
+            salt=self.dropout_salt,
+        )
 
     def __call__(self, x: Float[Array, "B T in"], context: LayerContext) -> Float[Array, "B T out"]:
         """Apply the projection and its adapter."""
