@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 from jaxglue.generation.cache import Cursor, DecodeContext, Pages, Places, PrefillContext, Slots, places_of
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.linear import project
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
+from jaxglue.ops.projection import project
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
 
