@@ -47,7 +47,7 @@ class EmbedHead:
         layout: Layout = SINGLE_DEVICE,
     ):
         self._neftune_alpha = neftune_alpha
-        self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
+        self._graphdefs, self.config, self._dtype, self._attention = graphdefs, config, dtype, attention
         if tile is not None and router_losses is not None and router_losses.balance:
             raise ValueError(
                 "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
@@ -172,7 +172,7 @@ class EmbedHead:
 
         def program(weights, tokens, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
-            rope = self._config.rope_tables(batch.segments.positions)
+            rope = self.config.rope_tables(batch.segments.positions)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(tokens, self._dtype, batch.tokens)
@@ -186,7 +186,7 @@ class EmbedHead:
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """Scale the coefficients for one layer: the mean over layers, and over micro-batches by their targets."""
-        moe = self._config.moe
+        moe = self.config.moe
         if self._router_losses is None or moe is None or scale is None:
             return None
         terms = batch.loss_weights if batch.answers is None else batch.answers.used
@@ -200,7 +200,7 @@ class EmbedHead:
         stored, grad_specs = layout.param_specs(trainable, name), layout.grad_specs(trainable, name)
 
         # The gradient to trained rows does not depend on the frozen table: any row stands for it.
-        frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self._config.hidden_size))}
+        frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self.config.hidden_size))}
 
         def program(trainable, batch, dx, accumulated):
             def embed(trainable):
@@ -265,7 +265,8 @@ class EmbedHead:
         hidden, output = self.normed_output(trainable, frozen, x)
         if self._objective is None:
             tokens = hidden, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel()
-            loss = linear_cross_entropy(*tokens, rows=replaced_rows(output), fp8=fp8) * scale
+            options: dict[str, Any] = {"rows": replaced_rows(output), "softcap": self.config.logit_softcap}
+            loss = linear_cross_entropy(*tokens, fp8=fp8, **options) * scale
             return loss, loss
         values = self._objective(*self._token_values(hidden, output, batch), batch) * scale
         return values[0], values
@@ -276,13 +277,15 @@ class EmbedHead:
         Of a reward model, scores of counted tokens.
         """
         weight = output_matrix(output)
-        if self._config.scores:
+        if self.config.scores:
             return token_scores(hidden, weight).reshape(batch.tokens.shape) * batch.loss_weights, None
         tokens = hidden, weight, batch.targets.ravel(), batch.loss_weights.ravel()
-        log_probs = linear_log_probs(*tokens).reshape(batch.targets.shape)
+        softcap = self.config.logit_softcap
+        log_probs = linear_log_probs(*tokens, softcap=softcap).reshape(batch.targets.shape)
         if self._objective is None or not self._objective.needs_alignment:
             return log_probs, None
-        return log_probs, log_probs - log_sum_squares(hidden, weight, tokens[3]).reshape(batch.targets.shape)
+        squares = log_sum_squares(hidden, weight, tokens[3], softcap=softcap)
+        return log_probs, log_probs - squares.reshape(batch.targets.shape)
 
 
 def token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:
@@ -354,5 +357,6 @@ class ScoreHead:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = output_matrix(output)
-        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]))
+        softcap = self._head.config.logit_softcap
+        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
         return losses.reshape(targets.shape), hits.reshape(targets.shape)

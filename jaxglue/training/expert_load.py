@@ -22,7 +22,7 @@ from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 class _ObservingContext:
     """Layer context of packed rows that records routing statistics."""
 
-    dropout_key = router_losses = tile = None
+    dropout_key = router_losses = None
     fp8 = True
 
     def __init__(self, packed: PackedContext):

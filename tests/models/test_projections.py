@@ -103,7 +103,7 @@ def test_gpu_matmuls_accumulate_onto_each_other(h200):
 class _Neighbor:
     """Context in which each token attends to its predecessor."""
 
-    dropout_key = router_losses = tile = None
+    dropout_key = router_losses = None
     fp8 = False
 
     def rotate(self, q, k, rotary, norms):
