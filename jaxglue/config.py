@@ -78,6 +78,23 @@ class Synonyms:
         self.values = values
 
 
+class Choices:
+    """Values of a field that may grow.
+
+    Args:
+        values: read whenever a declaration is; parts of the program that are loaded later may append.
+        others: before these.
+    """
+
+    def __init__(self, values: list[str], *others: str):
+        self._values, self._others = values, others
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Return them all."""
+        return (*self._others, *self._values)
+
+
 class CommaSeparated:
     """Splits texts of a list at commas, as other programs write lists of names."""
 
@@ -283,6 +300,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 kind = dataclasses.replace(kind, aliases=aliases)
             case Instead():
                 kind = dataclasses.replace(kind, remedies=note.remedies)
+            case Choices():
+                kind = dataclasses.replace(kind, choices=note.values)
             case Synonyms():
                 kind = dataclasses.replace(kind, synonyms=note.values)
             case CommaSeparated():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.names import LAYER_INPUT, QUERY
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost
 from jaxglue.planner.gpus import Gpu
@@ -21,7 +22,7 @@ from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
 
 _FEW_VALUES_GAIN = 1.03
-"""Rate of matmuls with NF4's weights by that with bf16's: 16 values in a block draw less power."""
+"""Rate of matmuls with weights of few values (NF4's 16) by that with bf16's: they draw less power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class TracedModel:
 
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool, programs: Programs | None = None):
         self._workload, self._gpu = workload, gpu
-        few_values = workload.config.quantize == "nf4"
+        few_values = FORMATS[workload.config.quantize].few_values
         self._layer_gpu = replace(gpu, matmul=_FEW_VALUES_GAIN * gpu.matmul) if few_values else gpu
         self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)

@@ -19,13 +19,6 @@ from jaxglue.training.row_length import row_text
 from jaxglue.training.setup import Setup
 from jaxglue.training.shared_prompt import refuse_shared_prompt
 
-_STORED = {
-    "none": "",
-    **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]},
-    "fp8_stored": ", linear layers of the decoder layers stored in fp8 (e4m3)",
-    "fp8_trained": ", linear layers of the decoder layers multiplied in fp8 (e4m3)",
-    "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
-}
 _HEAD = ", the output projection multiplied in it too"
 _NAMES = {
     "adamw": "AdamW",
@@ -49,7 +42,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {rows}",
         "optimizer": _optimizer(setup),
         "steps": _steps(setup),
-        "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}{_HEAD * setup.model.fp8_head}",
+        "dtype": f"{model.compute_dtype}{_stored(setup)}{_HEAD * setup.model.fp8_head}",
         "remat": setup.remat,
         "attention": _attention(setup),
         "rotation": f"{rotation.name}: {rotation.reason}",
@@ -65,6 +58,11 @@ def _steps(setup: Setup) -> str:
         return f"{setup.total_steps:,}"
     epoch = setup.batches.steps_per_epoch
     return f"{setup.total_steps:,} ({epoch:,} an epoch, {setup.total_steps / epoch:.2f} epochs)"
+
+
+def _stored(setup: Setup) -> str:
+    description = FORMATS[setup.model.quantize].description
+    return f", linear layers of the decoder layers {description}" if description else ""
 
 
 def _objective(setup: Setup) -> str | None:

@@ -22,6 +22,7 @@ from jaxglue.engine.layer_errors import fp8_errors
 from jaxglue.engine.lowering import Lowering, on_device
 from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
@@ -146,7 +147,7 @@ class TrainStep:
 
         None where nothing is multiplied in FP8, or the choice was made.
         """
-        if self._setup.model.quantize not in ("fp8", "fp8_trained") or self._fp8:
+        if not FORMATS[self._setup.model.quantize].fp8 or self._fp8:
             return None
         placed, largest = place_batch(batch, self._mesh), self._config.model.fp8_max_error
         choice = choose_fp8(fp8_errors(self.executor, self.trainable, self.frozen, placed), largest)
