@@ -10,8 +10,8 @@ import jax
 from jax.stages import Lowered, Traced
 
 from jaxglue.engine.equations import equations
+from jaxglue.ops.kernel_cost import KERNEL
 
-_KERNEL = "triton_kernel_call"
 _LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
 """Parameters of a kernel's call that its compilation does not read."""
 
@@ -52,7 +52,7 @@ class Lowering:
                     return []
                 traced.append(program)
                 for call, _ in equations(program.jaxpr.jaxpr):
-                    if call.primitive.name == _KERNEL and (kernel := _kernel(call)) not in kernels:
+                    if call.primitive.name == KERNEL and (kernel := _kernel(call)) not in kernels:
                         kernels.add(kernel)
                         threads.submit(_compile_kernel, call)
         return [program.lower() for program in traced if not self._stopped]
