@@ -14,9 +14,9 @@ from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillCo
 from jaxglue.generation.sampling import sample_tokens
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.linear import project
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
+from jaxglue.ops.projection import project
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
 
