@@ -16,7 +16,7 @@ from jaxglue.data.formats import PAIRS, detect_format, detect_preference
 from jaxglue.data.readers import read_rows
 from jaxglue.data.tokenize import find_format
 from jaxglue.data.tokenizer import padding_token
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.chat import is_reward_model, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
