@@ -128,7 +128,7 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
         seq_len=workload.seq_len,
         segment_slots=kind.slots,
         long=kind.long,
-        forked=workload.objective is not None,
+        forked=workload.objective.answers is not None,
         window=window,
     )
     if workload.attention != "auto":
