@@ -64,6 +64,13 @@ class Alias:
         self.names, self.values = names, values
 
 
+class Choices:
+    """Values of a text field that are a registry's names, read whenever the field is."""
+
+    def __init__(self, names: Collection[str]):
+        self.names = names
+
+
 class Instead:
     """Remedies for values of other programs that no value of a field replaces, such as lora and NF4 for qlora."""
 
@@ -298,6 +305,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
             case Alias():
                 aliases = {**kind.aliases, **dict.fromkeys(note.names, note.values)}
                 kind = dataclasses.replace(kind, aliases=aliases)
+            case Choices():
+                kind = dataclasses.replace(kind, choices=tuple(note.names))
             case Instead():
                 kind = dataclasses.replace(kind, remedies=note.remedies)
             case Choices():

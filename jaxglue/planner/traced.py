@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
+from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.names import LAYER_INPUT, QUERY
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.attention import attention_costs
-from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost
+from jaxglue.planner.cost import AttentionCost, Cost, program_cost
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.layer_programs import SizedProgram
 from jaxglue.planner.programs import Programs, shared_programs
@@ -142,7 +143,7 @@ class TracedModel:
         config, work = self._workload.config, self._workload
         copied = self.attention_bytes + 4 * work.tokens * config.num_attention_heads
         costs = attention_costs(work, self._gpu, config.layer_windows[-1])
-        return costs[ATTENTION_FORWARD].seconds > copied / self._gpu.link
+        return costs[KernelKind.ATTENTION_FORWARD].seconds > copied / self._gpu.link
 
     @cached_property
     def input_bytes(self) -> int:
@@ -194,13 +195,15 @@ class TracedModel:
         program = self.programs.reference(self._alike[kind])
         return program_cost(program, self._gpu, attention=self._attention(kind)).seconds
 
-    def _attention(self, kind: int) -> dict[str, KernelCost]:
+    def _attention(self, kind: int) -> dict[KernelKind, AttentionCost]:
         return attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
 
-    def _cost(self, program: SizedProgram, attention: dict[str, KernelCost]) -> Cost:
+    def _cost(self, program: SizedProgram, attention: dict[KernelKind, AttentionCost]) -> Cost:
         return program_cost(program.program, self._layer_gpu, attention=attention, sizes=Sizes(program.scaled))
 
-    def _program_cost(self, program: SizedProgram, roomy: SizedProgram, attention: dict[str, KernelCost]) -> Cost:
+    def _program_cost(
+        self, program: SizedProgram, roomy: SizedProgram, attention: dict[KernelKind, AttentionCost]
+    ) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
         cost = self._cost(program, attention)
         memory = cost if roomy is program else self._cost(roomy, attention)

@@ -100,7 +100,7 @@ class TrainStep:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         setup, batches = self._setup, self._setup.batches
         grouped = 1 < setup.remat.layers_per_program < setup.model.num_hidden_layers
-        others = grouped or setup.workload.host_embeddings or setup.config.objective.needs_reference
+        others = grouped or setup.workload.host_embeddings or setup.config.objective.kind.needs_reference
         if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(setup.workload)
@@ -237,7 +237,7 @@ class TrainStep:
 
     def _divided(self, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (loss, metrics of the objective)."""
-        return (loss, {}) if self._objective is None else (loss[0], self._objective.metrics(loss))
+        return self._objective.loss(loss), self._objective.metrics(loss)
 
     def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
         return self.trainable, self.frozen, self.place(batch), float(batch.targets)

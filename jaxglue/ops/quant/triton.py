@@ -8,6 +8,7 @@ import numpy as np
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
@@ -35,7 +36,8 @@ class TritonDequantize(Launcher):
         words = 0 if largest is None else weight.shape[1] * weight.shape[2] // 8
         constants = {"COUNT": count, "WORDS": words, "LIFT": LIFT, "BLOCK": MXFP4_BLOCKS}
         arrays = weight.blocks, weight.scales, weight.scales if largest is None else largest
-        return self._launch(mxfp4_kernel, arrays, (out_type,), (triton.cdiv(count, MXFP4_BLOCKS),), constants)[0]
+        cost, grid = KernelCost(kind=KernelKind.MXFP4), (triton.cdiv(count, MXFP4_BLOCKS),)
+        return self._launch(mxfp4_kernel, arrays, (out_type,), grid, constants, cost=cost)[0]
 
     def mxfp4_codes(self, weight: MXFP4, largest, *, transposed: bool) -> Float[Array, "E a b"]:
         """See `DequantizeBackend`."""
@@ -45,11 +47,13 @@ class TritonDequantize(Launcher):
         constants = {"N": N, "K": K, "LIFT": LIFT, "BLOCK_N": block_n, "BLOCK_W": block_w}
         arrays, out_type = (weight.blocks, weight.scales, largest), jax.ShapeDtypeStruct((E, K, N), E4M3)
         grid = triton.cdiv(N, block_n), triton.cdiv(K // 8, block_w), E
-        return self._launch(mxfp4_transposed_kernel, arrays, (out_type,), grid, constants)[0]
+        cost = KernelCost(kind=KernelKind.ROWS)
+        return self._launch(mxfp4_transposed_kernel, arrays, (out_type,), grid, constants, cost=cost)[0]
 
     def _nf4(self, weight: NF4, dtype):
         parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
         tables = jnp.asarray(dynamic_code()), jnp.asarray(np.array(VALUES, np.float32))
         out_type, count = jax.ShapeDtypeStruct(weight.shape, dtype), weight.scales.size
         constants, grid = {"COUNT": count, "GROUP": GROUP, "BLOCK": NF4_BLOCKS}, (triton.cdiv(count, NF4_BLOCKS),)
-        return self._launch(nf4_kernel, (*parts, *tables), (out_type,), grid, constants)[0]
+        cost = KernelCost(kind=KernelKind.ROWS)
+        return self._launch(nf4_kernel, (*parts, *tables), (out_type,), grid, constants, cost=cost)[0]
