@@ -65,10 +65,10 @@ class Alias:
 
 
 class Choices:
-    """Values of a text field that are a registry's names, read whenever the field is."""
+    """Values of a text field that are a registry's names, read whenever the field is, after other ones."""
 
-    def __init__(self, names: Collection[str]):
-        self.names = names
+    def __init__(self, names: Collection[str], *others: str):
+        self.names, self.others = names, others
 
 
 class Instead:
@@ -83,23 +83,6 @@ class Synonyms:
 
     def __init__(self, **values: Any):
         self.values = values
-
-
-class Choices:
-    """Values of a field that may grow.
-
-    Args:
-        values: read whenever a declaration is; parts of the program that are loaded later may append.
-        others: before these.
-    """
-
-    def __init__(self, values: list[str], *others: str):
-        self._values, self._others = values, others
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Return them all."""
-        return (*self._others, *self._values)
 
 
 class CommaSeparated:
@@ -306,11 +289,9 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 aliases = {**kind.aliases, **dict.fromkeys(note.names, note.values)}
                 kind = dataclasses.replace(kind, aliases=aliases)
             case Choices():
-                kind = dataclasses.replace(kind, choices=tuple(note.names))
+                kind = dataclasses.replace(kind, choices=(*note.others, *note.names))
             case Instead():
                 kind = dataclasses.replace(kind, remedies=note.remedies)
-            case Choices():
-                kind = dataclasses.replace(kind, choices=note.values)
             case Synonyms():
                 kind = dataclasses.replace(kind, synonyms=note.values)
             case CommaSeparated():
