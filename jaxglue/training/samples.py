@@ -4,10 +4,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxglue.generation.batch import Request
 from jaxglue.generation.chat import in_order, stop_tokens
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generate import Generator
+from jaxglue.generation.generator import Generator, Request
 from jaxglue.generation.prompts import encode_prompt
 from jaxglue.models.parameters import ModelGraphDefs, Params
 from jaxglue.training.metrics import read_steps
