@@ -79,7 +79,7 @@ def test_no_expanded_weight_is_kept_for_the_backward_pass(pair, random_batch, po
 
     def kept(executor, frozen):
         arguments = pair.trainable["layers"][0], frozen["layers"][0], x, contexts[0]
-        residuals = executor._layers[0].forward.eval_shape(*arguments)[1]
+        residuals = executor.layers[0].forward.eval_shape(*arguments)[1]
         return [(value.shape, value.dtype) for value in residuals.saved]
 
     assert sorted(kept(stored, pair.frozen), key=str) == sorted(kept(expanded, pair.expanded_frozen), key=str)
