@@ -75,7 +75,7 @@ def test_loss_and_gradients_match_expanded_weights(pair, random_batch, policy):
 @pytest.mark.parametrize("policy", ["none", "dots", "full"])
 def test_no_expanded_weight_is_kept_for_the_backward_pass(pair, random_batch, policy):
     stored, expanded = pair.executors(policy)
-    x, contexts = stored._entry_head.embed(pair.trainable, pair.frozen, random_batch(LENGTHS, 14), None)
+    x, contexts = stored.entry_head.embed(pair.trainable, pair.frozen, random_batch(LENGTHS, 14), None)
 
     def kept(executor, frozen):
         arguments = pair.trainable["layers"][0], frozen["layers"][0], x, contexts[0]
