@@ -8,13 +8,7 @@ from jaxglue.distributed import DistributedConfig
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.training.model_config import ModelConfig
-from jaxglue.training.optimizer_config import (
-    LEARNING_RATES,
-    PREFERENCE_RATES,
-    RATE_FACTORS,
-    REWARD_RATES,
-    OptimizerConfig,
-)
+from jaxglue.training.optimizer_config import RATE_FACTORS, OptimizerConfig
 from jaxglue.training.run_config import RunConfig
 
 
@@ -41,26 +35,20 @@ class TrainConfig(Config):
                 "the gradient norm is known: leave one out"
             )
         for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
-            if is_given and self.objective.objective != "sft":
+            if is_given and not self.objective.kind.supervised:
                 raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
                     raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
-        if self.data.streaming:
-            self._check_streaming()
+        if self.data.streaming and not self.run.steps:
+            raise ValueError("--streaming: a stream has no epochs: give --steps")
         self._check_trainables()
-        if self.objective.scores and self.run.sample_prompt:
+        if self.objective.kind.trains_scores and self.run.sample_prompt:
             raise ValueError("--sample-prompt asks for text, and a reward model writes none: leave it out")
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
-
-    def _check_streaming(self) -> None:
-        if not self.run.steps:
-            raise ValueError("--streaming: a stream has no epochs: give --steps")
-        if self.objective.objective != "sft":
-            raise ValueError(f"--streaming is for --objective sft, not {self.objective.objective}: leave it out")
 
     def _check_trainables(self) -> None:
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""
@@ -71,7 +59,7 @@ class TrainConfig(Config):
                 f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
             )
         whole = self.lora.modules_to_save
-        if self.objective.scores and "lm_head" in whole:
+        if self.objective.kind.trains_scores and "lm_head" in whole:
             raise ValueError("--modules-to-save lm_head: a reward model has a score in its place, which trains anyway")
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(
@@ -83,7 +71,7 @@ class TrainConfig(Config):
                 raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
         if not (whole or self.lora.trainable_token_indices or self.model.new_tokens):
             return
-        if self.objective.needs_reference and self.model.method == "lora":
+        if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
                 f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
                 "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens"
@@ -94,8 +82,7 @@ class TrainConfig(Config):
     @property
     def default_learning_rate(self) -> float:
         """Return the learning rate of the method and the objective where none is given."""
-        rates = {"sft": LEARNING_RATES, "reward": REWARD_RATES}.get(self.objective.objective, PREFERENCE_RATES)
-        return rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
+        return self.objective.kind.learning_rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
 
     @property
     def shared(self) -> "TrainConfig":

@@ -29,6 +29,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.training.setup import Setup
 
@@ -75,8 +76,9 @@ def check_export(
         require_equal(adapter, setup.config.lora, trainable)
     config, parts = _files(setup, graphdefs, trainable, frozen, result, adapter)
     written = dtype if lora else jnp.dtype(jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16)
+    made = FORMATS[setup.model.quantize]
     # Rounded masters may round to other FP8 values.
-    rounded = [written, dtype, *([E4M3] if setup.model.quantize == "fp8_trained" else [])]
+    rounded = [written, dtype, *([E4M3] if made.fp8 and made.trains else [])]
     check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, rounded))
     check.require(result)
     check.save(result)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, PositiveFloat, PositiveInt
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
-from jaxglue.ops.choices import Attention, Matmul, Quantize, Storage, choose_storage
+from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, Quantize, Storage, choose_storage
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -106,7 +106,7 @@ class ModelConfig(Config):
         for name, values in (
             ("weights", {self.weights} - {DEVICE, "auto"}),
             ("embeddings", ("host",)),
-            ("quantize", ("nf4", "int8")),
+            ("quantize", {*QUANTIZE} - {"none"}),
         ):
             if self.method == "full" and getattr(self, name) in values:
                 raise ValueError(
@@ -136,8 +136,7 @@ class ModelConfig(Config):
     @property
     def storage(self) -> Storage:
         """Return the storage of the decoder layers' linear layers."""
-        storage = choose_storage(self.quantize, self.matmul)
-        return "fp8_trained" if storage == "fp8" and self.method == "full" else storage
+        return choose_storage(self.quantize, self.matmul, trains=self.method == "full")
 
     @property
     def fp8_products(self) -> dict[str, bool]:

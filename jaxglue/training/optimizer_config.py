@@ -6,12 +6,6 @@ from typing import Annotated, Literal
 from jaxglue.config import Alias, Config, Instead, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, Synonyms
 from jaxglue.ops.choices import MomentFormat
 
-LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
-"""Peak learning rates by training method."""
-PREFERENCE_RATES = {"lora": 5e-6, "full": 5e-7}
-"""Peak learning rates of objectives that compare answers, as in TRL's and Zephyr's recipes."""
-REWARD_RATES = {"lora": 1e-4, "full": 1e-5}
-"""Peak learning rates of reward models; with adapters TRL's."""
 RATE_FACTORS = {"lion": 0.1}
 """Factors on those of optimizers whose updates are larger than AdamW's; Muon's are scaled to them."""
 _OPTIMIZERS = {

@@ -9,7 +9,7 @@ from jaxglue.training.setup import Setup
 
 def caches_reference(setup: Setup) -> bool:
     """Tell whether the reference's log-probabilities are computed once, before training."""
-    return setup.config.objective.needs_reference and not setup.workload.reference
+    return setup.config.objective.kind.needs_reference and not setup.workload.reference
 
 
 def reference_layers(

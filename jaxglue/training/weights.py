@@ -162,7 +162,7 @@ def _has_random_base(setup: Setup) -> bool:
 def _finish_folder(run: Exportable, folder: Path) -> None:
     """Describe a reward model in a model folder; write a changed vocabulary's tokenizer, and its number of tokens."""
     vocabulary = run.vocabulary
-    if run.config.objective.scores:
+    if run.config.objective.kind.trains_scores:
         describe_reward_model(folder, vocabulary.tokenizer)
     if vocabulary.changes:
         write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})

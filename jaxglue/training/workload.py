@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape
@@ -37,8 +36,8 @@ def make_workload(
         dtype=config.model.compute_dtype,
         attention=config.model.attention,
         tile=config.model.tile,
-        objective=None if config.objective.objective == "sft" else PreferenceLoss(config=config.objective),
-        reference=config.objective.needs_reference and _runs_beside(config),
+        objective=config.objective.make(),
+        reference=config.objective.kind.needs_reference and _runs_beside(config),
     )
     if optimizer.optimizer == "adamw":
         return workload
