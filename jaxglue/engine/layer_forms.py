@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -16,8 +17,9 @@ from jaxtyping import Array, Float
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.family import NormNames
 from jaxglue.models.layers import DecoderLayer, GatedMLP
+from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
-from jaxglue.ops.backend import Backend, Capability, Operation
+from jaxglue.ops.backend import Backend, BackendChoice, Capability, Operation, compute_capability
 from jaxglue.ops.collectives import psum_batch
 from jaxglue.ops.norm_rope import LLAMA_NORM
 from jaxglue.ops.projection import Projection
@@ -32,6 +34,21 @@ def run_layer(layer: Any, x: Float[Array, "B T D"], context: PackedContext) -> F
     x = checkpoint_name(x, names.LAYER_INPUT)
     form = LAYER_FORM.load(layer, x, context) if isinstance(layer, DecoderLayer) else None
     return layer(x, context) if form is None else form(layer, x, context)
+
+
+def explain_form(
+    graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Any, context: PackedContext
+) -> BackendChoice:
+    """Return the form of a layer of which shapes are known, and the reason for it."""
+    found: list[BackendChoice] = []
+
+    def look(*arguments):
+        layer, x, context = merge_module(graphdef, *arguments[:2]), *arguments[2:]
+        found.append(LAYER_FORM.choose(compute_capability(), layer, x, context))
+
+    jax.eval_shape(look, trainable, frozen, x, context)
+    (choice,) = found
+    return replace(choice, name="stage by stage") if choice.name == "reference" else choice
 
 
 def _check_tiles(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:

@@ -2,6 +2,8 @@
 
 import jax
 
+from jaxglue.engine.layer_forms import explain_form
+from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
@@ -10,7 +12,7 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import resident_bytes
-from jaxglue.planner.workload import abstract_parts, parameter_counts
+from jaxglue.planner.workload import abstract_input, abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
@@ -33,7 +35,6 @@ def plan_rows(setup: Setup) -> dict[str, object]:
     model, data = setup.config.model, setup.config.data
     total, trained = parameter_counts(setup.workload)
     run, rows = setup.config.run, row_text(data.row_tokens, setup.model)
-    rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
     return {
         "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
@@ -45,7 +46,8 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "dtype": f"{model.compute_dtype}{_stored(setup)}{_HEAD * setup.model.fp8_head}",
         "remat": setup.remat,
         "attention": _attention(setup),
-        "rotation": f"{rotation.name}: {rotation.reason}",
+        "rotation": _rotation(setup),
+        **_layer_form(setup),
         **_experts(setup),
         **_devices(setup),
         "memory": _memory(setup),
@@ -130,6 +132,24 @@ def _devices(setup: Setup) -> dict[str, object]:
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
+def _layer_form(setup: Setup) -> dict[str, object]:
+    """Return the form of the first layer; on a mesh all run stage by stage, or by tiles."""
+    if setup.mesh.devices > 1:
+        return {}
+    graphdefs, trainable, frozen = abstract_parts(setup.workload)
+    weights = trainable["layers"][0], frozen["layers"][0]
+    choice = explain_form(graphdefs.layers[0], *weights, *abstract_input(setup.workload))
+    return {"layers": f"{choice.name}: {choice.reason}"}
+
+
+def _rotation(setup: Setup) -> str:
+    """Return the backend of rotary embeddings and norms of heads."""
+    halves = all(rotary.turns_whole_halves for rotary in setup.model.rotaries)
+    style = find_family(setup.model.model_type).parts.norm
+    choice = NORM_ROPE.choose(compute_capability(), setup.config.model.compute_dtype, halves, style)
+    return f"{choice.name}: {choice.reason}"
+
+
 def _attention(setup: Setup) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
     usual = _attention_backend(setup, None)
@@ -154,6 +174,7 @@ def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
         head_dim=setup.model.head_dim,
         query_heads=setup.model.num_attention_heads,
         kv_heads=setup.model.num_key_value_heads,
+        softcap=setup.model.attention_softcap,
         seq_len=setup.config.data.row_tokens,
         segment_slots=min(slots, long_slots or slots),
         long=long,
