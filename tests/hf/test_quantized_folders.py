@@ -188,7 +188,7 @@ def test_a_config_that_contradicts_the_tensors_is_refused(original, tmp_path, ho
     with pytest.raises(ValueError, match=message):
         load_model(folder)
     name = "model.layers.0.self_attn.q_proj"
-    tensors = {f"{name}.lora_A": np.ones((2, 64), np.float32), f"{name}.lora_B": np.ones((32, 2), np.float32)}
+    tensors = {f"{name}.lora_A": np.ones((2, 64), np.float32), f"{name}.lora_B": np.ones((64, 2), np.float32)}
     save_adapter(tmp_path / "adapter", tensors, LoraConfig(rank=2, targets=("q_proj",)), str(folder))
     with pytest.raises(ValueError, match=message):
         export_adapter(tmp_path / "adapter", folder, tmp_path / "merged")
@@ -196,7 +196,9 @@ def test_a_config_that_contradicts_the_tensors_is_refused(original, tmp_path, ho
         raw = read_config(shutil.copytree(GOLDENS / name, tmp_path / name))
         del raw["quantization_config"]
         (tmp_path / name / "config.json").write_text(json.dumps(raw))
-        with pytest.raises(ValueError, match=r"is in (NF4|INT8), of which config.json says nothing: add .*bitsandbytes"):
+        with pytest.raises(
+            ValueError, match=r"is in (NF4|INT8), of which config.json says nothing: add .*bitsandbytes"
+        ):
             load_model(tmp_path / name)
 
 

@@ -112,7 +112,9 @@ def test_values_are_within_half_a_step_of_the_original(toy4):
     weight = toy4.quantize(matrix)
     steps = jnp.repeat(weight.absmax / 8, BLOCK, axis=1)
     # −8/8 has no code.
-    assert (jnp.abs(dequantize(weight, jnp.float32) - matrix) <= jnp.where(matrix / steps < -7.5, 1.001, 0.501) * steps).all()
+    assert (
+        jnp.abs(dequantize(weight, jnp.float32) - matrix) <= jnp.where(matrix / steps < -7.5, 1.001, 0.501) * steps
+    ).all()
 
 
 def test_its_flag_trains_and_its_folder_is_written_and_read(toy4, make_config, folder, tmp_path):
@@ -155,7 +157,7 @@ def test_the_planner_counts_its_bytes(toy4, make_config, folder):
 def test_its_errors_are_those_of_other_formats(toy4, make_config, folder):
     with pytest.raises(ValueError, match="--quantize toy4 needs frozen weights"):
         make_config(quantize="toy4", method="full")
-    with pytest.raises(ValueError, match="expected none | nf4 | int8 | toy4, got 'toy5'"):
+    with pytest.raises(ValueError, match=r"expected none \| nf4 \| int8 \| toy4, got 'toy5'"):
         make_config(quantize="toy5")
     raw = read_config(folder)
     with pytest.raises(ValueError, match="--quantize toy4 needs multiples of 32 for intermediate_size"):
