@@ -18,7 +18,7 @@ from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.optimizer_config import LEARNING_RATES, OptimizerConfig, warmup_steps
+from jaxglue.training.config import LEARNING_RATES, OptimizerConfig, warmup_steps
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam

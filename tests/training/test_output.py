@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from jaxglue.training.output import check_inputs, output_folder
-from jaxglue.training.run_files import RunFiles
+from jaxglue.training.run_folder import RunFiles, check_inputs, output_folder
 
 
 @pytest.fixture
