@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Traced
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from jaxglue.data.answers import PROMPT, sum_parts
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import PROMPT, Batch, sum_parts
 from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.host_table import needed_rows

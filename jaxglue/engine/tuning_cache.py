@@ -4,7 +4,7 @@ import json
 import logging
 from pathlib import Path
 
-from jaxglue.data.store_files import file_digest
+from jaxglue.data.store import file_digest
 from jaxglue.json_file import read_json, replace_text
 
 FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"

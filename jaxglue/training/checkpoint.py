@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
-from jaxglue.data.store_files import sync
+from jaxglue.data.store import sync
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.training.array_checks import check_arrays
 from jaxglue.training.fingerprint import check_fingerprint

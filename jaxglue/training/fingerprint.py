@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.config import stable_repr
-from jaxglue.hf.fingerprint import weights_digest
+from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig
 from jaxglue.recipe import as_dict, defaults_of, read_tables
 from jaxglue.training.config import TrainConfig

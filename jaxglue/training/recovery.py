@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.data.answers import Answers
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import Answers, Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
 from jaxglue.engine.transfer import to_device

@@ -21,7 +21,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.fp8 import check_fp8
+from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu

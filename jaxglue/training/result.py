@@ -13,10 +13,9 @@ from rich.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
 from jaxglue.distributed import Processes
-from jaxglue.hf.adapter import Adapter, load_adapter, save_adapter
-from jaxglue.hf.adapter_check import fit_tied
+from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export import on_host, save_model
+from jaxglue.hf.export import describe_reward_model, on_host, save_model
 from jaxglue.hf.export_check import (
     ROWS_FILE,
     ExportCheck,
@@ -33,7 +32,6 @@ from jaxglue.hf.export_check import (
 )
 from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
-from jaxglue.hf.reward_model import describe_reward_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.data.stream_iterator import StreamIterator
+from jaxglue.data.stream import StreamIterator
 from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.executor import LayerExecutor, Update
 from jaxglue.engine.host_buffers import HostBuffers

@@ -8,8 +8,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.hf.adapter import Adapter, load_adapter
-from jaxglue.hf.adapter_check import check_adapter
+from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
 from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig

@@ -96,7 +96,7 @@ def test_values_have_buffers_unless_the_hosts_memory_was_taken(workload, renewed
 
 RENEWAL = """
 import os, sys, jax, jax.numpy as jnp
-from jaxglue.training.pinned import _renew_client
+from jaxglue.training.remat import _renew_client
 double = jax.jit(lambda x: 2 * x)
 double(jnp.ones(8)).block_until_ready()
 os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = "1"
