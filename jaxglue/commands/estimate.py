@@ -29,8 +29,8 @@ from jaxglue.planner.proposer import MARGIN
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped
 from jaxglue.training.remat import make_workload
-from jaxglue.training.report import row_text, with_seq_len
-from jaxglue.training.setup import with_global_batch
+from jaxglue.training.report import row_text
+from jaxglue.training.setup import with_global_batch, with_seq_len
 
 _SHOWN = 5
 _HOST = "dispatched as beside an H200"

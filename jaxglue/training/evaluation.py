@@ -51,7 +51,7 @@ class Evaluation:
         mesh: devices that share the work; None for one device.
     """
 
-    def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
+    def __init__(self, setup: Setup, executor: Executor, probe: "ExpertLoadProbe", mesh: Mesh | None):
         self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
         self._sources = setup.data.eval_sources
         self._objective = setup.workload.objective

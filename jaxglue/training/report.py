@@ -3,7 +3,7 @@
 import dataclasses
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
-from jaxglue.training.config import TrainConfig, warmup_steps
+from jaxglue.training.config import warmup_steps
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Setup
 
@@ -266,11 +266,6 @@ def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
     return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)
-
-
-def with_seq_len[C: TrainConfig](config: C, model: DecoderConfig) -> C:
-    """Return the configuration with a length of rows; a given one stays."""
-    return replace(config, data=config.data.within(model.max_position_embeddings))
 
 
 def row_text(seq_len: int, model: DecoderConfig | None) -> str:

@@ -26,7 +26,6 @@ from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shar
 from jaxglue.training.checks import check_dropout, check_model, refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat, make_workload
-from jaxglue.training.report import with_seq_len
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary
 
@@ -146,6 +145,11 @@ def read_model(config: TrainConfig) -> DecoderConfig:
     model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)
     return model
+
+
+def with_seq_len[C: TrainConfig](config: C, model: DecoderConfig) -> C:
+    """Return the configuration with a length of rows; a given one stays."""
+    return replace(config, data=config.data.within(model.max_position_embeddings))
 
 
 def _make_batches(

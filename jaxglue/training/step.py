@@ -95,7 +95,7 @@ class TrainStep:
             host_buffers=self._host_buffers,
         )
 
-    def _make_whole(self) -> WholeStep | None:
+    def _make_whole(self) -> "WholeStep | None":
         """Return the step's only program, where it can be one."""
         alone = self.executor.reuses_gradients and not self._setup.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
@@ -121,7 +121,7 @@ class TrainStep:
         self._lowering = Lowering(chain(step, update))
         return graphdefs
 
-    def dispatch(self, batch: Step, accepts: Accepts | None = None) -> StepResult:
+    def dispatch(self, batch: Step, accepts: Accepts | None = None) -> "StepResult":
         """Run one optimizer step; its values may still be computing on return.
 
         Args:
@@ -200,7 +200,7 @@ class TrainStep:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
         return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
 
-    def _run_whole(self, whole: WholeStep, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _run_whole(self, whole: "WholeStep", batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run a step as one program; return as `_update` does."""
         (rows,), weight, key = batch.micro_batches, float(batch.targets), self._micro_batch_key()
         state = self.trainable, self._optimizer_state
