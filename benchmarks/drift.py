@@ -25,7 +25,7 @@ from measure import uniform_lengths
 from sft_ours import make_batch
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf

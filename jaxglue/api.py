@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
-from jaxglue.generation import chat, rewards
+from jaxglue.generation import chat, scoring
 from jaxglue.generation.config import GenerateConfig, ScoreConfig
 from jaxglue.planner import plan as planner_plan
 from jaxglue.planner.gpus import GIB
@@ -64,7 +64,7 @@ def score(
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or data.
     """
-    found = rewards.score_rows(_configured(ScoreConfig, config, settings))
+    found = scoring.score_rows(_configured(ScoreConfig, config, settings))
     return ((row.value, scores) for row, scores in found)
 
 

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.layers import RMSNorm
-from jaxglue.models.linear import Linear, project
+from jaxglue.models.linear import Linear
 from jaxglue.models.vocabulary import Embedding, output_matrix
+from jaxglue.ops.projection import project
 from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments, pack_segments
 

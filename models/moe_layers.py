@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
-from jaxglue.models.linear import project
 from jaxglue.ops.moe import (
     Activation,
     Adapter,
@@ -22,6 +21,7 @@ from jaxglue.ops.moe import (
     route,
     z_loss,
 )
+from jaxglue.ops.projection import project
 from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4
 
 

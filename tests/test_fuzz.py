@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("hypothesis", reason="needs hypothesis: pip install 'jaxglue[test]'")
+pytest.importorskip("hypothesis", reason="needs hypothesis: pip install '.[test]'")
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save

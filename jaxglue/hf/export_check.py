@@ -19,10 +19,10 @@ from jaxglue.hf.files import atomic_file, write_json
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.linear import project
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
 from jaxglue.models.vocabulary import output_matrix
+from jaxglue.ops.projection import project
 from jaxglue.ops.quant.formats import in_format, is_quantized
 from jaxglue.ops.segments import PackedSegments, pack_segments
 

@@ -17,11 +17,10 @@ from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
-from jaxglue.engine.model_executor import Executor
-from jaxglue.generation.batch import Request
+from jaxglue.engine.executor import Executor
 from jaxglue.generation.chat import in_order, stop_tokens
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generate import Generator
+from jaxglue.generation.generator import Generator, Request
 from jaxglue.generation.prompts import encode_prompt
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext

@@ -21,13 +21,11 @@ from jaxtyping import Array
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.data.stream import StreamIterator
-from jaxglue.engine.compiler import jit_step
-from jaxglue.engine.executor import LayerExecutor, Update
+from jaxglue.engine.compiler import Lowering, jit_step, on_device
+from jaxglue.engine.executor import Executor, LayerExecutor, Update
+from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
 from jaxglue.engine.host_buffers import HostBuffers
-from jaxglue.engine.layer_errors import FP8Errors, fp8_errors
-from jaxglue.engine.lowering import Lowering, on_device
-from jaxglue.engine.model_executor import Executor
-from jaxglue.engine.whole_program import SmallResults
+from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, without_parts
 from jaxglue.planner.workload import abstract_parts

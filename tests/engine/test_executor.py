@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxglue.models.decoder import packed_context
-from jaxglue.models.linear import project
 from jaxglue.models.parameters import merge_module
+from jaxglue.ops.projection import project
 
 LENGTHS = [[5, 1, 7], [12]]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxglue.engine.layer_errors import FP8Errors
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.training import step
 from jaxglue.training.config import ModelConfig
 from jaxglue.training.step import choose_fp8

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import AssistantConfig, ScoreConfig
-from jaxglue.generation.rewards import RewardModel, score_rows
+from jaxglue.generation.scoring import RewardModel, score_rows
 from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import save_model

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine import transfer
 from jaxglue.engine.compiler import jit_step
 from jaxglue.engine.embed_head import EmbedHead
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.ops.collectives import per_device
-from jaxglue.sharding.gather import gather, merge_gathered, select_to_gather
+from jaxglue.sharding.gather import gather
 from jaxglue.sharding.rules import Layout
 
 
@@ -29,18 +28,11 @@ class FP8Errors(NamedTuple):
 
 def fp8_errors(executor: Executor, trainable: Params, frozen: Params, batch: Batch) -> FP8Errors:
     """Return the errors of a batch's forward pass, each layer's own."""
-    trainable, frozen = transfer.commit((trainable, frozen))
-    x, contexts = executor._entry_head.embed(trainable, frozen, batch, None)
-    passes, errors = executor._passes, []
-    stored = passes.stored_weights(trainable["layers"], frozen["layers"])
-    gathered = passes.gather_first(stored)
-    for layer, context in zip(executor._layers, contexts, strict=True):
-        weights = merge_gathered(gathered, stored.take())
-        y, gathered = layer.apply(*weights, x, context, select_to_gather(executor._layout, stored.following))
-        z, _ = layer.apply(*weights, x, replace(context, fp8=False))
+    x, errors = None, []
+    for x, y, z in executor.outputs_in(trainable, frozen, batch, lambda context: replace(context, fp8=False)):
         errors.append(float(_relative_error(y, z, x)))
         x = z
-    return FP8Errors(errors, _head_error(executor._embed_head, executor._layout, trainable, frozen, x, batch))
+    return FP8Errors(errors, _head_error(executor.embed_head, executor.layout, trainable, frozen, x, batch))
 
 
 def _head_error(head: EmbedHead, layout: Layout, trainable: Params, frozen: Params, x, batch: Batch) -> float | None:

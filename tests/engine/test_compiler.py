@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxglue.engine.lowering import Lowering
+from jaxglue.engine.compiler import Lowering
 
 
 @pytest.mark.parametrize(("count", "dropout", "layers", "programs"), [(1, 0.0, 1, 6), (2, 0.5, 1, 6), (1, 0.0, 3, 1)])

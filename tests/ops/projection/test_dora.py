@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxglue.models.dora import magnitude_gain, row_norms
+from jaxglue.ops.projection.dora import magnitude_gain, row_norms
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import quantize_matrix
 

@@ -7,35 +7,26 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.file_param import FileParam
 from jaxglue.ops import names
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import is_quantized
 
 
+@jax.jit
 def row_norms(weight: Any) -> Float[Array, " out"]:
     """Return the norm of each row of a matrix [out, in], quantized or not, in float32."""
-    return _row_norms(_on_device(weight))
-
-
-def rescale(linear: Any, y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
-    """Scale a linear layer's product of weight and adapter to its magnitudes; the identity without them."""
-    if linear.lora_magnitude_vector is None:
-        return y
-    magnitude = linear.lora_magnitude_vector[...]
-    gain = magnitude_gain(linear.weight.get_value(), linear.lora_A[...], linear.scaled_b, magnitude, dtype=y.dtype)
-    return (y * gain).astype(y.dtype)
+    return jnp.sqrt(_squares(_matrix(weight, jnp.float32)))
 
 
 def magnitude_gain(
-    weight: Any, A: Float[Array, "R in"], scaled_b: Float[Array, "out R"], magnitude: Float[Array, " out"], *, dtype
+    weight: Any, A: Float[Array, "R in"], up: Float[Array, "out R"], magnitude: Float[Array, " out"], *, dtype
 ) -> Float[Array, " out"]:
     """Return magnitude / ‖W + s·B·A‖ of each row, the norm a constant in the backward pass (section 4.3).
 
     ‖w + b·A‖² = ‖w‖² + 2·b·(A·w) + b·A·Aᵀ·bᵀ needs no matrix beside the weight, which is read as it is stored, or
-    expanded to `dtype`, that of the product, if it is quantized.
+    expanded to `dtype`, that of the product, if it is quantized. `up` is s·B.
     """
-    A, b = jax.lax.stop_gradient((A, scaled_b))
+    A, b = jax.lax.stop_gradient((A, up))
     W = _matrix(jax.lax.stop_gradient(weight), dtype)
     products = jax.lax.dot_general(W, A.astype(W.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     gram = jnp.matmul(A, A.T, precision="highest")
@@ -50,22 +41,3 @@ def _matrix(weight: Any, dtype) -> Float[Array, "out in"]:
 
 def _squares(weight: Float[Array, "out in"]) -> Float[Array, " out"]:
     return jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=1)
-
-
-@jax.jit
-def _row_norms(weight: Any) -> Float[Array, " out"]:
-    return jnp.sqrt(_squares(_matrix(weight, jnp.float32)))
-
-
-def _on_device(weight: Any) -> Any:
-    """Return a weight that may be in pinned host memory, or in its file, in the device's."""
-
-    def move(leaf):
-        if isinstance(leaf, FileParam):
-            return jax.device_put(leaf.read())
-        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        if concrete and leaf.sharding.memory_kind == "pinned_host":
-            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-        return leaf
-
-    return jax.tree.map(move, weight)

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.generation.batch import Request
 from jaxglue.generation.cache import plan_cache
 from jaxglue.generation.config import GREEDY, SamplingConfig
-from jaxglue.generation.generate import Generator
-from jaxglue.generation.sampling import sample_token
+from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.programs import sample_token
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
