@@ -6,9 +6,8 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
-from jaxglue.models.stored_format import stored_format
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.quant.formats import check_format, format_flag, format_name
+from jaxglue.ops.quant.formats import FORMATS, find_format, stored_format
 from jaxglue.ops.rope import RopeConfig
 
 
@@ -81,11 +80,12 @@ class DecoderConfig:
         self._check_quantize()
 
     def _check_quantize(self) -> None:
+        made = find_format(self.quantize)
         if self.quantize not in ("none", "fp8_stored") and self.moe and not self.moe.mxfp4:
-            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: leave it out")
+            raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        check_format(self.quantize, sizes | heads)
+        made.check(sizes | heads)
 
     def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
         """Return the config with linear layers in this format; `none` keeps the folder's format.
@@ -105,7 +105,7 @@ class DecoderConfig:
             return replace(self, **products)
         if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
             raise ValueError(
-                f"{format_flag(how)}: the model folder is already quantized to {format_name(self.quantize)}; "
+                f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how, **products)
@@ -246,7 +246,7 @@ def decoder_fields(
         "mlp_bias": given.get("mlp_bias", False),
         "initializer_range": given.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
-        "quantize": stored_format(raw),
+        "quantize": "none" if raw["model_type"] == "gpt_oss" else stored_format(raw.get("quantization_config")),
     }
 
 

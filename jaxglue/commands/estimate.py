@@ -45,7 +45,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     run = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh)))).run
     config = replace(config, run=run)
     model = config_from_hf(read_config(model_path(config.model.model, config.model.revision, weights=False)))
-    model = model.scored if config.objective.scores else model
+    model = model.scored if config.objective.kind.trains_scores else model
     model = model.expanded if config.model.expand_experts else model
     model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)

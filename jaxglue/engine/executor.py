@@ -31,7 +31,8 @@ from jaxglue.engine.saved import check_dropped_inputs
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, set_part, without_parts
-from jaxglue.objectives.preference import PreferenceLoss
+from jaxglue.objectives.config import SUPERVISED
+from jaxglue.objectives.objective import Objective
 from jaxglue.sharding.gather import merge_gathered, select_to_gather, sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -360,7 +361,7 @@ class Executor(LayerExecutor):
         tile: tokens of a device's rows that pass through a layer at a time, apart from attention; None for all.
         router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
             disables them. Their gradients are added to the loss's, their values are not.
-        objective: of answers, whose losses are followed by metrics, [1 + metrics]; None for the targets' cross-entropy.
+        objective: its loss, followed by its further sums if it has some; by default the targets' cross-entropy.
         neftune_alpha: scale of the noise on embeddings in training; 0 adds none.
         mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
         options: of `LayerExecutor`.
@@ -376,7 +377,7 @@ class Executor(LayerExecutor):
         attention: str = "auto",
         tile: int | None = None,
         router_losses: RouterLosses | None = None,
-        objective: PreferenceLoss | None = None,
+        objective: Objective = SUPERVISED,
         neftune_alpha: float = 0.0,
         mesh: Mesh | None = None,
         **options: Any,

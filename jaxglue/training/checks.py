@@ -11,7 +11,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.quant.formats import format_name
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
 
@@ -91,9 +91,9 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
 def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
     if config.model.method != "full":
         return
-    if model.quantize not in ("none", "fp8_trained"):
+    if not FORMATS[model.quantize].trains:
         raise ValueError(
-            f"{config.model.model} is quantized to {format_name(model.quantize)}, and --method full cannot train "
+            f"{config.model.model} is quantized to {FORMATS[model.quantize].label}, and --method full cannot train "
             "quantized weights: use --method lora, or the folder of the original"
         )
     if model.moe and model.moe.mxfp4:

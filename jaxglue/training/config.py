@@ -22,19 +22,13 @@ from jaxglue.distributed import DistributedConfig
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.ops.choices import Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
 
     from jaxglue.models.context import RouterLosses
 
-LEARNING_RATES = {"lora": 2e-4, "full": 2e-5}
-"""Peak learning rates by training method."""
-PREFERENCE_RATES = {"lora": 5e-6, "full": 5e-7}
-"""Peak learning rates of objectives that compare answers, as in TRL's and Zephyr's recipes."""
-REWARD_RATES = {"lora": 1e-4, "full": 1e-5}
-"""Peak learning rates of reward models; with adapters TRL's."""
 RATE_FACTORS = {"lion": 0.1}
 """Factors on those of optimizers whose updates are larger than AdamW's; Muon's are scaled to them."""
 _OPTIMIZERS = {
@@ -139,7 +133,7 @@ class ModelConfig(Config):
         for name, values in (
             ("weights", {self.weights} - {DEVICE, "auto"}),
             ("embeddings", ("host",)),
-            ("quantize", ("nf4", "int8")),
+            ("quantize", {*QUANTIZE} - {"none"}),
         ):
             if self.method == "full" and getattr(self, name) in values:
                 raise ValueError(
@@ -169,8 +163,7 @@ class ModelConfig(Config):
     @property
     def storage(self) -> Storage:
         """Return the storage of the decoder layers' linear layers."""
-        storage = choose_storage(self.quantize, self.matmul)
-        return "fp8_trained" if storage == "fp8" and self.method == "full" else storage
+        return choose_storage(self.quantize, self.matmul, trains=self.method == "full")
 
     @property
     def fp8_products(self) -> dict[str, bool]:
@@ -363,26 +356,20 @@ class TrainConfig(Config):
                 "the gradient norm is known: leave one out"
             )
         for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
-            if is_given and self.objective.objective != "sft":
+            if is_given and not self.objective.kind.supervised:
                 raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
                     raise ValueError(f"{flag} goes by the eval loss: give --eval-data or --eval-fraction")
-        if self.data.streaming:
-            self._check_streaming()
+        if self.data.streaming and not self.run.steps:
+            raise ValueError("--streaming: a stream has no epochs: give --steps")
         self._check_trainables()
-        if self.objective.scores and self.run.sample_prompt:
+        if self.objective.kind.trains_scores and self.run.sample_prompt:
             raise ValueError("--sample-prompt asks for text, and a reward model writes none: leave it out")
         for name in ("weights", "embeddings"):
             if self.run.sample_prompt and getattr(self.model, name) != "device":
                 raise ValueError(f"--sample-prompt needs --{name} device: each generated token reads them all")
-
-    def _check_streaming(self) -> None:
-        if not self.run.steps:
-            raise ValueError("--streaming: a stream has no epochs: give --steps")
-        if self.objective.objective != "sft":
-            raise ValueError(f"--streaming is for --objective sft, not {self.objective.objective}: leave it out")
 
     def _check_trainables(self) -> None:
         """Refuse a trained embedding in host memory, settings of adapters where all train, and DoRA on split rows."""
@@ -393,7 +380,7 @@ class TrainConfig(Config):
                 f"--dora needs whole rows of the weights: use a --mesh without tensor, not {self.run.mesh}"
             )
         whole = self.lora.modules_to_save
-        if self.objective.scores and "lm_head" in whole:
+        if self.objective.kind.trains_scores and "lm_head" in whole:
             raise ValueError("--modules-to-save lm_head: a reward model has a score in its place, which trains anyway")
         if self.model.embeddings == "host" and "embed_tokens" in whole:
             raise ValueError(
@@ -405,7 +392,7 @@ class TrainConfig(Config):
                 raise ValueError(f"--{flag} is for adapters, and --method full trains all weights: leave it out")
         if not (whole or self.lora.trainable_token_indices or self.model.new_tokens):
             return
-        if self.objective.needs_reference and self.model.method == "lora":
+        if self.objective.kind.needs_reference and self.model.method == "lora":
             raise ValueError(
                 f"--objective {self.objective.objective} compares with a model without adapters, so embedding and head "
                 "stay frozen: leave out --modules-to-save, --trainable-token-indices and --new-tokens"
@@ -416,8 +403,7 @@ class TrainConfig(Config):
     @property
     def default_learning_rate(self) -> float:
         """Return the learning rate of the method and the objective where none is given."""
-        rates = {"sft": LEARNING_RATES, "reward": REWARD_RATES}.get(self.objective.objective, PREFERENCE_RATES)
-        return rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
+        return self.objective.kind.learning_rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
 
     @property
     def shared(self) -> "TrainConfig":

@@ -96,11 +96,11 @@ class Evaluation:
 
     def _held_out(self, batches: EvalBatches, trainable: Params, frozen: Params) -> dict[str, float]:
         placed = (place_batch(batch, self._mesh) for batch in batches)
-        if self._objective is not None:
+        if not self._objective.supervised:
             losses = [self._executor.loss(trainable, frozen, batch) for batch in placed]
             means: Any = np.sum(jax.device_get(losses), 0) / batches.targets
             metrics = {f"eval_{name}": float(value) for name, value in self._objective.metrics(means).items()}
-            return {"eval_loss": float(np.ravel(means)[0])} | metrics
+            return {"eval_loss": float(self._objective.loss(means))} | metrics
         count = len(self._sources)
         found = [self._executor.evaluate(trainable, frozen, batch, count) for batch in placed]
         sums = np.sum(jax.device_get(found), 0, dtype=np.float64)

@@ -46,7 +46,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
     groups: dict[str, Any] = {"model": setup.model, "optimizer": config.optimizer}
     if config.model.method == "lora":
         groups["lora"] = config.lora
-    if config.objective.objective != "sft":
+    if not config.objective.kind.supervised:
         groups["objective"] = config.objective
     return {
         "weights": "random" if config.model.random_weights else weights_digest(config.model.folder),

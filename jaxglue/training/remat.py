@@ -18,7 +18,6 @@ from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
@@ -255,8 +254,8 @@ def make_workload(
         dtype=config.model.compute_dtype,
         attention=config.model.attention,
         tile=config.model.tile,
-        objective=None if config.objective.objective == "sft" else PreferenceLoss(config=config.objective),
-        reference=config.objective.needs_reference and _runs_beside(config),
+        objective=config.objective.make(),
+        reference=config.objective.kind.needs_reference and _runs_beside(config),
     )
     if optimizer.optimizer == "adamw":
         return workload

@@ -36,13 +36,6 @@ PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
 """Fields of the results that name a file or folder in the run's."""
 _BORDER = 6
 """Width of a panel's border and of the space between its columns."""
-_STORED = {
-    "none": "",
-    **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]},
-    "fp8_stored": ", linear layers of the decoder layers stored in fp8 (e4m3)",
-    "fp8_trained": ", linear layers of the decoder layers multiplied in fp8 (e4m3)",
-    "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
-}
 _HEAD = ", the output projection multiplied in it too"
 _NAMES = {
     "adamw": "AdamW",
@@ -153,7 +146,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {rows}",
         "optimizer": _optimizer(setup),
         "steps": _steps(setup),
-        "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}{_HEAD * setup.model.fp8_head}",
+        "dtype": f"{model.compute_dtype}{_stored(setup)}{_HEAD * setup.model.fp8_head}",
         "remat": setup.remat,
         "attention": _attention(setup),
         "rotation": f"{rotation.name}: {rotation.reason}",
@@ -171,22 +164,28 @@ def _steps(setup: Setup) -> str:
     return f"{setup.total_steps:,} ({epoch:,} an epoch, {setup.total_steps / epoch:.2f} epochs)"
 
 
+def _stored(setup: Setup) -> str:
+    description = FORMATS[setup.model.quantize].description
+    return f", linear layers of the decoder layers {description}" if description else ""
+
+
 def _objective(setup: Setup) -> str | None:
-    """Describe an objective that compares answers, and whether their prompt is computed once."""
+    """Describe an objective other than supervised training, and whether its answers' prompt is computed once."""
     objective = setup.config.objective
-    if objective.objective == "sft":
+    if objective.kind.supervised:
         return None
+    title = setup.workload.objective.title
+    if objective.kind.answers is None:
+        return title
     copied = refuse_shared_prompt(setup.config, setup.model)
     prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
-    if objective.scores:
-        return f"reward model, a score of each answer's last token; {prompts}"
-    return f"{objective.objective}, beta {objective.beta:g}; {prompts}{_reference(setup)}"
+    return f"{title}; {prompts}{_reference(setup)}"
 
 
 def _reference(setup: Setup) -> str:
     """Describe when the reference runs, if the objective has one."""
     objective = setup.config.objective
-    if not objective.needs_reference:
+    if not objective.kind.needs_reference:
         return ""
     how = "runs beside every step" if setup.workload.reference else "is computed once, before training"
     return f"; the reference {how}{' (auto)' if objective.reference_cache == 'auto' else ''}"
@@ -262,7 +261,7 @@ def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
         seq_len=setup.config.data.row_tokens,
         segment_slots=min(slots, long_slots or slots),
         long=long,
-        forked=setup.config.objective.objective != "sft" and not refuse_shared_prompt(setup.config, setup.model),
+        forked=setup.workload.objective.answers is not None and not refuse_shared_prompt(setup.config, setup.model),
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
     return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)

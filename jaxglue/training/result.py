@@ -37,6 +37,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam
 from jaxglue.models.lora import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
@@ -162,8 +163,9 @@ def check_export(
         require_equal(adapter, setup.config.lora, trainable)
     config, parts = _files(setup, graphdefs, trainable, frozen, result, adapter)
     written = dtype if lora else jnp.dtype(jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16)
+    made = FORMATS[setup.model.quantize]
     # Rounded masters may round to other FP8 values.
-    rounded = [written, dtype, *([E4M3] if setup.model.quantize == "fp8_trained" else [])]
+    rounded = [written, dtype, *([E4M3] if made.fp8 and made.trains else [])]
     check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, rounded))
     check.require(result)
     check.save(result)
@@ -302,7 +304,7 @@ def _has_random_base(setup: Setup) -> bool:
 def _finish_folder(run: Exportable, folder: Path) -> None:
     """Describe a reward model in a model folder; write a changed vocabulary's tokenizer, and its number of tokens."""
     vocabulary = run.vocabulary
-    if run.config.objective.scores:
+    if run.config.objective.kind.trains_scores:
         describe_reward_model(folder, vocabulary.tokenizer)
     if vocabulary.changes:
         write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})

@@ -104,7 +104,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     total_steps = config.run.steps or batches.total_steps
     assert total_steps is not None
     workload = replace(make_workload(config, model, lengths, mesh), host_embeddings=remat.host_embeddings)
-    if config.objective.needs_reference:
+    if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
         beside = runs_beside(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=beside)
@@ -133,12 +133,12 @@ def read_model(config: TrainConfig) -> DecoderConfig:
     raw = read_config(config.model.folder)
     model = config_from_hf(raw)
     check_dropout(config.model.model, raw)
-    if model.scores and not config.objective.scores:
+    if model.scores and not config.objective.kind.trains_scores:
         raise ValueError(
             f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
             "--objective reward, or a causal language model"
         )
-    if config.objective.scores:
+    if config.objective.kind.trains_scores:
         model = model.scored
     if config.model.expand_experts:
         model = model.expanded

@@ -28,6 +28,7 @@ from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, without_parts
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
@@ -104,7 +105,7 @@ class TrainStep:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
         setup, batches = self._setup, self._setup.batches
         grouped = 1 < setup.remat.layers_per_program < setup.model.num_hidden_layers
-        others = grouped or setup.workload.host_embeddings or setup.config.objective.needs_reference
+        others = grouped or setup.workload.host_embeddings or setup.config.objective.kind.needs_reference
         if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
         graphdefs, trainable, frozen = abstract_parts(setup.workload)
@@ -149,7 +150,7 @@ class TrainStep:
 
         None where nothing is multiplied in FP8, or the choice was made.
         """
-        if self._setup.model.quantize not in ("fp8", "fp8_trained") or self._fp8:
+        if not FORMATS[self._setup.model.quantize].fp8 or self._fp8:
             return None
         placed, largest = place_batch(batch, self._mesh), self._config.model.fp8_max_error
         choice = choose_fp8(fp8_errors(self.executor, self.trainable, self.frozen, placed), largest)
@@ -241,7 +242,7 @@ class TrainStep:
 
     def _divided(self, loss: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (loss, metrics of the objective)."""
-        return (loss, {}) if self._objective is None else (loss[0], self._objective.metrics(loss))
+        return self._objective.loss(loss), self._objective.metrics(loss)
 
     def _arguments(self, batch: Step) -> tuple[Params, Params, tuple[Batch, ...], float]:
         return self.trainable, self.frozen, self.place(batch), float(batch.targets)
@@ -361,7 +362,7 @@ def choose_fp8(errors: FP8Errors, largest: float) -> FP8Choice:
 
 def caches_reference(setup: Setup) -> bool:
     """Tell whether the reference's log-probabilities are computed once, before training."""
-    return setup.config.objective.needs_reference and not setup.workload.reference
+    return setup.config.objective.kind.needs_reference and not setup.workload.reference
 
 
 def reference_layers(

@@ -14,6 +14,7 @@ from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.lora_config import LoraConfig
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.training.config import TrainConfig
 
 _MULTIPLE = 64
@@ -104,7 +105,7 @@ def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
     """Return the identity of a run's base, with the format of its linear layers, which its adapter records."""
     random = config.model.random_weights
     identity = identify_random(model, config.data.seed) if random else identify(config.model.folder)
-    return {**identity, "quantize": model.quantize} if model.quantize in ("nf4", "int8") else identity
+    return {**identity, "quantize": model.quantize} if FORMATS[model.quantize].offered else identity
 
 
 def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, Adapter | None]:
