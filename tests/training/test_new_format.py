@@ -24,7 +24,7 @@ from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, 
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.workload import parameter_counts
 from jaxglue.training.setup import prepare
-from jaxglue.training.trainer import train
+from jaxglue.training.train import train
 
 BLOCK = 32
 
