@@ -29,6 +29,8 @@ def test_form_is_chosen_with_a_reason(split_parts, kind, gpu, tile, name, reason
     context = replace(packed_context(parts.config, segments), tile=tile)
     x = jax.ShapeDtypeStruct((1, 8, parts.config.hidden_size), jnp.bfloat16)
     with tracing_for(gpu):
-        choice = explain_form(parts.graphdefs.layers[0], parts.trainable["layers"][0], parts.frozen["layers"][0], x, context)
+        choice = explain_form(
+            parts.graphdefs.layers[0], parts.trainable["layers"][0], parts.frozen["layers"][0], x, context
+        )
     assert choice.name == name
     assert reason in choice.reason
