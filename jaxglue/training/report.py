@@ -13,13 +13,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-<<<<<<< HEAD:jaxglue/training/plan_view.py
-from jaxglue.engine.layer_forms import explain_form
-from jaxglue.models.families import find_family
-=======
 from jaxglue.data.config import DEFAULT_SEQ_LEN
+from jaxglue.engine.layer_forms import explain_form
 from jaxglue.models.config import DecoderConfig
->>>>>>> main:jaxglue/training/report.py
+from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
