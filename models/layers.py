@@ -57,6 +57,10 @@ class Attention(nnx.Module):
         self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
         self.query_factor, self.softcap = config.query_factor(H), config.attention_softcap
 
+    def __call__(self, normed: Normed, context: LayerContext) -> Branch:
+        """Project, rotate, attend and project back."""
+        return self.output(self.attend(*self.project(normed, context), context), context)
+
     def project(self, normed: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
         projected = project_together(self.linears[:3], _copy_to(normed), context)
@@ -148,8 +152,8 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
         """Apply the layer to the residual stream."""
         x, normed = self._fork(x, self.norms.before_attention, self.self_attn, context)
-        attended = self.self_attn.attend(*self.self_attn.project(normed, context), context)
-        return self.after_attention(x, attended, context)
+        x = x + self._branch(self.self_attn(normed, context), self.norms.after_attention)
+        return self._add_mlp(x, context)
 
     def before_attention(self, x: Float[Array, "B T D"], context: LayerContext) -> tuple[Array, Array, Array]:
         """Return queries, keys and values [B, T, heads, H] of norm(x)."""
@@ -157,8 +161,11 @@ class DecoderLayer(nnx.Module):
         return self.self_attn.project(x if norm is None else norm(x), context)
 
     def after_attention(self, x: Float[Array, "B T D"], attended: Array, context: LayerContext) -> Array:
-        """Return x + attention's output, and that + mlp(its norm)."""
+        """Return the layer's output from its input and the values that attention gives its heads."""
         x = x + self._branch(self.self_attn.output(attended, context), self.norms.after_attention)
+        return self._add_mlp(x, context)
+
+    def _add_mlp(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         x = checkpoint_name(x, names.ATTENTION_RESIDUAL)
         x, normed = self._fork(x, self.norms.before_mlp, self.mlp, context)
         return x + self._branch(self.mlp(normed, context), self.norms.after_mlp)

@@ -109,7 +109,7 @@ class _Neighbor:
     def rotate(self, q, k, rotary, norms):
         return q, k
 
-    def attend(self, q, k, v, *, window, sinks):
+    def attend(self, q, k, v, *, window, sinks, softcap):
         return jnp.repeat(jnp.roll(v, 1, axis=1), q.shape[2] // v.shape[2], axis=2)
 
 
