@@ -156,7 +156,7 @@ PRIVATE_OF_OTHERS = {
     "jaxglue/ops/attention/hopper/tiles.py": {"_aggregate": AGGREGATE},
     "jaxglue/ops/tile_ring.py": {"_aggregate": AGGREGATE},
     "jaxglue/planner/planner.py": {"_map_least": "of its own base class, to be joined with it"},
-    "jaxglue/training/durable.py": {
+    "jaxglue/training/checkpoint.py": {
         "orbax.checkpoint._src.path.atomicity": "orbax has no public way to write a checkpoint under another name"
     },
 }
