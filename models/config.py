@@ -1,14 +1,16 @@
 """The decoder's shape, read from Hugging Face's config.json."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
+
+from jaxtyping import Array, Int
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, find_format, stored_format
-from jaxglue.ops.rope import RopeConfig
+from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,23 @@ class MoeConfig:
             )
 
 
+class LayerKind(NamedTuple):
+    """Differences between the layers of one model; those of one kind share compiled programs."""
+
+    head_dim: int
+    window: int | None
+    """Tokens visible to a query, itself included; None for all."""
+    rope: RopeConfig | None
+    """None without positions."""
+    sparse: bool
+    """Experts rather than a dense feed-forward."""
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Return the rotary embedding of the heads."""
+        return None if self.rope is None else Rotary(self.rope, self.head_dim)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape of a decoder-only transformer, in Hugging Face's field names."""
@@ -54,6 +73,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     layer_windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens; None for full attention."""
+    layer_ropes: tuple[RopeConfig | None, ...] = field(default=(), repr=False)
+    """Rotary embedding of each layer, None for none; empty where all have `rope`."""
     moe: MoeConfig | None = None
     """None for dense models."""
     quantize: Storage = "none"
@@ -76,6 +97,7 @@ class DecoderConfig:
                 f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions"
             )
         assert len(self.layer_windows) == self.num_hidden_layers
+        assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         self._check_quantize()
 
@@ -116,17 +138,33 @@ class DecoderConfig:
         return replace(self, scores=True, tie_word_embeddings=False)
 
     @cached_property
-    def first_of_kind(self) -> tuple[int, ...]:
-        """Return for each layer the index of the first layer of the same shape."""
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer."""
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
-        kinds = list(zip(self.layer_windows, sparse, strict=True))
-        return tuple(kinds.index(kind) for kind in kinds)
+        ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
+        kinds = zip(self.layer_windows, ropes, sparse, strict=True)
+        return tuple(LayerKind(self.head_dim, *kind) for kind in kinds)
+
+    @cached_property
+    def first_of_kind(self) -> tuple[int, ...]:
+        """Return for each layer the index of the first layer of the same kind."""
+        return tuple(map(self.layer_kinds.index, self.layer_kinds))
+
+    @cached_property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """Return the rotary embeddings among the layers, each once."""
+        return tuple(dict.fromkeys(kind.rotary for kind in self.layer_kinds if kind.rotary))
+
+    def rope_tables(self, positions: Int[Array, "B T"]) -> RopeTables:
+        """Compute a batch's rotary tables, which all layers share."""
+        return RopeTables.at(positions, self.rotaries)
 
     def with_layers(self, indices: Sequence[int]) -> "DecoderConfig":
         """Return the config of a model that has only these layers."""
         moe = self.moe and replace(self.moe, sparse_layers=tuple(self.moe.sparse_layers[index] for index in indices))
         windows = tuple(self.layer_windows[index] for index in indices)
-        return replace(self, num_hidden_layers=len(indices), layer_windows=windows, moe=moe)
+        ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
+        return replace(self, num_hidden_layers=len(indices), layer_windows=windows, layer_ropes=ropes, moe=moe)
 
     @property
     def expanded(self) -> "DecoderConfig":

@@ -9,8 +9,7 @@ from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.choices import QUANTIZE, Quantize
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.model_config import ModelConfig
+from jaxglue.training.config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp

@@ -18,7 +18,7 @@ _BACKWARD = KernelCost(kind=KernelKind.ATTENTION_BACKWARD)
 class PlannedContext(PackedContext):
     """Context of packed rows whose attention is traced, never run."""
 
-    def attend(self, q, k, v, *, window=None, sinks=None):
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         """Return the shape of attention's output, with a fused backend's differentiation rule."""
         if self.attention_out is not None:
             return self.attention_out
