@@ -1,4 +1,4 @@
-"""Runs llama.cpp (the package xllamacpp) on a GGUF file, in a process of its own: python llama_cpp.py < request > answer.
+"""Runs llama.cpp (the package xllamacpp) on a GGUF file in a process of its own, whose crash a test survives.
 
 A request is JSON: `model`, optionally `lora`, and lists `prompts` (tokens), `chats` (messages) and `texts`; the answer
 holds the tokens that follow each prompt, each chat as rendered with its tokens and answer, and each text's tokens.
@@ -41,7 +41,13 @@ def _answer(request: dict) -> dict:
     address = server.listening_address
 
     def complete(prompt) -> dict:
-        greedy = {"temperature": 0, "n_predict": request.get("tokens", 12), "return_tokens": True, "top_k": 1, "n_probs": request.get("probs", 0)}
+        greedy = {
+            "temperature": 0,
+            "n_predict": request.get("tokens", 12),
+            "return_tokens": True,
+            "top_k": 1,
+            "n_probs": request.get("probs", 0),
+        }
         return _post(address, "/completion", {"prompt": prompt, "cache_prompt": False, **greedy})
 
     def chat(messages) -> dict:

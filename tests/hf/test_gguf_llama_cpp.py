@@ -71,7 +71,9 @@ def make_folder(tmp_path_factory, make_tokenizer):
         tensors = flatten_names(split_model(model, nnx.Param)[1])
         rng = np.random.default_rng(0)
         tensors = {
-            name: (np.asarray(value) + (rng.normal(size=value.shape) * 0.1 if value.ndim == 1 else 0)).astype(np.float16)
+            name: (np.asarray(value) + (rng.normal(size=value.shape) * 0.1 if value.ndim == 1 else 0)).astype(
+                np.float16
+            )
             for name, value in tensors.items()
         }
         save_tensors(folder, tensors)

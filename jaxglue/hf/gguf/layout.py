@@ -149,7 +149,9 @@ class _Layout:
                     return iter([lambda: self._tensors.read(name)[:, taken]])
                 if match["part"] == "_blocks":
                     return (lambda expert=expert: self._mxfp4(name, expert, taken) for expert in range(shape[0]))
-                return (lambda expert=expert: self._expert(name, expert, taken, transposed) for expert in range(shape[0]))
+                return (
+                    lambda expert=expert: self._expert(name, expert, taken, transposed) for expert in range(shape[0])
+                )
 
             half_shape: tuple[int, ...] = (shape[0], rows, *shape[2:])
             if match["part"] == "_blocks":
@@ -172,7 +174,9 @@ class _Layout:
         scales = self._whole(name.replace("_blocks", "_scales"))[expert][rows]
         return join_mxfp4(blocks, scales)
 
-    def _make(self, name: str, shape: tuple[int, ...], sources: tuple[str, ...], pieces: Any, **more: Any) -> GgufTensor:
+    def _make(
+        self, name: str, shape: tuple[int, ...], sources: tuple[str, ...], pieces: Any, **more: Any
+    ) -> GgufTensor:
         return GgufTensor(name=self._name(name), shape=tuple(shape), sources=sources, pieces=pieces, **more)
 
 
@@ -183,7 +187,7 @@ def _expert(name: str) -> str:
 
 
 def interleaved_rows(rows: int, heads: int) -> np.ndarray:
-    """Return the order of a projection's rows in llama.cpp, where rotary pairs are neighbors instead of halves apart."""
+    """Return the order of a projection's rows in llama.cpp, where rotary pairs are neighbors, not halves apart."""
     return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
 
 

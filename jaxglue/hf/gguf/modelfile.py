@@ -24,9 +24,7 @@ class _Texts(NamedTuple):
     """Before the answer."""
 
 
-def modelfile(
-    file: str, tokenizer: PreTrainedTokenizerBase, stops: Collection[int], adapter: str | None = None
-) -> str:
+def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, stops: Collection[int], adapter: str | None = None) -> str:
     """Return the text of a Modelfile.
 
     Args:
@@ -41,7 +39,9 @@ def modelfile(
     if tokenizer.chat_template:
         template = ollama_template(tokenizer)
         if template is None:
-            lines.append("# The chat template has no counterpart in Ollama's language; llama.cpp reads it from the file.")
+            lines.append(
+                "# The chat template has no counterpart in Ollama's language; llama.cpp reads it from the file."
+            )
         else:
             lines.append(f'TEMPLATE """{template}"""')
     lines += [

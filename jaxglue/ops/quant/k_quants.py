@@ -1,8 +1,8 @@
 """K-quants: the super-blocks of 256 values in which llama.cpp stores matrices, quantized by weighted least squares.
 
-A super-block holds sub-blocks with a scale each (and, in q4_k and q5_k, a minimum), which are themselves integers of six
-or eight bits times one float16 of the super-block. Scales are found by a search: each candidate rounds the values, and
-the least-squares scale and minimum of these integers compete by their weighted error, as in the published algorithm.
+A super-block holds sub-blocks with a scale each (and, in q4_k and q5_k, a minimum), which are integers of six or eight
+bits times one float16 of the super-block. Scales are found by a search: each candidate rounds the values, and the
+least-squares scale and minimum of these integers compete by their weighted error, as in the published algorithm.
 """
 
 from functools import partial
@@ -43,7 +43,7 @@ def quantize_k(
     Args:
         rows: of a multiple of 256 values.
         kind: the format.
-        importance: mean square of each input of the matrix, which weighs the errors; by default large values weigh more.
+        importance: mean square of each of the matrix's inputs, to weigh errors; by default large values weigh more.
     """
     R, I = rows.shape
     assert I % SUPER_BLOCK == 0, I
@@ -112,7 +112,7 @@ def _fit_scales(
         return square + 2 * (scale * minimum * sum_q - scale * sum_qx - minimum * sum_x)
 
     def attempt(index, best):
-        scale, minimum, least = best
+        _, minimum, least = best
         # From the best minimum so far, as in the published algorithm.
         inverse = (levels + search.first + search.step * index) / jnp.where(high > minimum, high - minimum, 1)
         sum_q, sum_qq, sum_qx = sums(inverse, minimum)
@@ -127,7 +127,9 @@ def _fit_scales(
         new_minimum = jnp.where(above, 0, new_minimum)
         found = error(new_scale, new_minimum, sum_q, sum_qq, sum_qx)
         better = (determinant > 0) & (found < least)
-        return tuple(jnp.where(better, new, old) for new, old in zip((new_scale, new_minimum, found), best, strict=True))
+        return tuple(
+            jnp.where(better, new, old) for new, old in zip((new_scale, new_minimum, found), best, strict=True)
+        )
 
     first = span / levels
     best = (first, low, error(first, low, *sums(1 / first, low)))
