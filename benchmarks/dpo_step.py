@@ -23,13 +23,11 @@ import numpy as np
 from measure import write_results
 from step import memory, parameters, workload
 
-from jaxglue.data.answer_selection import select_answers
-from jaxglue.data.answer_task import AnswerTask
-from jaxglue.data.config import DataConfig
+from jaxglue.data.answers import select_answers
+from jaxglue.data.config import AnswerTask, DataConfig, Source
 from jaxglue.data.iterator import BatchIterator
-from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig

@@ -25,7 +25,7 @@ from measure import uniform_lengths
 from sft_ours import make_batch
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
@@ -36,9 +36,9 @@ from jaxglue.models.parameters import split_model
 from jaxglue.ops.adam import ADAM
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
-from jaxglue.ops.lora import LORA
-from jaxglue.ops.lora_swiglu import LORA_SWIGLU
+from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU
 from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.projection.lora import LORA
 from jaxglue.ops.segments import segment_bucket
 from jaxglue.ops.small_layer import SMALL_LAYER
 from jaxglue.training.optimizer import Optimizer

@@ -19,7 +19,7 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds, table, write_results
 from step import memory, parameters, random_batch, workload
 
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policies
 
 FORMATS = {"bf16": ("none", False), "FP8": ("fp8", False), "FP8 with its head": ("fp8", True)}

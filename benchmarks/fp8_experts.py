@@ -19,11 +19,11 @@ import numpy as np
 from measure import milliseconds, table, write_results
 
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.moe import Adapter, ExpertLora, GroupMetadata, moe_mlp, route
 from jaxglue.ops.moe.tiles import GroupedTiles, MatmulTiles, grouped_tiles
 from jaxglue.ops.moe.triton import TritonMoe
 from jaxglue.ops.moe.vjp import Rows, Scales
+from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4
 

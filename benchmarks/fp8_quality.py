@@ -27,7 +27,7 @@ from flax import nnx
 from measure import table, write_results
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.checkpoint import save_tensors

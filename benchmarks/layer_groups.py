@@ -19,7 +19,7 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import table, write_results
 from step import parameters, random_batch, workload
 
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models.parameters import Params
 from jaxglue.training.optimizer import Optimizer

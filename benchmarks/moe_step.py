@@ -21,7 +21,7 @@ from inputs import SHAPES
 from measure import table, uniform_lengths, write_results
 
 from jaxglue.data.batch import Batch
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.engine.transfer import commit
 from jaxglue.hf.loading import random_model

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from inputs import SHAPES
 from measure import device_milliseconds, table, write_results
 
-from jaxglue.ops.lora_swiglu import lora_swiglu
+from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rotate_heads
 
 COPY = 4.3e12  # bytes/s of a device copy on an H200, read and written

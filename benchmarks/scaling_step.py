@@ -23,7 +23,7 @@ from traces import collective_overlap
 
 from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.data.batch import Batch
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_policies
 from jaxglue.engine.residency import DEVICE
 from jaxglue.models.parameters import Params

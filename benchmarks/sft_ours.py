@@ -24,8 +24,8 @@ from kernel_profile import is_copy, kernel_times, profile_rows
 from measure import milliseconds
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, parse_policies
 from jaxglue.engine.residency import is_streamed
 from jaxglue.engine.transfer import commit

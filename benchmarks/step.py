@@ -31,10 +31,10 @@ from traces import copy_overlap, kernel_milliseconds
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
+from jaxglue.engine.compiler import Lowering
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.lowering import Lowering
-from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models import config_from_hf

@@ -1,4 +1,4 @@
-"""Predict what fits which GPU with the planner, and print the README's table.
+"""Predict what fits which GPU with the planner, and print the table of docs/memory.md.
 
 python benchmarks/what_fits.py --json benchmarks/results/what_fits.json
 python benchmarks/what_fits.py --table benchmarks/results/what_fits.json

@@ -28,9 +28,10 @@ from jaxglue.models.linear import (
 from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
 from jaxglue.ops.collectives import BATCH_AXES, axis_size, copy_to, reduce_from
-from jaxglue.ops.fp8 import Rows, branch_norm_fp8, swiglu_fp8
-from jaxglue.ops.lora_swiglu import Matrices, lora_swiglu
+from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
+from jaxglue.ops.gated_mlp.swiglu import Matrices, lora_swiglu
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
+from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 from jaxglue.ops.small_layer import LayerSpec, Weights, small_layer
 
 
@@ -40,7 +41,7 @@ def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
 
 
 def _copy_to(normed: Normed) -> Normed:
-    return normed if isinstance(normed, Rows) else copy_to(normed)
+    return normed if isinstance(normed, FP8Rows) else copy_to(normed)
 
 
 class RMSNorm(nnx.Module):
@@ -56,7 +57,7 @@ class RMSNorm(nnx.Module):
 
     def branch(self, x: Float[Array, "B T D"], *, coded: bool = False) -> tuple[Float[Array, "B T D"], Normed]:
         """Return (x, norm of x) for a residual block, the latter as e4m3 codes if asked for."""
-        return (branch_norm_fp8 if coded else branch_norm)(x, self.weight[...], self.eps)
+        return (residual_norm_fp8 if coded else branch_norm)(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -136,7 +137,7 @@ class GatedMLP(nnx.Module):
             if self.reads_codes(context) and (last := self.down_proj.scaled_b) is not None:
                 weights: Any = tuple(linear.weight.get_value() for linear in self.linears)
                 return swiglu_fp8(x, normed, weights, first_matrices(self.linears[:2]), matrices, last)
-            assert not isinstance(normed, Rows)
+            assert not isinstance(normed, FP8Rows)
             return add_projection(x, self.down_proj, *self._lora_swiglu(normed, matrices, context))
         gate, up = project_together((self.gate_proj, self.up_proj), normed, context)
         gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)

@@ -16,13 +16,14 @@ from jaxglue.models.dora import rescale, row_norms
 from jaxglue.ops import names
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.collectives import axis_size, reduce_from
-from jaxglue.ops.fp8 import Rows, add_adapted_fp8, project_adapted_fp8, project_fp8
-from jaxglue.ops.lora import lora_add, lora_expand, lora_shrink
+from jaxglue.ops.projection.fp8 import project_fp8
+from jaxglue.ops.projection.fp8_adapters import FP8Rows, add_adapted_fp8, project_adapted_fp8
+from jaxglue.ops.projection.lora import lora_add, lora_expand, lora_shrink
 from jaxglue.ops.quant import project_quantized
 from jaxglue.ops.quant.formats import Quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import is_multiplied_in_fp8
 
-Normed = Float[Array, "B T D"] | Rows
+Normed = Float[Array, "B T D"] | FP8Rows
 """A norm's output, as e4m3 codes where FP8 products read it."""
 
 
@@ -128,7 +129,7 @@ def project_together(linears: Sequence[Linear], x: Normed, context: LayerContext
         weights = [linear.weight.get_value() for linear in linears]
         ups = [up for linear in linears if (up := linear.scaled_b) is not None]
         return _add_adapters(linears, project_adapted_fp8(x, weights, first_matrices(linears), ups), None)
-    assert not isinstance(x, Rows)
+    assert not isinstance(x, FP8Rows)
     return _add_adapters(linears, *project_base(linears, x, context))
 
 

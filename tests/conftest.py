@@ -264,7 +264,7 @@ def _load_interpreted(name: str):
 @pytest.fixture(scope="session")
 def interpreted():
     """Make a `Launcher` subclass launch on the CPU: float32 and float16 only."""
-    pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
+    pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install '.[test]'")
     from reference_kernels import write_references
     from triton.runtime.interpreter import GridExecutor
 

@@ -13,19 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("hypothesis", reason="needs hypothesis: pip install 'jaxglue[test]'")
+pytest.importorskip("hypothesis", reason="needs hypothesis: pip install '.[test]'")
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from jaxglue.cli import parse_config
 from jaxglue.config import groups, plain_fields
+from jaxglue.data.config import Source
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row
+from jaxglue.data.formats import ANSWER_KEYS as PREFERENCES
 from jaxglue.data.formats import KEYS
-from jaxglue.data.preference import KEYS as PREFERENCES
 from jaxglue.data.readers import read_rows
-from jaxglue.data.sources import Source
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.json_file import MalformedJSONError

@@ -11,10 +11,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.commands.configs import PreviewConfig
-from jaxglue.data.batch import TokenDataset
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.prepare import prepare_data
-from jaxglue.data.preview import Bin, count_duplicates, length_bins, longest, trained_parts
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.report import Bin, count_duplicates, length_bins, longest, trained_parts
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path

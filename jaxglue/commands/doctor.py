@@ -22,7 +22,7 @@ LEAST_DRIVER = (580,)
 """The first driver that runs CUDA 13."""
 LEAST_CAPABILITY = (8, 0)
 """Least compute capability of our kernels: Ampere."""
-_INSTALL = "pip install 'jaxglue[cuda13]'"
+_INSTALL = "pip install --upgrade '.[cuda13]' in the clone of jaxglue"
 _LEAST_FREE = 0.8
 """Share of a GPU's memory below which another program is likely to hold some."""
 _LEAST_HOST = 8 * GIB
@@ -117,7 +117,7 @@ def check_cuda() -> Check:
         return Check(name="CUDA", verdict="fail", found=f"no jax-cuda13-plugin{other}", remedy=_INSTALL)
     if plugin != jax:
         found = f"jax-cuda13-plugin {plugin} with JAX {jax}: the versions must be equal"
-        return Check(name="CUDA", verdict="fail", found=found, remedy=f"{_INSTALL} --upgrade")
+        return Check(name="CUDA", verdict="fail", found=found, remedy=_INSTALL)
     return Check(name="CUDA", verdict="ok", found=f"13, in jax-cuda13-plugin {plugin}")
 
 

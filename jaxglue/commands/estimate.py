@@ -19,7 +19,7 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
-from jaxglue.ops.fp8 import check_fp8
+from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu

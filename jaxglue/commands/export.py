@@ -10,11 +10,10 @@ from pathlib import Path
 
 from jaxglue.commands.configs import ExportConfig
 from jaxglue.data.progress import DataProgress
-from jaxglue.hf.card import CURVE, model_card
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE
-from jaxglue.hf.hub import base_reference, push_folder
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.hub import CURVE, base_reference, model_card, push_folder
+from jaxglue.hf.merge import export_adapter
 from jaxglue.json_file import read_json
 from jaxglue.ops.quant.formats import format_name
 from jaxglue.training.checkpoint_export import export_checkpoint

@@ -1,36 +1,347 @@
-"""Data sets of answers that are compared, and their batches: a prompt's two answers share a place in a row."""
+"""Data sets of two answers to a prompt: selection of the units, and their packed batches."""
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+import numpy as np
+from jaxtyping import Bool, Float32, Int
 
-CHOSEN, REJECTED, PROMPT, PARTS = 0, 1, 2, 3
-"""Owners of counted tokens in a unit: the first answer, the second, their prompt; and their number."""
+from jaxglue.config import stable_repr
+from jaxglue.data.batch import CHOSEN, PARTS, PROMPT, REJECTED, Answers, Batch
+from jaxglue.data.config import AnswerTask, DataConfig, Source
+from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, row_origin
+from jaxglue.data.packing import PackPlan
+from jaxglue.data.store import TokenStore
+from jaxglue.ops.segments import BatchKind, PackedSegments, pack_forks, pack_segments, segment_bucket
+
+_DIGESTED = ("labeled", "shared_prompt", "prompt_loss", "scored", "padding")
+"""Fields of the task that fingerprints always hold; later ones only where they are not at their defaults."""
 
 
-@jax.tree_util.register_dataclass
+class _Piece(NamedTuple):
+    """A part of a unit in a row: store indices of its tokens and of their targets."""
+
+    part: int
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    """1 for tokens that count."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """Units of packed rows, each of two answers; U unit slots in a row."""
+class AnswerDataset(TokenDataset):
+    """Units of two answers to one prompt; `documents` has the first, `lengths` the tokens of a unit in a row.
 
-    owners: Int32[Array, "B T"]
-    """PARTS · unit + part for counted tokens; PARTS · U for others."""
-    used: Float32[Array, "B U"]
-    """1 for a unit, 0 for an unused slot."""
-    desirable: Float32[Array, "B U"]
-    """1 where the first answer is a good one; 0 for a bad one of labeled data."""
-    token_weight: Float32[Array, "B U"]
-    """Units over tokens of first answers, of the whole step: turns sums of their log-probabilities into means."""
-    reference: Float32[Array, "B U 2"] | None = None
-    """The reference's log-probabilities of the answers; None until they are known."""
-    margin: Float32[Array, "B U"] | None = None
-    """Least difference that a reward model's scores should have; None for other objectives."""
+    The last token of the common beginning predicts both answers' first tokens, so each answer's part begins with a copy
+    of it, and their last tokens, which predict nothing, are left out. Where answers are scored, parts are whole, and
+    their last tokens count.
+    """
+
+    task: AnswerTask
+    prompts: Int[np.ndarray, "units"]
+    """Tokens of the common beginning, without its last unless answers are scored."""
+    sizes: Int[np.ndarray, "units 2"]
+    """Tokens of each answer's part."""
+    seconds: Int[np.ndarray, "units"]
+    """Store index of the second answer's first token after the common beginning."""
+    desirable: Bool[np.ndarray, "units"]
+    """True for units whose first answer is good, as in all pairs."""
+    first_tokens: Int[np.ndarray, "units"]
+    """Counted tokens of the first answer, and of the prompt where it counts."""
+    reference: Float32[np.ndarray, "units 2"] | None = None
+    """The reference's log-probabilities of the answers, once they are known."""
+    margins: Float32[np.ndarray, "units"] | None = None
+    """Least differences of the answers' scores, where they are scored."""
+
+    PER_DOCUMENT: ClassVar[tuple[str, ...]] = (
+        *TokenDataset.PER_DOCUMENT,
+        *("prompts", "sizes", "seconds", "desirable", "first_tokens", "reference", "margins"),
+    )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash tokens, masks, selection and layout."""
+        digest = hashlib.blake2b(super().fingerprint.encode(), digest_size=16)
+        digest.update(stable_repr(self.task, _DIGESTED).encode())
+        for values in (self.prompts, self.sizes, self.seconds, self.desirable):
+            digest.update(np.ascontiguousarray(values).data)
+        if self.margins is not None:
+            digest.update(np.ascontiguousarray(self.margins).data)
+        return digest.hexdigest()
+
+    @property
+    def document_lengths(self) -> Int[np.ndarray, "lengths"]:
+        """Return the lengths of prompts with an answer: attention's work, whether or not prompts are shared."""
+        return (self.prompts[:, None] + self.sizes).ravel()
+
+    @property
+    def whole_lengths(self) -> Int[np.ndarray, "units"]:
+        """Return the tokens of each row's answers with their prompts, before truncation."""
+        return self.store.lengths[2 * self.rows] + self.store.lengths[2 * self.rows + 1]
+
+    @property
+    def rows(self) -> Int[np.ndarray, "units"]:
+        """Return the rows of the data that the units come from."""
+        return self.documents // 2
+
+    def indices(self, document: int) -> Int[np.ndarray, "tokens"]:
+        """Return the store indices of a prompt, its first and its second answer."""
+        size, other = self.sizes[document]
+        start, second = self.store.offsets[self.documents[document]], self.seconds[document]
+        first = np.arange(start, start + self.prompts[document] + (not self.task.scored) + size)
+        return np.concatenate([first, np.arange(second, second + other)])
+
+    def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
+        """Return the fields of the concatenation with data sets of further sources."""
+        parts = [self, *others]
+        starts = np.cumsum([0, *(len(part.store.tokens) for part in parts)])
+        names = ("prompts", "sizes", "desirable", "first_tokens", *(("margins",) if self.task.scored else ()))
+        fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        seconds = [part.seconds + start for part, start in zip(parts, starts, strict=False)]  # type: ignore[attr-defined]
+        return super().joined(others) | fields | {"seconds": np.concatenate(seconds)}
+
+    def build_batch(
+        self,
+        plan: PackPlan,
+        rows: Int[np.ndarray, "B"],
+        step: Int[np.ndarray, "documents"],
+        *,
+        seq_len: int,
+        max_segments: int,
+        kind: BatchKind | None = None,
+    ) -> Batch:
+        """Build the batch of these rows of the plan, with a unit in a segment slot; see `TokenDataset.build_batch`."""
+        members = [plan.row(row) for row in rows]
+        segments = self._segments(members, seq_len, max_segments)
+        shape = segments.segment_ids.shape
+        tokens, targets = np.zeros((2, *shape), np.int32)
+        weights, owners = np.zeros(shape, np.float32), np.full(shape, PARTS * max_segments, np.int32)
+        for row, units in enumerate(members):
+            pieces = [(slot, piece) for slot, unit in enumerate(units) for piece in self._pieces(unit)]
+            if pieces:
+                self._fill(pieces, tokens[row], targets[row], weights[row], owners[row])
+        answers = self._answers(members, max_segments, owners, step)
+        arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
+        return Batch(**arrays, segments=segments, answers=answers)
+
+    def _segments(self, members: list[np.ndarray], seq_len: int, slots: int) -> PackedSegments:
+        parts = np.concatenate([self.prompts[:, None], self.sizes], axis=1)
+        sizes = [[(int(a), int(b), int(c)) for a, b, c in parts[units]] for units in members]
+        if self.task.shared_prompt:
+            return pack_forks(sizes, seq_len=seq_len, max_segments=slots)
+        copies = [[prompt + size for prompt, *answers in units for size in answers] for units in sizes]
+        return pack_segments(copies, seq_len=seq_len, kind=BatchKind(False, segment_bucket(2 * slots)))
+
+    def _pieces(self, unit: int) -> Iterator[_Piece]:
+        """Yield the parts of a unit, as they lie in a row."""
+        prompt, chosen, rejected = self._scored_pieces(unit) if self.task.scored else self._predicted_pieces(unit)
+        yield prompt
+        yield chosen
+        if not self.task.shared_prompt:
+            yield prompt._replace(weights=np.zeros(len(prompt.tokens)))
+        yield rejected
+
+    def _predicted_pieces(self, unit: int) -> tuple[_Piece, _Piece, _Piece]:
+        start, prompt, second = self.store.offsets[self.documents[unit]], self.prompts[unit], self.seconds[unit]
+        size, other = self.sizes[unit]
+        shared = np.arange(start, start + prompt + 1)
+        answer, rest = shared[-1] + np.arange(size + 1), second + np.arange(other)
+        return (
+            _Piece(PROMPT, shared[:-1], shared[1:], np.full(prompt, self.task.prompt_loss)),
+            _Piece(CHOSEN, answer[:-1], answer[1:], self.store.mask[answer[1:]] > 0),
+            _Piece(REJECTED, np.concatenate([shared[-1:], rest[:-1]]), rest, self.store.mask[rest] > 0),
+        )
+
+    def _scored_pieces(self, unit: int) -> tuple[_Piece, _Piece, _Piece]:
+        start, prompt = self.store.offsets[self.documents[unit]], self.prompts[unit]
+        size, other = self.sizes[unit]
+        shared = np.arange(start, start + prompt)
+        first, second = start + prompt + np.arange(size), self.seconds[unit] + np.arange(other)
+        return (
+            _Piece(PROMPT, shared, shared, np.zeros(prompt)),
+            _Piece(CHOSEN, first, first, np.arange(size) == size - 1),
+            _Piece(REJECTED, second, second, np.arange(other) == other - 1),
+        )
+
+    def _fill(self, pieces: list[tuple[int, _Piece]], tokens, targets, weights, owners) -> None:
+        """Write a row's tokens, targets, weights and owners."""
+        sizes = [len(piece.tokens) for _, piece in pieces]
+        end, source = sum(sizes), np.concatenate([piece.targets for _, piece in pieces])
+        tokens[:end] = self.store.tokens[np.concatenate([piece.tokens for _, piece in pieces])]
+        targets[:end] = self.store.tokens[source]
+        weights[:end] = np.concatenate([piece.weights for _, piece in pieces])
+        owner = np.repeat([PARTS * slot + piece.part for slot, piece in pieces], sizes)
+        owners[:end] = np.where(weights[:end] > 0, owner, owners[:end])
+
+    def _answers(self, members: list[np.ndarray], slots: int, owners: np.ndarray, step: np.ndarray) -> Answers:
+        shape = len(members), slots
+        used, desirable, token_weight = np.zeros((3, *shape), np.float32)
+        reference: Any = None if self.reference is None else np.zeros((*shape, 2), np.float32)
+        margin: Any = None if self.margins is None else np.zeros(shape, np.float32)
+        for row, units in enumerate(members):
+            used[row, : len(units)], desirable[row, : len(units)] = 1, self.desirable[units]
+            if reference is not None and self.reference is not None:
+                reference[row, : len(units)] = self.reference[units]
+            if margin is not None and self.margins is not None:
+                margin[row, : len(units)] = self.margins[units]
+        token_weight[:] = len(step) / max(self.first_tokens[step].sum(), 1)
+        arrays: dict[str, Any] = {"owners": owners, "used": used, "desirable": desirable, "token_weight": token_weight}
+        return Answers(**arrays, reference=reference, margin=margin)
 
 
-def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B U PARTS"]:
-    """Sum values of tokens over the parts of every unit, without a scatter, whose atomics add in any order."""
-    rows, units = answers.used.shape
-    is_own = answers.owners[:, :, None] == jnp.arange(units * PARTS, dtype=jnp.int32)
-    return jnp.where(is_own, values[:, :, None], 0).sum(1).reshape(rows, units, PARTS)
+class _Unit(NamedTuple):
+    document: int
+    prompt: int
+    """Tokens of the common beginning, without its last unless answers are scored."""
+    sizes: tuple[int, int]
+    second: int
+    desirable: bool
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """First and last trained tokens of every document of a store; −1 for documents without."""
+
+    firsts: Int[np.ndarray, "documents"]
+    lasts: Int[np.ndarray, "documents"]
+
+    @classmethod
+    def of(cls, store: TokenStore) -> "_Bounds":
+        trained = np.append(np.flatnonzero(store.mask), len(store.mask))
+        starts, ends = store.offsets[:-1], store.offsets[1:]
+        first, after = np.searchsorted(trained, starts), np.searchsorted(trained, ends)
+        some = after > first
+        return cls(
+            firsts=np.where(some, trained[first] - starts, -1), lasts=np.where(some, trained[after - 1] - starts, -1)
+        )
+
+
+def select_answers(store: TokenStore, config: DataConfig, source: Source, task: AnswerTask) -> Selection:
+    """Select the units whose answers have target tokens, fitted into a row.
+
+    A store has two documents for every row of the data: a preferred and another answer, one empty where the row has a
+    label. An overlong unit loses the ends of its answers, the longer one's first.
+
+    Raises:
+        ValueError: an overlong unit under `overlong='error'`, or no unit left.
+    """
+    bounds, seq_len = _Bounds.of(store), config.row_tokens
+    candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds, task))
+    rows = len(store.lengths) // 2
+    units, truncated = [], 0
+    for unit in candidates:
+        prompts = unit.prompt * (1 if task.shared_prompt else 2)
+        overlong = prompts + sum(unit.sizes) > seq_len
+        if overlong and config.overlong == "error":
+            raise overlong_error(config, row_origin(source, unit.document // 2), prompts + sum(unit.sizes))
+        unit = unit._replace(sizes=_fitted(unit.sizes, seq_len - prompts))
+        if not _counts(store, unit, task) or (overlong and config.overlong == "drop"):
+            continue
+        units.append(unit)
+        truncated += overlong
+    if not units:
+        raise ValueError(
+            f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
+        )
+    expected = len(candidates) if task.labeled else rows
+    dataset = _scored(store, units, task, source) if task.scored else _dataset(store, units, task)
+    return Selection(dataset=dataset, truncated=truncated, dropped=expected - len(units))
+
+
+def _pairs(store: TokenStore, bounds: _Bounds, task: AnswerTask) -> Iterator[_Unit]:
+    ends = _scored_ends(store, task.padding) if task.scored else bounds.lasts + 1
+    for first in range(0, len(store.lengths), 2):
+        second = first + 1
+        begins = min(bounds.firsts[first], bounds.firsts[second])
+        if begins < 1:
+            continue
+        shared = _common(store, first, second, int(begins))
+        if shared:
+            sizes = (int(ends[first]) - shared, int(ends[second]) - shared)
+            yield _Unit(first, shared - (not task.scored), sizes, int(store.offsets[second]) + shared, True)
+
+
+def _scored_ends(store: TokenStore, padding: int | None) -> Int[np.ndarray, "documents"]:
+    """Return the lengths of documents without padding tokens at their ends."""
+    others = np.flatnonzero(np.asarray(store.tokens[:]) != padding)
+    before = np.searchsorted(others, store.offsets[1:])
+    lasts = np.append(others, -1)[before - 1]
+    return np.maximum(lasts + 1 - store.offsets[:-1], 0)
+
+
+def _labeled(store: TokenStore, bounds: _Bounds) -> Iterator[_Unit]:
+    """Yield every answer beside the previous row's, under its own prompt."""
+    documents = np.flatnonzero(bounds.firsts > 0)
+    for other, document in zip(np.roll(documents, 1), documents, strict=True):
+        shared = int(bounds.firsts[document])
+        sizes = (
+            int(bounds.lasts[document]) + 1 - shared,
+            int(bounds.lasts[other] + 1 - bounds.firsts[other]),
+        )
+        second = int(store.offsets[other] + bounds.firsts[other])
+        yield _Unit(int(document), shared - 1, sizes, second, bool(document % 2 == 0))
+
+
+def _common(store: TokenStore, first: int, second: int, limit: int) -> int:
+    """Return the tokens, up to `limit`, with which two documents both begin."""
+    a, b = (store.tokens[start : start + limit] for start in store.offsets[[first, second]])
+    differing = np.flatnonzero(a != b)
+    return int(differing[0]) if len(differing) else limit
+
+
+def _counts(store: TokenStore, unit: _Unit, task: AnswerTask) -> bool:
+    """Tell whether both answers have target tokens, or a last token to score."""
+    if task.scored:
+        return min(unit.sizes) > 0
+    starts = store.offsets[unit.document] + unit.prompt + 1, unit.second
+    return all(_counted(store, start, size) for start, size in zip(starts, unit.sizes, strict=True))
+
+
+def _counted(store: TokenStore, start: int, size: int) -> int:
+    return int(store.mask[np.arange(start, start + max(size, 0))].sum())
+
+
+def _fitted(sizes: tuple[int, int], room: int) -> tuple[int, int]:
+    """Shorten two sizes to a sum of `room`, the longer one first."""
+    first, second = sizes
+    if first + second <= room:
+        return sizes
+    half = room // 2
+    first = min(first, max(half, room - second))
+    return first, min(second, room - first)
+
+
+def _dataset(store: TokenStore, units: list[_Unit], task: AnswerTask) -> AnswerDataset:
+    prompts, sizes = np.array([u.prompt for u in units]), np.array([u.sizes for u in units])
+    documents = np.array([u.document for u in units])
+    answers = store.offsets[documents] + prompts + 1
+    counted = [0 if task.scored else _counted(store, *part) for part in zip(answers, sizes[:, 0], strict=True)]
+    return AnswerDataset(
+        store=store,
+        documents=documents,
+        lengths=prompts * (1 if task.shared_prompt else 2) + sizes.sum(1),
+        targets=np.ones(len(units), np.int64),
+        task=task,
+        prompts=prompts,
+        sizes=sizes,
+        seconds=np.array([u.second for u in units]),
+        desirable=np.array([u.desirable for u in units]),
+        first_tokens=np.array(counted) + (prompts if task.prompt_loss else 0),
+    )
+
+
+def _scored(store: TokenStore, units: list[_Unit], task: AnswerTask, source: Source) -> AnswerDataset:
+    """Return the data set with the margins of its rows, 0 where a row gives none.
+
+    Raises:
+        ValueError: a margin that is not a number.
+    """
+    dataset = _dataset(store, units, task)
+    margins = np.zeros(len(units), np.float32) if store.margins is None else store.margins[dataset.rows]
+    if len(bad := np.flatnonzero(~np.isfinite(margins))):
+        origin = row_origin(source, int(dataset.rows[bad[0]]))
+        raise ValueError(f"{origin}: 'margin' must be a finite number: mend it, or leave out the column")
+    return replace(dataset, margins=margins)

@@ -1,6 +1,6 @@
 """Tokenization of rows with loss masks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -8,19 +8,64 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.chat_pieces import ChatSplitter
 from jaxglue.data.files import Row
-from jaxglue.data.formats import CHATS, read_row
+from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIRS, read_answers, read_margin, read_row
 from jaxglue.data.limits import memory_limit, template_time_limit
-from jaxglue.data.messages import Chat, read_weight
-from jaxglue.data.preference import KEYS, PAIRS, read_answers, read_margin
+from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.store import TOKEN_BYTES
-from jaxglue.data.template import NO_TEMPLATE, ChatTemplate
+from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, TemplateCheck, plain_pieces, split_at
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.data.words import WordTokenizer
 
 Pieces = list[tuple[str | bytes, bool]]
 """Consecutive (text or int32 tokens, trained) parts of a document."""
+
+
+class ChatSplitter:
+    """Splitter of chats where their loss mask changes, and inside special tokens that are text."""
+
+    def __init__(self, template: ChatTemplate, loss_on: str):
+        self._template, self._all = template, loss_on == "all"
+        self._check = TemplateCheck(template)
+
+    def __call__(self, chat: Chat) -> Iterator[tuple[str, bool]]:
+        """Yield (text, trained) pieces, to be tokenized one by one.
+
+        Raises:
+            ValueError: an unknown role, a message that the template leaves out, or turns that cannot be told apart.
+        """
+        messages, tools = self._template.protect(chat.messages, chat.tools)
+        split = self._split_whole if self._all else self._split_turns
+        pieces = split(messages, tools, chat.trained)
+        self._check(messages, tools, "".join(piece for piece, _ in pieces))
+        return ((part, trained) for piece, trained in pieces for part in plain_pieces(piece))
+
+    def _split_turns(self, messages: Messages, tools: Tools, trained: Sequence[bool | None]) -> list[tuple[str, bool]]:
+        return split_at(*self._trained_spans(messages, tools, trained))
+
+    def _trained_spans(
+        self, messages: Messages, tools: Tools, trained: Sequence[bool | None]
+    ) -> tuple[str, list[Span]]:
+        """Render a chat; return its text and the spans of the assistant's turns that are trained on."""
+        turns = [flag for message, flag in zip(messages, trained, strict=True) if message["role"] == "assistant"]
+        if any(flag for message, flag in zip(messages, trained, strict=True) if message["role"] != "assistant"):
+            raise ValueError("only an assistant's message can have a weight ('weight' or 'train') of its own")
+        text, spans = self._template.render_with_spans(messages, tools)
+        if False not in turns:
+            return text, spans
+        if len(spans) != len(turns):
+            raise ValueError(
+                f"the chat template marks {len(spans)} spans for {len(turns)} assistant messages, so their weights "
+                "cannot be assigned"
+            )
+        return text, [span for span, flag in zip(spans, turns, strict=True) if flag is not False]
+
+    def _split_whole(self, messages: Messages, tools: Tools, trained: Sequence[bool | None]) -> list[tuple[str, bool]]:
+        """Split a chat of which every token is trained on but those of assistant messages with weight 0."""
+        if False not in trained:
+            return [(self._template.render(messages, tools), True)]
+        text, spans = self._trained_spans(messages, tools, [flag is False for flag in trained])
+        return [(piece, not inside) for piece, inside in split_at(text, spans)]
 
 
 class Encoded(NamedTuple):
@@ -94,7 +139,7 @@ class Encoder:
             raise ValueError(f"{row.origin}: {error}") from error
 
     def _documents(self, row: dict[str, Any]) -> list[Pieces]:
-        contents = read_answers(row, self._format) if self._format in KEYS else [read_row(row, self._format)]
+        contents = read_answers(row, self._format) if self._format in ANSWER_KEYS else [read_row(row, self._format)]
         trained = read_weight(row) is not False
         return [self._pieces(content, trained) if content else [] for content in contents]
 

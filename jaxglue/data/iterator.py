@@ -10,7 +10,8 @@ import grain
 import numpy as np
 from jaxtyping import Int
 
-from jaxglue.data.batch import Batch, TokenDataset
+from jaxglue.data.batch import Batch
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import batch_kind, segment_bucket

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxglue.data.batch import TokenDataset
+from jaxglue.data.config import Source
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.packing import PackPlan, plan_epoch
 from jaxglue.data.progress import Advance, ignore
-from jaxglue.data.sources import Source
 
 _MOST_DOCUMENTS = 2**31
 """Largest number of documents in an epoch."""

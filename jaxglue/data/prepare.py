@@ -9,22 +9,19 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.answer_selection import select_answers
-from jaxglue.data.answer_task import AnswerTask
-from jaxglue.data.batch import TokenDataset
-from jaxglue.data.config import DataConfig
+from jaxglue.data.answers import select_answers
+from jaxglue.data.config import AnswerTask, DataConfig, Source, short_names
+from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
+from jaxglue.data.formats import unused_note
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.readers import SAVED_INFO
 from jaxglue.data.report import DataReport, SourceReport, split_report
-from jaxglue.data.selection import Selection, hold_out, join_selections, select_documents
-from jaxglue.data.sources import Source, short_names
 from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
 from jaxglue.data.tokenize import Tokenized, tokenize
 from jaxglue.data.tokenizer import padding_token, read_template
-from jaxglue.data.unused import unused_note
 
 
 @dataclass(frozen=True, kw_only=True)

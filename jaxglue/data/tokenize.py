@@ -1,27 +1,30 @@
-"""Cached, parallel tokenization of all rows."""
+"""Cached tokenization of all rows, here or in worker processes, in order."""
 
+import multiprocessing
 import os
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from multiprocessing.connection import wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.cache import content_key, open_or_write
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import HUB_PREFIX, DataConfig, Source
 from jaxglue.data.encode import Encoded, Encoder
 from jaxglue.data.files import Row, is_compressed
-from jaxglue.data.formats import detect_format
-from jaxglue.data.preference import KEYS, detect_preference
+from jaxglue.data.formats import ANSWER_KEYS, detect_format, detect_preference, unused_columns
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
-from jaxglue.data.sources import HUB_PREFIX, Source
-from jaxglue.data.store import TokenStore
-from jaxglue.data.store_files import file_digest, write_store
-from jaxglue.data.unused import unused_columns
-from jaxglue.data.workers import encode_here, encode_in_processes
+from jaxglue.data.store import TokenStore, content_key, file_digest, open_or_write, write_store
 
 _VERSION = 4
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
@@ -97,8 +100,12 @@ def _write(
 
 def check_format(format: str, source: Source, preferences: bool) -> None:
     """Refuse a format that does not fit the objective."""
-    if (format in KEYS) != preferences:
-        remedy = f"use one of {', '.join(KEYS)}, or auto" if preferences else "choose an --objective such as dpo or kto"
+    if (format in ANSWER_KEYS) != preferences:
+        remedy = (
+            f"use one of {', '.join(ANSWER_KEYS)}, or auto"
+            if preferences
+            else "choose an --objective such as dpo or kto"
+        )
         raise ValueError(f"{source}: format {format!r} does not fit the objective: {remedy}")
 
 
@@ -159,3 +166,72 @@ def _size(source: Source) -> int | None:
     """Return the bytes of a source; None where they are only known when read."""
     files = [] if source.name.startswith(HUB_PREFIX) else source_files(source)
     return None if any(map(is_compressed, files)) else sum(path.stat().st_size for path in files) or None
+
+
+def encode_here[Tag](encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]]) -> Iterator[tuple[Encoded, Tag]]:
+    """Yield the documents of each chunk of rows with the chunk's tag."""
+    return ((encoder.encode(chunk), tag) for chunk, tag in jobs)
+
+
+def encode_in_processes[Tag](
+    encoder: Encoder, jobs: Iterable[tuple[Sequence[Row], Tag]], workers: int
+) -> Iterator[tuple[Encoded, Tag]]:
+    """Yield the documents of each chunk of rows with the chunk's tag, tokenized by as many processes.
+
+    Raises:
+        ValueError: an unusable row, or a killed process.
+    """
+    context = multiprocessing.get_context("spawn")  # forking with JAX's threads may hang
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_install, initargs=(encoder,)) as pool:
+        submitted = ((_submit(pool, chunk), tag) for chunk, tag in jobs)
+        pending = deque(islice(submitted, 2 * workers))
+        while pending:
+            job, tag = pending.popleft()
+            try:
+                result = job.result()
+                pending.extend(islice(submitted, 1))
+            except BrokenProcessPool as error:
+                raise ValueError("a tokenizing process was killed, as for want of memory: lower --workers") from error
+            yield result, tag
+
+
+_main_hidden = threading.Lock()
+
+
+def _submit(pool: ProcessPoolExecutor, chunk: Sequence[Row]) -> "Future[Encoded]":
+    with _without_main():  # a process that the chunk needs starts here
+        return pool.submit(_encode_chunk, chunk)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the caller's script, which each spawned process would run again unless it asks for `__main__`."""
+    with _main_hidden:
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+_encoder: Encoder
+"""Encoder of a worker process, set by `_install`."""
+
+
+def _install(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent, even when that is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode_chunk(rows: Sequence[Row]) -> Encoded:
+    return _encoder.encode(rows)

@@ -1,13 +1,17 @@
-"""XLA options of the programs of a training step."""
+"""Compile the programs of a training step: with XLA's options, and from shapes while values are on their way."""
 
 import functools
-from collections.abc import Callable
-from contextvars import ContextVar
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any
 
 import jax
 from jax.stages import Lowered, Traced
+
+from jaxglue.engine.equations import equations
 
 STEP_OPTIONS = {
     # cuBLAS for every matmul: it reads adapters' narrow ones at 90% of copy bandwidth, accumulates into its output, and
@@ -19,6 +23,9 @@ STEP_OPTIONS = {
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
 _EXCHANGING = STEP_OPTIONS | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+_KERNEL = "triton_kernel_call"
+_LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
+"""Parameters of a kernel's call that its compilation does not read."""
 _tracing = ContextVar("tracing", default=False)
 
 
@@ -69,3 +76,67 @@ jit_step = partial(Program, compiler_options=STEP_OPTIONS)
 
 jit_exchanging = partial(Program, compiler_options=_EXCHANGING)
 """`jit_step` for programs with collectives, of which two may be under way."""
+
+
+class Lowering:
+    """Programs that threads trace and lower from the beginning on, their Triton kernels side by side.
+
+    As a context it stops at an error inside.
+
+    Args:
+        programs: traced one by one.
+    """
+
+    def __init__(self, programs: Iterator[Traced]):
+        self._programs, self._stopped = programs, False
+        thread = ThreadPoolExecutor(1, "lowering")
+        self._lowered = thread.submit(copy_context().run, self._lower)
+        thread.shutdown(wait=False)
+
+    def __enter__(self) -> "Lowering":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._stopped = error is not None
+
+    def compile(self) -> None:
+        """Compile the programs; JAX's calls of the same functions with arrays of these shapes find them."""
+        for lowered in self._lowered.result():
+            lowered.compile()
+
+    def _lower(self) -> list[Lowered]:
+        traced: list[Traced] = []
+        kernels: set[tuple[Any, ...]] = set()
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kernels") as threads:
+            for program in self._programs:
+                if self._stopped:
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    return []
+                traced.append(program)
+                for call, _ in equations(program.jaxpr.jaxpr):
+                    if call.primitive.name == _KERNEL and (kernel := _kernel(call)) not in kernels:
+                        kernels.add(kernel)
+                        threads.submit(_compile_kernel, call)
+        return [program.lower() for program in traced if not self._stopped]
+
+
+def on_device(tree: Any) -> Any:
+    """Return the shapes of a tree's arrays as those of arrays that are committed to the first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="device")
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+    return jax.tree.map(shape, tree)
+
+
+def _kernel(call: Any) -> tuple[Any, ...]:
+    """Return a key that calls of the same compiled kernel share."""
+    constants = {name: value for name, value in call.params.items() if name not in _LAUNCH_ONLY}
+    return call.params["fn"], *(str(value.aval) for value in call.invars), str(constants)
+
+
+def _compile_kernel(call: Any) -> None:
+    """Lower a call alone: its kernel is found when the program is lowered, or fails once more."""
+    jax.jit(lambda *values: call.primitive.bind(*values, **call.params)).lower(*(value.aval for value in call.invars))

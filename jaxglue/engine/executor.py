@@ -5,31 +5,63 @@ Compile time is one layer's at any depth.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.sharding import Mesh, PartitionSpec
+from jax.stages import Traced
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.data.batch import Batch
 from jaxglue.engine import transfer
-from jaxglue.engine.compiler import Program
-from jaxglue.engine.entry_head import EntryHead
+from jaxglue.engine.compiler import Program, on_device
+from jaxglue.engine.embed_head import EmbedHead, ScoreHead
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer import LayerFunctions, layer_function
-from jaxglue.engine.layer_groups import LayerGroups, check_grouped
+from jaxglue.engine.layer_groups import LayerGroups, WholeProgram, check_grouped
 from jaxglue.engine.layer_passes import LayerPasses
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer
 from jaxglue.engine.saved import check_dropped_inputs
-from jaxglue.engine.whole_program import WholeProgram
-from jaxglue.models.context import PackedContext
-from jaxglue.models.parameters import ParamKey, Params, set_part, without_parts
-from jaxglue.sharding.gather import sum_partials, zero_partials
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import PackedContext, RouterLosses
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, set_part, without_parts
+from jaxglue.objectives.preference import PreferenceLoss
+from jaxglue.sharding.gather import merge_gathered, select_to_gather, sum_partials, zero_partials
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+
+
+class EntryHead(Protocol):
+    """Compiled functions around the stack of layers; every tree argument is the whole model's."""
+
+    entry: str
+    """Key of the entry's parameters."""
+    programs: tuple[Any, ...]
+    loss_shape: tuple[int, ...]
+    """Shape of the losses on one device."""
+
+    def embed(self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, scale=None) -> tuple:
+        """Return (the first layer's input, every layer's context)."""
+
+    def embed_backward(
+        self, trainable: Params, frozen: Params, batch: Any, key: PRNGKeyArray | None, dx, accumulated: Params | None
+    ) -> Params:
+        """Return `accumulated` plus the entry's gradients."""
+
+    def loss(self, trainable: Params, frozen: Params, x, batch: Any, scale) -> Array:
+        """Return scale · Σ loss of the last layer's output."""
+
+    def with_reference(self, trainable: Params, frozen: Params, x, batch: Any) -> Any:
+        """Return the batch with values of a reference's last output for the loss; called with reference layers only."""
+
+    def head_backward(self, trainable: Params, frozen: Params, x, batch: Any, scale, sums: Params) -> tuple:
+        """Return (loss, dx, the head's entries of `sums` plus gradients)."""
+
 
 Update = Callable[[ParamKey, Params], None]
 """Called with a part of the parameters (a name, or a layer's index) and its finished gradients."""
@@ -79,7 +111,7 @@ class LayerExecutor:
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(layers):
             raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
-        self._layout, self._entry_head = layout, entry_head
+        self.layout, self._entry_head = layout, entry_head
         check_dropped_inputs(policies, meshed=layout.mesh is not None)
         replayed = any(policy.drops_input for policy in policies)
         functions = {layer: layer_function(layer) for layer in set(layers)}
@@ -189,6 +221,27 @@ class LayerExecutor:
         del x  # as later outputs, it stays on the device only while it is read
         yield from outputs
 
+    def outputs_in(
+        self, trainable: Params, frozen: Params, batch: Batch, change: Callable[[PackedContext], PackedContext]
+    ) -> Iterator[tuple[Float[Array, "B T D"], Float[Array, "B T D"], Float[Array, "B T D"]]]:
+        """Yield each layer's input, its output, and its output in a changed context, which the next layer reads.
+
+        Args:
+            trainable, frozen: parameter trees of `split_model`.
+            batch: to run.
+            change: of each layer's context.
+        """
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
+        stored = self._passes.stored_weights(trainable["layers"], frozen["layers"])
+        gathered = self._passes.gather_first(stored)
+        for layer, context in zip(self._layers, contexts, strict=True):
+            weights = merge_gathered(gathered, stored.take())
+            y, gathered = layer.apply(*weights, x, context, select_to_gather(self.layout, stored.following))
+            z, _ = layer.apply(*weights, x, change(context))
+            yield x, y, z
+            x = z
+
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
         groups = self._groups.programs if self._groups else []
@@ -205,7 +258,7 @@ class LayerExecutor:
         return into if whole and into is not None else without_parts(trainable)
 
     def _zeros(self, trainable: Params, into: Params | None) -> Params:
-        return zero_partials(self._layout, trainable)
+        return zero_partials(self.layout, trainable)
 
     def _whole_on(self, frozen: Params) -> WholeProgram | None:
         """Return the program of a whole micro-batch where there is one and the entry is on the device."""
@@ -287,9 +340,118 @@ class LayerExecutor:
 
     def _finish(self, update: Update, part: ParamKey, gradients: Params) -> None:
         """Pass on a part's gradients, summed over devices: once a step, however many the micro-batches."""
-        if self._layout.mesh:
+        if self.layout.mesh:
             gradients = self._sum_partials(gradients, prefix=part if isinstance(part, str) else "")
         update(part, gradients)
 
     def _total_loss(self, shares: Array) -> Float[Array, ""]:
-        return self._sum_loss(shares) if self._layout.mesh else shares
+        return self._sum_loss(shares) if self.layout.mesh else shares
+
+
+class Executor(LayerExecutor):
+    """Compute loss and gradients of a causal language model.
+
+    Args:
+        graphdefs: modules of `split_model`.
+        config: the model's shape.
+        policy: remat policy of all layers, or one for each.
+        dtype: of activations and matmuls.
+        attention: attention backend.
+        tile: tokens of a device's rows that pass through a layer at a time, apart from attention; None for all.
+        router_losses: coefficients of the routers' auxiliary losses, each a mean over the layers with experts; None
+            disables them. Their gradients are added to the loss's, their values are not.
+        objective: of answers, whose losses are followed by metrics, [1 + metrics]; None for the targets' cross-entropy.
+        neftune_alpha: scale of the noise on embeddings in training; 0 adds none.
+        mesh: devices of parameters and batches (see `jaxglue.sharding`); None for one device.
+        options: of `LayerExecutor`.
+    """
+
+    def __init__(
+        self,
+        graphdefs: ModelGraphDefs,
+        config: DecoderConfig,
+        *,
+        policy: RematPolicy | Sequence[RematPolicy],
+        dtype=jnp.bfloat16,
+        attention: str = "auto",
+        tile: int | None = None,
+        router_losses: RouterLosses | None = None,
+        objective: PreferenceLoss | None = None,
+        neftune_alpha: float = 0.0,
+        mesh: Mesh | None = None,
+        **options: Any,
+    ):
+        layout = Layout(mesh, dtype)
+        shared: dict[str, Any] = {"dtype": dtype, "attention": attention, "tile": tile, "router_losses": router_losses}
+        shared |= {"objective": objective, "neftune_alpha": neftune_alpha}
+        embed_head = EmbedHead(graphdefs, config, **shared, layout=layout)
+        self.embed_head = embed_head
+        self._scores = ScoreHead(embed_head, layout)
+        super().__init__(graphdefs.layers, embed_head, policy=policy, layout=layout, **options)
+
+    def trace_step(
+        self,
+        trainable: Params,
+        frozen: Params,
+        micro_batches: Sequence[Batch],
+        key: PRNGKeyArray | None = None,
+    ) -> Iterator[Traced]:
+        """Trace the programs of a step on one device: each layer's, or the one of all; pin buffers for values.
+
+        Args:
+            trainable, frozen: parameters' shapes, of any arrays.
+            micro_batches: of the step, on the device.
+            key: for dropout and noise.
+        """
+        trainable, frozen = on_device((trainable, frozen))
+        sums, accumulates = without_parts(trainable), len(micro_batches) > 1
+        if accumulates or self._whole is not None:
+            sums = on_device(jax.eval_shape(self._zero_partials, trainable, None))
+        head, scale = self.embed_head, np.float32(1)
+        for kind, batch in enumerate({jax.tree.structure(batch): batch for batch in micro_batches}.values()):
+            if self._whole is not None:
+                yield self._whole.trace(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
+                continue
+            traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
+            yield traced
+            layers = zip(self._layers, trainable["layers"], frozen["layers"], contexts, sums["layers"], strict=True)
+            first = {layer: inputs for layer, *inputs in reversed(list(layers))}
+            backward = []
+            for layer, (*weights, context, accumulated) in reversed(first.items()):
+                traced = layer.forward.trace(*weights, x, context, None)
+                yield traced
+                y, residuals, _ = on_device(traced.out_info)
+                if not kind:
+                    self._passes.prepare_buffers(layer, x, residuals)
+                x = y
+                backward.append((layer, (residuals, *weights, x, context, x, accumulated, None)))
+            yield head.trace_head_backward(trainable, frozen, x, batch, scale, sums)
+            yield from (layer.backward.trace(*inputs) for layer, inputs in reversed(backward))
+
+    def multiply_in_fp8(self, layers: Sequence[bool], head: bool) -> None:
+        """Say which layers, and whether the head, multiply matrices for FP8 products so; at first all do."""
+        self.embed_head.fp8_layers, self.embed_head.fp8_head = list(layers), head
+        self._whole = self._make_whole()
+
+    def answer_log_probs(self, trainable: Params, frozen: Params, batch: Batch) -> Float[Array, "B U 2"]:
+        """Return the log-probabilities of a batch's answers."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self.embed_head.answer_log_probs(trainable, frozen, x, batch)
+
+    def evaluate(self, trainable: Params, frozen: Params, batch: Batch, sources: int = 1) -> Float[Array, "3 sources"]:
+        """Return a batch's Σ weight · loss, Σ weight · hit and Σ weight by source.
+
+        A hit is a target with the largest logit.
+        """
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, replace(batch, sources=None))
+        return self._scores.sums(trainable, self.embed_head.parts_on_device(frozen), x, batch, sources)
+
+    def token_scores(
+        self, trainable: Params, frozen: Params, batch: Batch
+    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+        """Return each target's cross-entropy, and whether it has the largest logit."""
+        trainable, frozen = transfer.commit((trainable, frozen))
+        x = self.last_output(trainable, frozen, batch)
+        return self._scores.tokens(trainable, self.embed_head.parts_on_device(frozen), x, batch)

@@ -5,6 +5,7 @@ threads have touched are pinned ten times as fast.
 """
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -12,12 +13,11 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-
-from jaxglue.engine.cuda_copies import CudaCopies
 
 _PAGE, _HUGE_PAGE = 2**12, 2**21
 _CHUNK = 2**28
@@ -26,6 +26,8 @@ _GROWTH = 2**30
 """Least bytes by which buffers grow beyond their first size."""
 _TOUCHING, _COPYING = 16, 2
 """Most threads that touch pages, and threads that wait for copies: one's ends while the next one's runs."""
+_NON_BLOCKING_STREAM, _BLOCKING_EVENT = 1, 3
+"""A stream apart from the default one; an event without a time, on which a thread sleeps."""
 _log = logging.getLogger(__name__)
 
 
@@ -181,3 +183,64 @@ def _stay_on(cpus: set[int]) -> None:
 
 def _touch(chunk: np.ndarray) -> None:
     chunk[::_PAGE] = 0
+
+
+class CudaCopies:
+    """Copies of one GPU, on a stream for each thread that asks for one.
+
+    Args:
+        ordinal: of the GPU among those that CUDA shows this process.
+
+    Raises:
+        OSError: there is no CUDA driver.
+        RuntimeError: the driver refuses.
+    """
+
+    def __init__(self, ordinal: int):
+        self._cuda, self._threads = ctypes.CDLL("libcuda.so.1"), threading.local()
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        bus = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", bus, len(bus), device)
+        self.cpus = local_cpus(Path("/sys/bus/pci/devices") / bus.value.decode().lower())
+        """The CPUs of this process that are beside the GPU."""
+
+    def __call__(self, target: int, source: int, size: int) -> None:
+        """Copy bytes from the GPU's address to the host's; return once they are there."""
+        stream, event = self._stream_and_event()
+        arguments = ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size), stream
+        self._call("cuMemcpyDtoHAsync_v2", *arguments)
+        self._call("cuEventRecord", event, stream)
+        self._call("cuEventSynchronize", event)
+
+    def finish(self) -> None:
+        """Wait for all work on the GPU."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuCtxSynchronize")
+
+    def _stream_and_event(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """Return the calling thread's, made at its first call."""
+        if not hasattr(self._threads, "made"):
+            stream, event = ctypes.c_void_p(), ctypes.c_void_p()
+            self._call("cuCtxSetCurrent", self._context)
+            self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING_STREAM)
+            self._call("cuEventCreate", ctypes.byref(event), _BLOCKING_EVENT)
+            self._threads.made = stream, event
+        return self._threads.made
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._cuda, name)(*arguments):
+            raise RuntimeError(f"CUDA's {name} failed with status {status}")
+
+
+def local_cpus(device: Path) -> set[int]:
+    """Return this process's CPUs on the NUMA node of a PCI device, given by its folder; all where it names none."""
+    own = os.sched_getaffinity(0)
+    try:
+        ranges = (part.partition("-") for part in (device / "local_cpulist").read_text().strip().split(","))
+        near = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):  # not Linux's, or hidden in a container
+        return own
+    return near & own or own

@@ -1,8 +1,13 @@
-"""The folder of compiled programs: runs that start together execute the same ones, and damaged ones are replaced."""
+"""The folder of compiled programs and of XLA's measured choices of algorithms.
+
+Runs that start together execute the same programs. Damaged ones are replaced; damaged choices, which XLA would take as
+they are and then choose others or fail, are measured again.
+"""
 
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import re
 import threading
@@ -14,7 +19,8 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
-from jaxglue.engine.tuning_cache import check_tuning, note_tuning
+from jaxglue.data.store import file_digest
+from jaxglue.json_file import read_json, replace_text
 
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 """Event before a program is read from the folder."""
@@ -25,6 +31,9 @@ _PATIENCE, _LONGEST = 5.0, 600.0
 """Seconds of waiting before it is said, and at most."""
 _ERROR = re.compile(r"Error (reading|writing) persistent compilation cache entry for .*?: (.*)", re.DOTALL)
 _UNKEPT = "compiled programs cannot be kept, so that a resumed run compiles again and may round differently: "
+FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"
+"""JAX's name of XLA's choices, in the folder of the compiled programs."""
+_DIGESTS = ".jaxglue.tuned.json"
 _log = logging.getLogger(__name__)
 
 
@@ -148,3 +157,48 @@ def _is_damaged(path: Path) -> bool:
     except zlib.error:
         return True
     return False
+
+
+def check_tuning(cache: Path) -> None:
+    """Remove choices that differ from their noted digests, and note the others."""
+    try:
+        if (cache / FOLDER).is_file():
+            (cache / FOLDER).unlink()
+            _log.warning("%s: removed a file in the place of a folder", cache / FOLDER)
+        known = _read_digests(cache / _DIGESTS)
+        found = {path: file_digest(path) for path in _choices(cache)}
+        damaged = [path for path, digest in found.items() if known.get(_choice_name(path, cache), digest) != digest]
+        for path in damaged:
+            path.unlink(missing_ok=True)
+        if damaged:
+            _log.warning("%s: removed damaged choices of algorithms (%d): measured again", cache, len(damaged))
+    except OSError:  # no folder yet, or one that is only read
+        return
+    note_tuning(cache)
+
+
+def note_tuning(cache: Path) -> None:
+    """Note the digests of new choices, and forget those of removed ones."""
+    try:
+        known = _read_digests(cache / _DIGESTS)
+        names = {_choice_name(path, cache): path for path in _choices(cache)}
+        noted = {name: known.get(name) or file_digest(path) for name, path in names.items()}
+        if noted != known:
+            replace_text(cache / _DIGESTS, json.dumps(noted))
+    except OSError:
+        return
+
+
+def _choices(cache: Path) -> list[Path]:
+    return [path for path in (cache / FOLDER).rglob("*") if path.is_file()]
+
+
+def _choice_name(path: Path, cache: Path) -> str:
+    return path.relative_to(cache / FOLDER).as_posix()
+
+
+def _read_digests(path: Path) -> dict[str, object]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}

@@ -28,7 +28,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.fp8 import check_fp8
+from jaxglue.ops.projection.fp8 import check_fp8
 
 _CHANNEL = "<|channel|>"
 """Token before a channel's name in the harmony format."""

@@ -17,7 +17,7 @@ _NEW_TOKENS = 256
 def check_harness() -> None:
     """Raise ValueError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("jaxglue evaluate needs lm-evaluation-harness: pip install 'jaxglue[evaluate]'")
+        raise ValueError("jaxglue evaluate needs lm-evaluation-harness: pip install '.[evaluate]' in its clone")
 
 
 class HarnessModel:

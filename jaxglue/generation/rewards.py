@@ -8,17 +8,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxglue.data.answers import CHOSEN, PARTS, Answers
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import CHOSEN, PARTS, Answers, Batch
+from jaxglue.data.config import parse_source
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
-from jaxglue.data.formats import detect_format
-from jaxglue.data.preference import PAIRS, detect_preference
+from jaxglue.data.formats import PAIRS, detect_format, detect_preference
 from jaxglue.data.readers import read_rows
-from jaxglue.data.sources import parse_source
 from jaxglue.data.tokenize import find_format
 from jaxglue.data.tokenizer import padding_token
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.generation.chat import is_reward_model, load_parts
 from jaxglue.generation.config import AssistantConfig, ScoreConfig

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.packing import PackPlan, plan_packing
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.limits import SECONDS, time_limit
-from jaxglue.hf.adapter_tensors import PATHS, SCORE, is_adapter
-from jaxglue.hf.expert_adapter import target_parameters
+from jaxglue.hf.adapter_tensors import PATHS, SCORE, is_adapter, target_parameters
 from jaxglue.hf.hub import BaseReference
 from jaxglue.models.lora_config import MODULES, LoraConfig, VocabularyModule, match_pattern, parse_patterns
 from jaxglue.models.vocabulary import ROWS

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
+from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.tokenizer import padding_token
 from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape
@@ -150,3 +152,18 @@ def copy_texts(base: str | Path, output: Path, names: Iterable[str]) -> None:
     config = read_config(output)
     if config.pop("quantization_config", None) and not any(name.endswith("_blocks") for name in names):
         write_json(output / "config.json", config)
+
+
+_CLASS = "ForSequenceClassification"
+
+
+def describe_reward_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Enter class, label and padding token of a reward model into a folder's config.json.
+
+    The class scores the last token that is not the padding token.
+    """
+    raw = read_config(folder)
+    family = "".join(part.capitalize() for part in raw["model_type"].split("_"))
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
+    padding = {"pad_token_id": padding_token(tokenizer)}
+    write_json(folder / "config.json", raw | {"architectures": [family + _CLASS]} | labels | padding)

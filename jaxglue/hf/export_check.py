@@ -12,11 +12,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.adapter import Adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
 from jaxglue.hf.files import atomic_file, write_json
-from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxglue.data.progress import DataProgress
-from jaxglue.hf.adapter import Adapter, load_adapter
-from jaxglue.hf.adapter_check import check_adapter
+from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, load_tensors, open_checkpoint, read_config
 from jaxglue.hf.fp8_folders import require_fp8
 from jaxglue.hf.identity import Identity
-from jaxglue.hf.merge import vocabulary_matrix
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM

@@ -1,16 +1,216 @@
-"""Weight deltas of an adapter, to merge into a checkpoint."""
+"""Merging an adapter into its base model: weight deltas, and their export as a complete Hugging Face folder."""
 
+import logging
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.hf.adapter import Adapter
-from jaxglue.hf.adapter_tensors import MAGNITUDE
-from jaxglue.hf.experts import expert_parts
-from jaxglue.hf.tensor_files import TensorInfo
-from jaxglue.models.vocabulary import ROWS
+from jaxglue.data.progress import DataProgress
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
+from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
+from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
+from jaxglue.hf.experts import expert_parts, find_source, read_expanded
+from jaxglue.hf.export import copy_texts, describe_reward_model
+from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
+from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
+from jaxglue.hf.fp8_folders import find_fp8, is_cache_scale
+from jaxglue.hf.identity import identify
+from jaxglue.hf.tensor_files import TensorInfo, write_shards
+from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import base_shapes
+from jaxglue.models.parameters import quantized_names
+from jaxglue.ops.choices import Quantize, Storage
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import in_format
+from jaxglue.ops.quant.fp8 import E4M3
+from jaxglue.ops.quant.mxfp4 import BLOCK
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+_log = logging.getLogger(__name__)
+
+
+def export_adapter(
+    adapter: str | Path,
+    base: str | Path,
+    output: str | Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    storage: Quantize | None = None,
+    rows: Rows | None = None,
+    progress: DataProgress | None = None,
+) -> ExportCheck:
+    """Write the base model with a merged adapter: W + scale · B · A in float32, cast to the base's dtype.
+
+    An adapter trained on quantized weights is merged into these, expanded, as other weights would not be those that it
+    was trained with. One on MXFP4 experts makes all experts be written in bfloat16. The folder is read back before it
+    appears, and must predict as base and adapter apart.
+
+    Args:
+        adapter: a PEFT folder.
+        base: the adapter's base model folder.
+        output: absent or empty; it appears complete or not at all.
+        max_shard_bytes: shard limit in bytes.
+        storage: format in which the base's linear layers were held in training; by default the base folder's, else the
+            adapter's record.
+        rows: to compare predictions on; by default those of the adapter's run, else random tokens.
+        progress: shows the bytes written; by default nothing does.
+
+    Raises:
+        ValueError: an adapter of another model, bad input folders, a non-empty output folder, or other predictions.
+        OSError: a failed write, such as on a full disk.
+    """
+    require_empty(Path(output))
+    rows = rows or load_rows(Path(adapter).resolve().parent / ROWS_FILE)
+    merge = _Merge(Path(adapter), Path(base), storage)
+    with atomic_folder(Path(output)) as temporary:
+        copy_texts(base, temporary, merge.specs)
+        if merge.adapter.trains_vocabulary:
+            _copy_vocabulary(merge.adapter, temporary)
+        if merge.adapter.scores:
+            has_tokenizer = (Path(adapter) / "tokenizer.json").is_file()
+            describe_reward_model(temporary, load_tokenizer(adapter if has_tokenizer else base))
+        write_shards(temporary, merge.specs, merge.read, max_shard_bytes, progress)
+        return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
+
+
+class _Merge:
+    """Tensors of the merged folder: their specs, and each one read when it is written."""
+
+    def __init__(self, folder: Path, base: Path, storage: Quantize | None):
+        self._files = files = open_checkpoint(base)
+        own = config_from_hf(read_config(base))
+        loaded = load_adapter(folder)
+        own = own.scored if loaded.scores else own
+        how: Storage = storage or (own.quantize if own.quantize != "none" else loaded.storage)
+        self.config: DecoderConfig = own.quantized(how)
+        model = abstract_model(self.config)
+        shapes = base_shapes(model)
+        self.adapter = check_adapter(loaded, shapes, identify(base), str(base))
+        self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
+        self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
+        stored = _expand_quantized(files.tensors, self._quantized)
+        self._deltas = adapter_deltas(self.adapter, stored)
+        expands = any(f"{name}_blocks" in stored for name in self._deltas)
+        self.specs = _merged_specs(stored, expands=expands)
+        for name, delta in self._deltas.items():
+            _require_fit(name, delta.shape, self.specs.get(name), folder, base)
+        self._grow_specs(own)
+        if self.adapter.scores:
+            self.specs.pop(HEAD, None)
+            norm = self.specs["model.norm.weight"]
+            self.specs[SCORE] = jax.ShapeDtypeStruct((1, own.hidden_size), norm.dtype)
+
+    @property
+    def dtypes(self) -> set[np.dtype]:
+        """Return the dtypes of changed tensors."""
+        changed = self._deltas.keys() | (self._vocabulary if self.adapter.trains_vocabulary else {}).keys()
+        changed |= {SCORE} & self.specs.keys()
+        return {self.specs[name].dtype for name in changed | self._quantized.keys()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor of the merged folder."""
+        if name in self._vocabulary:
+            return self._read_vocabulary(name)
+        if name == SCORE and self.adapter.scores:
+            return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
+        weight = self._read_base(name)
+        return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
+
+    def _read_base(self, name: str) -> np.ndarray:
+        if name in self._quantized:
+            value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
+            held = in_format(jax.tree.map(jnp.asarray, value), self.config.quantize)
+            return np.asarray(dequantize(held, self.specs[name].dtype))
+        if name not in self._files.tensors:
+            return np.asarray(read_expanded(self._files, name))
+        if found := find_fp8(self._files, name, self.specs[name].shape):
+            return np.asarray(dequantize(found[1](self._files), self.specs[name].dtype))
+        return self._files.read(name)
+
+    def _read_vocabulary(self, name: str) -> np.ndarray:
+        weight = self._files.read(name)
+        matrix = vocabulary_matrix(self.adapter, self._vocabulary[name], weight)
+        return weight if matrix is None else _finite(name, matrix.astype(weight.dtype))
+
+    def _grow_specs(self, config: DecoderConfig) -> None:
+        """Give embedding and output projection the adapter's rows; leave out a tied projection's copy."""
+        if not self.adapter.trains_vocabulary:
+            return
+        if config.tie_word_embeddings:
+            self.specs.pop(f"{PATHS['lm_head']}.weight", None)
+        size = max(config.vocab_size, self.adapter.vocab_size)
+        for name in self._vocabulary:
+            self.specs[name] = jax.ShapeDtypeStruct((size, config.hidden_size), self.specs[name].dtype)
+
+
+def _copy_vocabulary(adapter: Adapter, output: Path) -> None:
+    """Copy the adapter's tokenizer, and enter the number of tokens into config.json."""
+    raw = read_config(output)
+    if adapter.vocab_size > raw["vocab_size"]:
+        write_json(output / "config.json", raw | {"vocab_size": adapter.vocab_size})
+    if not (adapter.folder / "tokenizer.json").is_file():
+        _log.warning("%s has no tokenizer.json: the merged folder has the base's tokenizer", adapter.folder)
+        return
+    for path in {path for pattern in _TOKENIZER for path in adapter.folder.glob(pattern) if path.is_file()}:
+        shutil.copyfile(path, output / path.name)
+
+
+_PARTS = ("SCB", "weight_format", "weight_scale", "weight_scale_inv", "input_scale")
+"""Tensors beside a quantized weight."""
+
+
+def _expand_quantized(
+    tensors: Mapping[str, TensorInfo], quantized: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorInfo]:
+    """Return a folder's tensors with quantized matrices in bfloat16 in place of their parts."""
+    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub"}
+    expanded |= {name for name, info in tensors.items() if info.dtype == E4M3}  # experts, too
+    parts = tuple(f"{name}." for name in expanded)
+    modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in _PARTS}
+    modules |= set(filter(is_cache_scale, tensors))
+    kept = {name: info for name, info in tensors.items() if not name.startswith(parts) and name not in modules}
+    dtype = np.dtype(jnp.bfloat16)
+    shapes = {name: quantized.get(name, tensors[name].shape) for name in expanded}
+    return kept | {name: replace(tensors[name], shape=shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def _finite(name: str, weight: np.ndarray) -> np.ndarray:
+    if not np.isfinite(weight).all():
+        raise ValueError(f"{name} is not finite (NaN or infinity) after the merge into {weight.dtype}")
+    return weight
+
+
+def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the merged folder's tensor specs: the base's, with MXFP4 expanded if `expands`."""
+    specs = {}
+    for name, info in tensors.items():
+        if not expands or not name.endswith(("_blocks", "_scales")):
+            specs[name] = jax.ShapeDtypeStruct(info.shape, info.dtype)
+        elif name.endswith("_blocks"):
+            E, out_features, blocks, _ = info.shape
+            specs[name.removesuffix("_blocks")] = jax.ShapeDtypeStruct((E, blocks * BLOCK, out_features), jnp.bfloat16)
+    return specs
+
+
+def _require_fit(
+    name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path, base: str | Path
+) -> None:
+    if spec is None:
+        raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, missing from the base")
+    if spec.dtype.kind in "iub":
+        raise ValueError(f"{name} in {base} is quantized ({spec.dtype}): merge into the unquantized checkpoint")
+    if spec.shape != shape:
+        raise ValueError(
+            f"{adapter} does not belong to {base}: for {name} it is {list(shape)}, the base {list(spec.shape)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,24 +253,6 @@ def adapter_deltas(adapter: Adapter, base: Mapping[str, TensorInfo]) -> dict[str
         linear = {f"{name}.weight": Delta(b=b, a=a, magnitude=magnitude)}
         deltas |= linear if b.ndim == 2 else _expert_deltas(name, b, a, base)
     return deltas
-
-
-def vocabulary_matrix(adapter: Adapter, path: str, weight: Any) -> np.ndarray | None:
-    """Return embedding or output projection with an adapter's values; None where it has none.
-
-    Args:
-        adapter: fitted to the base by `check_adapter`.
-        path: of the module.
-        weight: the base's matrix [V, D].
-    """
-    whole, rows = (adapter.tensors.get(f"{path}.{last}") for last in ("weight", ROWS))
-    if whole is not None or rows is None:
-        return whole
-    weight = np.asarray(weight)
-    matrix = np.zeros((max(len(weight), adapter.vocab_size), weight.shape[1]), weight.dtype)
-    matrix[: len(weight)] = weight
-    matrix[sorted(set(adapter.config.trainable_token_indices))] = rows.astype(weight.dtype)
-    return matrix
 
 
 def _expert_deltas(name: str, b: np.ndarray, a: np.ndarray, base: Mapping[str, TensorInfo]) -> dict[str, Delta]:

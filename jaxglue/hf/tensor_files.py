@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.data.unchanged import UnchangedFile
+from jaxglue.data.store import UnchangedFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

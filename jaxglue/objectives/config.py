@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveFloat, Range
-from jaxglue.data.answer_task import AnswerTask
+from jaxglue.data.config import AnswerTask
 
 Objective = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "reward"]
 LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]

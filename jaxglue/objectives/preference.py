@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
-from jaxglue.data.answers import CHOSEN, PROMPT, REJECTED, Answers, sum_parts
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import CHOSEN, PROMPT, REJECTED, Answers, Batch, sum_parts
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.losses import PAIR_LOSSES, Pairs, kto, log_odds, reward
 from jaxglue.ops.collectives import BATCH_AXES, psum

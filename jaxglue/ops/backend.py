@@ -150,7 +150,7 @@ def check_triton(capability: Capability | None, dtype=None) -> None:
     """Raise NotImplementedError where our kernels cannot serve: GPU, installation, or a dtype that is not 16-bit."""
     check_capability(capability, AMPERE)
     if not has_jax_triton():
-        raise NotImplementedError("jax-triton is not installed: pip install 'jaxglue[cuda13]'")
+        raise NotImplementedError("jax-triton is not installed: pip install '.[cuda13]' in the clone of jaxglue")
     if dtype is not None:
         check_half(dtype)
 

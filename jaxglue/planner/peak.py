@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
+from jaxglue.engine.layer_groups import SMALL_ARRAYS
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
-from jaxglue.engine.whole_program import SMALL_ARRAYS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.resident import ResidentBytes
 from jaxglue.planner.traced import LayerCost, TracedModel

@@ -71,7 +71,7 @@ class Predictor:
         if workload.config.moe is not None and not has_jax_triton():
             raise ValueError(
                 f"planning {workload.config.model_type}, which has experts, needs the kernels' definitions: install "
-                "jax-triton and triton (part of jaxglue[cuda13])"
+                "jax-triton and triton (pip install '.[cuda13]' in the clone of jaxglue)"
             )
         self.workload, self.gpu = with_fitting_attention(workload, gpu), gpu
         self._depth, self._run_ahead, self._grouped = prefetch_depth, run_ahead, layers_per_program

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxglue.data.answers import Answers
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import Answers, Batch
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora

@@ -9,8 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxglue.data.tokenizer import read_template
-from jaxglue.hf.adapter import load_adapter
-from jaxglue.hf.adapter_check import fit_tied
+from jaxglue.hf.adapter import fit_tied, load_adapter
 from jaxglue.hf.files import atomic_folder, require_empty
 from jaxglue.json_file import read_json
 from jaxglue.models.config import DecoderConfig

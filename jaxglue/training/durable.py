@@ -6,7 +6,7 @@ from typing import Any
 
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
-from jaxglue.data.store_files import sync
+from jaxglue.data.store import sync
 
 
 class DurablePath(AtomicRenameTemporaryPath):

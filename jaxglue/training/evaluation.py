@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.models.parameters import Params
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.training.expert_load import ExpertLoadProbe

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.data.batch import Batch
-from jaxglue.hf.adapter import Adapter, load_adapter
-from jaxglue.hf.adapter_check import fit_tied
+from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import on_host
 from jaxglue.hf.export_check import (

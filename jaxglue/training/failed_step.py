@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxglue.data.answers import Answers
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import Answers, Batch
 from jaxglue.data.iterator import Step
 from jaxglue.hf.files import atomic_file
 from jaxglue.ops.segments import PackedSegments

@@ -4,7 +4,7 @@ import hashlib
 from typing import Any
 
 from jaxglue.config import stable_repr
-from jaxglue.hf.fingerprint import weights_digest
+from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig
 from jaxglue.recipe import as_dict, defaults_of
 from jaxglue.training.setup import Setup

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxglue.engine.layer_errors import FP8Errors
+from jaxglue.engine.fp8_errors import FP8Errors
 
 
 class FP8Choice(NamedTuple):

@@ -11,8 +11,7 @@ import optax
 from jax.stages import Traced
 from jaxtyping import Array, Float
 
-from jaxglue.engine.compiler import jit_step
-from jaxglue.engine.lowering import on_device
+from jaxglue.engine.compiler import jit_step, on_device
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
 from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment

@@ -8,16 +8,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float32
 
-from jaxglue.data.answer_dataset import AnswerDataset
-from jaxglue.data.batch import TokenDataset
-from jaxglue.data.cache import content_key
+from jaxglue.data.answers import AnswerDataset
+from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.data.store_files import file_digest
+from jaxglue.data.store import content_key, file_digest
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
 from jaxglue.hf.files import atomic_file
-from jaxglue.hf.fingerprint import weights_digest
+from jaxglue.hf.identity import weights_digest
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
 from jaxglue.training.reference import caches_reference
 from jaxglue.training.setup import Setup

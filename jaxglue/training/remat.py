@@ -13,7 +13,7 @@ from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.fp8 import check_fp8
+from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.stream_iterator import StreamIterator
+from jaxglue.data.stream import StreamIterator
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config

@@ -34,7 +34,9 @@ def check_trackers(names: tuple[str, ...]) -> None:
             raise ValueError(f"--log-to {name}: expected {', '.join(PACKAGES)} or none{nearest(name, PACKAGES)}")
         package = PACKAGES[name]
         if package and importlib.util.find_spec(package) is None:
-            raise ValueError(f"--log-to {name} needs the package {package}: pip install 'jaxglue[{name}]'")
+            raise ValueError(
+                f"--log-to {name} needs the package {package}: pip install '.[{name}]' in the clone of jaxglue"
+            )
 
 
 class Tracker:

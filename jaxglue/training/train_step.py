@@ -14,13 +14,11 @@ from jax.sharding import Mesh
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.data.stream_iterator import StreamIterator
-from jaxglue.engine.compiler import jit_step
-from jaxglue.engine.executor import Update
+from jaxglue.data.stream import StreamIterator
+from jaxglue.engine.compiler import Lowering, jit_step, on_device
+from jaxglue.engine.executor import Executor, Update
+from jaxglue.engine.fp8_errors import fp8_errors
 from jaxglue.engine.host_buffers import HostBuffers
-from jaxglue.engine.layer_errors import fp8_errors
-from jaxglue.engine.lowering import Lowering, on_device
-from jaxglue.engine.model_executor import Executor
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch

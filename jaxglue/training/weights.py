@@ -17,11 +17,10 @@ from jaxglue.engine.transfer import commit, pinned_host
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
 from jaxglue.hf.checkpoint import read_config
-from jaxglue.hf.export import on_host, save_model
+from jaxglue.hf.export import describe_reward_model, on_host, save_model
 from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model, set_adapter
-from jaxglue.hf.reward_model import describe_reward_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import MODULES

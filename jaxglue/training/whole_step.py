@@ -1,7 +1,7 @@
 """The step of a small model as one program: loss, gradients and update.
 
 Handing a program its arrays takes the host as long as a short step takes the GPU; a separate update would hand over
-half as many again. As in `jaxglue.engine.whole_program`, the program writes over the arrays of the last call.
+half as many again. As in `jaxglue.engine.layer_groups`, the program writes over the arrays of the last call.
 """
 
 from collections.abc import Iterator
@@ -10,10 +10,9 @@ import numpy as np
 from jax.stages import Traced
 from jaxtyping import Array
 
-from jaxglue.engine.compiler import jit_step
+from jaxglue.engine.compiler import jit_step, on_device
 from jaxglue.engine.executor import LayerExecutor
-from jaxglue.engine.lowering import on_device
-from jaxglue.engine.whole_program import SmallResults
+from jaxglue.engine.layer_groups import SmallResults
 from jaxglue.models.parameters import Params, without_parts
 from jaxglue.training.optimizer import Optimizer
 

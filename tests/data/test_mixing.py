@@ -6,11 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.mixing import epoch_documents, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.prepare import prepare_data
-from jaxglue.data.sources import Source
 
 
 @pytest.fixture

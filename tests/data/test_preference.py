@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxglue.data.answer_task import AnswerTask
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import AnswerTask, DataConfig
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.data.prepare import prepare_data
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxglue.commands import main
-from jaxglue.data.preview import length_bins
+from jaxglue.data.report import length_bins
 
 
 @pytest.fixture

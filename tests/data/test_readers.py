@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxglue.data import files
+from jaxglue.data.config import Source, parse_source
 from jaxglue.data.readers import read_rows, source_files
-from jaxglue.data.sources import Source, parse_source
 
 ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
 

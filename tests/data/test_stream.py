@@ -9,13 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxglue.data.config import DataConfig
+from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.readers import source_parts
-from jaxglue.data.sources import Source
-from jaxglue.data.stream import TokenStream
-from jaxglue.data.stream_iterator import StreamIterator
-from jaxglue.data.workers import encode_here
+from jaxglue.data.stream import StreamIterator, TokenStream
+from jaxglue.data.tokenize import encode_here
 
 SIZES = {"steps": 100, "batch_size": 2, "gradient_accumulation_steps": 2}
 

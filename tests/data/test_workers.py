@@ -18,7 +18,7 @@ class Slow:
 PREPARING = """
 from slow import Slow
 from jaxglue.data.files import Row
-from jaxglue.data.workers import encode_in_processes
+from jaxglue.data.tokenize import encode_in_processes
 
 list(encode_in_processes(Slow(), [((Row("", {}),), 0)] * 9, 2))
 """

@@ -24,6 +24,19 @@ def test_site_builds(tmp_path):
     assert (tmp_path / "index.html").is_file()
 
 
+def test_no_text_installs_the_package_from_an_index():
+    """The package is on no index: texts install from the clone."""
+    suffixes = {".py", ".md", ".ipynb", ".toml", ".yml"}
+    folders = ("jaxglue", "models", "docs", "scripts", "examples", "benchmarks", "tests")
+    paths = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes}
+    lines = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in [*paths, *ROOT.glob("*.md"), ROOT / "Makefile"]
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    assert [line for line in lines if re.search(r"pip install (-\S+ )*['\"]?jaxglue\b|['\"`]jaxglue\[\w", line)] == []
+
+
 def test_error_texts_of_troubleshooting_exist():
     headings = re.findall(r"^## (.*)$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
     assert len(headings) >= 10

@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from jaxglue.engine import transfer
-from jaxglue.engine.cuda_copies import local_cpus
-from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.host_buffers import HostBuffers, local_cpus
 
 
 @pytest.mark.parametrize("listed", ["0-3,8", "5", "", None, "no list"])

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxglue.engine import transfer
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_buffers import HostBuffers, HostValue
-from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.engine.transfer import PINNED, prefetch
 

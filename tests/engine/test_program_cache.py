@@ -1,5 +1,7 @@
-"""Programs on disk: one process compiles at a time, damaged ones are replaced, and errors are one line each."""
+"""Programs and choices on disk: one process compiles at a time, damage is replaced, errors are one line each."""
 
+import json
+import os
 import resource
 import threading
 import warnings
@@ -12,7 +14,7 @@ from filelock import FileLock, Timeout
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxglue.engine import program_cache
-from jaxglue.engine.program_cache import explain_cache_errors, keep_programs
+from jaxglue.engine.program_cache import FOLDER, check_tuning, explain_cache_errors, keep_programs, note_tuning
 
 
 @pytest.fixture
@@ -105,3 +107,37 @@ def test_programs_are_kept_with_a_checksum(folder, monkeypatch):
     stored[len(stored) // 2] ^= 1
     with pytest.raises(zlib.error):
         compression.decompress_executable(bytes(stored))
+
+
+def write(cache, **choices):
+    (cache / FOLDER / "version").mkdir(parents=True, exist_ok=True)
+    for name, text in choices.items():
+        (cache / FOLDER / "version" / name).write_text(text)
+
+
+def test_damaged_choices_are_removed_and_new_ones_noted(tmp_path, caplog):
+    check_tuning(tmp_path)
+    assert not os.listdir(tmp_path)
+    write(tmp_path, a="algorithm: 1", b="algorithm: 2")
+    note_tuning(tmp_path)
+    write(tmp_path, a="algorithm: 3", c="algorithm: 4")
+    check_tuning(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER / "version")) == ["b", "c"]
+    assert "removed damaged choices of algorithms (1)" in caplog.text
+    write(tmp_path, a="algorithm: 1")
+    check_tuning(tmp_path)
+    assert sorted(os.listdir(tmp_path / FOLDER / "version")) == ["a", "b", "c"]
+
+
+def test_damaged_digests_are_written_again(tmp_path):
+    write(tmp_path, a="algorithm: 1")
+    (tmp_path / ".jaxglue.tuned.json").write_text("[")
+    check_tuning(tmp_path)
+    assert json.loads((tmp_path / ".jaxglue.tuned.json").read_text()).keys() == {"version/a"}
+
+
+def test_a_file_in_the_place_of_the_choices_is_removed(tmp_path, caplog):
+    (tmp_path / FOLDER).write_text("a file")
+    check_tuning(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+    assert "removed a file in the place of a folder" in caplog.text

@@ -8,11 +8,10 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxglue.data.batch import Batch
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.host_table import embeddings_to_host
-from jaxglue.engine.model_executor import Executor
 from jaxglue.engine.policy import parse_policy
-from jaxglue.hf.adapter import load_adapter
-from jaxglue.hf.adapter_check import fit_tied
+from jaxglue.hf.adapter import fit_tied, load_adapter
 from jaxglue.hf.loading import load_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import flatten_names, split_model

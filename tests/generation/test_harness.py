@@ -93,7 +93,7 @@ def test_answers_end_before_a_stop_text(assistant):
 
 def test_missing_package_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"jaxglue evaluate needs lm-evaluation-harness: pip install 'jaxglue\[eval"):
+    with pytest.raises(ValueError, match=r"jaxglue evaluate needs lm-evaluation-harness: pip install '\.\[eval"):
         check_harness()
 
 

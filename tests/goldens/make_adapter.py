@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models.lora_config import LoraConfig
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.loading import load_model
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model

@@ -14,7 +14,7 @@ from jaxglue.hf.adapter import load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.export import save_model
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig

@@ -20,8 +20,7 @@ from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.files import _prefix, atomic_folder
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.hf.merge import Delta
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import Delta, export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model

@@ -16,7 +16,7 @@ from jaxglue.hf.experts import checkpoint_layout
 from jaxglue.hf.export_check import folder_parts
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, quantized_names, split_model

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxglue.hf.fingerprint import weights_digest
-from jaxglue.hf.identity import changed_settings, difference, identify
+from jaxglue.hf.identity import changed_settings, difference, identify, weights_digest
 
 SHAPES = {
     "model.embed_tokens.weight": (64, 16),

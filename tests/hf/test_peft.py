@@ -9,11 +9,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxglue.hf.adapter import load_adapter, save_adapter
-from jaxglue.hf.adapter_check import fit_tied
+from jaxglue.hf.adapter import fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.ops.segments import pack_segments
 from tests.models.test_parity import PEFT
 

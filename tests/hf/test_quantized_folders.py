@@ -17,7 +17,7 @@ from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import load_model, random_model
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, split_model

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from jax.flatten_util import ravel_pytree
 
-from jaxglue.engine.layer_errors import fp8_errors
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.fp8_errors import fp8_errors
 from jaxglue.engine.policy import parse_policy
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
@@ -108,7 +108,7 @@ def kernel_names(jaxpr):
 
 
 def test_norms_are_written_as_codes_and_products_added_to_the_stream(tiny_config, random_batch):
-    pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install 'jaxglue[test]'")
+    pytest.importorskip("jax_triton", reason="needs jax-triton and triton: pip install '.[test]'")
     config = replace(config_from_hf({**tiny_config, "model_type": "qwen3"}), quantize="fp8")
     model = random_model(config, dtype=jnp.bfloat16)
     add_lora(model, LoraConfig(rank=4), rngs=nnx.Rngs(1))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generate import Generator

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxglue.hf.expert_adapter import from_peft
+from jaxglue.hf.adapter_tensors import from_peft
 from jaxglue.hf.loading import add_adapter, load_model, set_adapter
 from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import hf_name

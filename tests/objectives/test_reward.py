@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.data.answer_selection import select_answers
-from jaxglue.data.config import DataConfig
+from jaxglue.data.answers import select_answers
+from jaxglue.data.config import DataConfig, Source
 from jaxglue.data.iterator import EvalBatches
-from jaxglue.data.sources import Source
 from jaxglue.data.store import TokenStore
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora import LoraConfig
-from jaxglue.ops.fp8.products import dot_to_e4m3
+from jaxglue.ops.projection.fp8 import dot_to_e4m3
 from jaxglue.planner.cost import program_cost
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.traced import TracedModel

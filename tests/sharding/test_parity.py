@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import RouterLosses

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxglue.config import stable_repr
-from jaxglue.data.answer_task import AnswerTask
+from jaxglue.data.config import AnswerTask
 from jaxglue.models import config_from_hf
 from jaxglue.recipe import as_dict, defaults_of
 from jaxglue.training.differences import check_fingerprint, differences, fingerprint_differences

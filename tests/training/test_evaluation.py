@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxglue.data.config import short_names
 from jaxglue.data.iterator import token_sources
-from jaxglue.data.sources import short_names
 from jaxglue.training.evaluation import evaluation_lines, held_out_metrics
 from jaxglue.training.metrics import read_metrics
 from jaxglue.training.setup import prepare

@@ -14,7 +14,7 @@ from jaxglue.hf.adapter import TENSORS, load_adapter
 from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.loading import random_model
-from jaxglue.hf.merged_folder import export_adapter
+from jaxglue.hf.merge import export_adapter
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.training import result as result_module

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxglue.engine.layer_errors import FP8Errors
-from jaxglue.engine.model_executor import Executor
+from jaxglue.engine.executor import Executor
+from jaxglue.engine.fp8_errors import FP8Errors
 from jaxglue.training import train_step
 from jaxglue.training.fp8_check import choose_fp8
 from jaxglue.training.model_config import ModelConfig

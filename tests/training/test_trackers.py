@@ -88,7 +88,7 @@ def test_a_tracker_that_cannot_start_is_one_line(tmp_path, monkeypatch):
 
 def test_names_are_checked(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--log-to wandb needs the package wandb: pip install 'jaxglue\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"--log-to wandb needs the package wandb: pip install '\.\[wandb\]'"):
         check_trackers(("tensorboard", "wandb"))
     with pytest.raises(ValueError, match=r"--log-to wanbd: expected tensorboard, .* or none; did you mean wandb"):
         check_trackers(("wanbd",))

@@ -143,7 +143,7 @@ def test_profiled_steps_leave_a_trace(make_config, tmp_path):
 
 def test_recompilation_is_warned_of(make_config, monkeypatch, caplog):
     counts = itertools.count()
-    monkeypatch.setattr("jaxglue.engine.model_executor.Executor.compilations", lambda self: next(counts))
+    monkeypatch.setattr("jaxglue.engine.executor.Executor.compilations", lambda self: next(counts))
     train(make_config(steps=4))
     assert "compiled programs again" in caplog.text
 

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks
 from jaxglue.ops.cross_entropy.reference import reference_cross_entropy, token_losses
-from jaxglue.ops.fp8.encode import encode
-from jaxglue.ops.fp8.products import dot, rescale
+from jaxglue.ops.projection.fp8 import dot, encode, rescale
 from jaxglue.ops.quant.fp8 import quantize_rows
 
 

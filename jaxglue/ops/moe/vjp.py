@@ -11,11 +11,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
-from jaxglue.ops.fp8.encode import encode
 from jaxglue.ops.moe.exchange import weighted_bias_gradients
 from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import Activation, Adapter
 from jaxglue.ops.moe.routing import Routing
+from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops import names
 from jaxglue.ops.attention.rotation import Rotation
-from jaxglue.ops.lora_swiglu import Matrices
+from jaxglue.ops.gated_mlp.swiglu import Matrices
 from jaxglue.ops.norm_rope import HeadNorms
 from jaxglue.ops.small_layer.pairs import Adapter, Pair, Partials, WeightGroup
 

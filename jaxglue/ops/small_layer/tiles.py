@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from jaxglue.ops.lora.tiles import LoraTiles
+from jaxglue.ops.projection.tiles import LoraTiles
 
 
 @dataclass(frozen=True, kw_only=True)

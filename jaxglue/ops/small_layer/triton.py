@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
+from jaxglue.ops.gated_mlp.kernels import joined_backward_kernel, joined_forward_kernel
+from jaxglue.ops.gated_mlp.swiglu import Matrices
 from jaxglue.ops.launch import dot_precision, shape_dtype_of
-from jaxglue.ops.lora_swiglu import Matrices
-from jaxglue.ops.lora_swiglu.kernels import joined_backward_kernel, joined_forward_kernel
 from jaxglue.ops.norm_rope.triton import TritonNormRope
 from jaxglue.ops.small_layer import kernels
 from jaxglue.ops.small_layer.pairs import ExtendedWeights, Pair, Partials, WeightGroup, extended_width

@@ -1,0 +1,223 @@
+"""Data sets of tokenized documents: selection, truncation, the held-out split, and their batches."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxglue.data.batch import Batch
+from jaxglue.data.config import DataConfig, Source
+from jaxglue.data.packing import PackPlan
+from jaxglue.data.readers import read_rows
+from jaxglue.data.store import TokenStore, join_stores
+from jaxglue.ops.segments import BatchKind, pack_segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDataset:
+    """Selected documents of a store, truncated to their lengths."""
+
+    store: TokenStore
+    documents: Int[np.ndarray, "documents"]
+    """Document indices in the store."""
+    lengths: Int[np.ndarray, "documents"]
+    """Tokens used of each document, from its start."""
+    targets: Int[np.ndarray, "documents"]
+    """Target tokens of each document."""
+    sources: Int[np.ndarray, "documents"] | None = None
+    """Source of each document; None for a single one."""
+    passes: tuple[float, ...] = (1.0,)
+    """Passes over each source in an epoch."""
+
+    @property
+    def document_lengths(self) -> Int[np.ndarray, "lengths"]:
+        """Return the lengths of the documents that attention sees."""
+        return self.lengths
+
+    @property
+    def whole_lengths(self) -> Int[np.ndarray, "documents"]:
+        """Return the tokens of the documents before truncation."""
+        return self.store.lengths[self.documents]
+
+    @property
+    def rows(self) -> Int[np.ndarray, "documents"]:
+        """Return the rows of the data that the documents come from."""
+        return self.documents
+
+    def indices(self, document: int) -> Int[np.ndarray, "tokens"]:
+        """Return the store indices of a document's tokens."""
+        start = self.store.offsets[self.documents[document]]
+        return np.arange(start, start + self.lengths[document])
+
+    PER_DOCUMENT: ClassVar[tuple[str, ...]] = ("documents", "lengths", "targets", "sources")
+    """Fields with a value for each document."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def select(self, chosen: np.ndarray) -> Self:
+        """Return the documents of a mask or of indices."""
+        values = {name: getattr(self, name) for name in self.PER_DOCUMENT}
+        return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
+
+    def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
+        """Return the fields of the concatenation with data sets of further sources."""
+        parts = [self, *others]
+        firsts = np.cumsum([0, *(len(part.store.lengths) for part in parts)])
+        fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "targets")}
+        return fields | {
+            "store": join_stores([part.store for part in parts]),
+            "documents": np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=False)]),
+            "sources": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
+            "passes": (1.0,) * len(parts),
+        }
+
+    def build_batch(
+        self,
+        plan: PackPlan,
+        rows: Int[np.ndarray, "B"],
+        step: Int[np.ndarray, "documents"],
+        *,
+        seq_len: int,
+        max_segments: int,
+        kind: BatchKind | None = None,
+    ) -> Batch:
+        """Build the batch of these rows of the plan; rows past its end are all padding with weight 0.
+
+        Args:
+            plan: packed rows.
+            rows: of this process and micro-batch.
+            step: documents of the whole step, for normalization.
+            seq_len, max_segments, kind: of `pack_segments`.
+        """
+        members = [plan.row(r) for r in rows]
+        lengths = [self.lengths[row] for row in members]
+        segments = pack_segments(lengths, seq_len=seq_len, max_segments=max_segments, kind=kind)
+        tokens, mask = np.zeros((len(rows), seq_len), np.int32), np.zeros((len(rows), seq_len), np.bool_)
+        filled = segments.segment_ids > 0
+        source = _source_positions(self, np.concatenate(members), np.asarray(segments.positions)[filled])
+        tokens[filled], mask[filled] = self.store.tokens[source], self.store.mask[source]
+        targets, weights = np.zeros_like(tokens), np.zeros_like(tokens, np.float32)
+        same = (segments.segment_ids[:, 1:] == segments.segment_ids[:, :-1]) & filled[:, 1:]
+        targets[:, :-1] = tokens[:, 1:] * same
+        weights[:, :-1] = mask[:, 1:] & same
+        arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
+        return Batch(**arrays, segments=segments)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash tokens, masks, selection and lengths."""
+        digest = hashlib.blake2b(self.store.info["digest"].encode(), digest_size=16)
+        digest.update(self.documents.astype(np.int64).data)
+        digest.update(self.lengths.astype(np.int64).data)
+        if self.sources is not None and set(self.passes) != {1.0}:
+            digest.update(self.sources.astype(np.int64).data)
+            digest.update(repr(self.passes).encode())
+        return digest.hexdigest()
+
+
+def _source_positions(
+    dataset: TokenDataset, members: Int[np.ndarray, "documents"], positions: Int[np.ndarray, "N"]
+) -> Int[np.ndarray, "N"]:
+    """Return the store indices of the member documents' tokens, concatenated."""
+    first = dataset.store.offsets[dataset.documents[members]]
+    return np.repeat(first, dataset.lengths[members]) + positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Selected documents with truncation and drop counts."""
+
+    dataset: TokenDataset
+    truncated: int
+    """Documents truncated to `seq_len` tokens."""
+    dropped: int
+    """Documents omitted as overlong or without target tokens."""
+
+
+def select_documents(store: TokenStore, config: DataConfig, source: Source) -> Selection:
+    """Select the documents with target tokens, fitted into a row.
+
+    Raises:
+        ValueError: a document above `seq_len` under `overlong='error'`, or no document left.
+    """
+    overlong = np.flatnonzero(store.lengths > config.row_tokens)
+    if len(overlong) and config.overlong == "error":
+        row = int(overlong[0])
+        raise overlong_error(config, row_origin(source, row), int(store.lengths[row]))
+    lengths = np.minimum(store.lengths, config.row_tokens)
+    targets = store.targets_within(store.offsets[:-1] + lengths)
+    keep = targets > 0
+    if config.overlong == "drop":
+        keep[overlong] = False
+    if not keep.any():
+        raise _nothing_left(store, config, source, len(overlong))
+    documents = np.flatnonzero(keep)
+    return Selection(
+        dataset=TokenDataset(store=store, documents=documents, lengths=lengths[documents], targets=targets[documents]),
+        truncated=int(keep[overlong].sum()),
+        dropped=len(keep) - len(documents),
+    )
+
+
+def join_selections(selections: Sequence[Selection]) -> Selection:
+    """Concatenate the documents of several sources."""
+    if len(selections) == 1:
+        return selections[0]
+    first, *others = (selection.dataset for selection in selections)
+    return Selection(
+        dataset=replace(first, **first.joined(others)),
+        truncated=sum(selection.truncated for selection in selections),
+        dropped=sum(selection.dropped for selection in selections),
+    )
+
+
+def hold_out(selection: Selection, config: DataConfig) -> tuple[Selection, Selection]:
+    """Hold out a random `eval_fraction` of the documents, preserving their order.
+
+    Raises:
+        ValueError: either part would be empty.
+    """
+    total = len(selection.dataset)
+    count = round(total * config.eval_fraction)
+    if not 0 < count < total:
+        held = "no document would be held out" if count == 0 else "no document would be left to train on"
+        raise ValueError(
+            f"eval_fraction={config.eval_fraction} of {total} documents: {held}; change it or use eval_data"
+        )
+    is_eval = np.zeros(total, np.bool_)
+    is_eval[np.random.default_rng(config.seed).permutation(total)[:count]] = True
+    return _part(selection, ~is_eval), _part(selection, is_eval)
+
+
+def _part(selection: Selection, chosen: np.ndarray) -> Selection:
+    return Selection(dataset=selection.dataset.select(chosen), truncated=0, dropped=0)
+
+
+def row_origin(source: Source, row: int) -> str:
+    """Return the origin of a source's row."""
+    return next(islice(read_rows(source), row, None)).origin
+
+
+def overlong_error(config: DataConfig, origin: str, tokens: int) -> ValueError:
+    """Return the error for a row of more tokens than `seq_len`."""
+    return ValueError(
+        f"{origin}: {tokens} tokens, but seq_len={config.row_tokens}: raise --seq-len, shorten the row, "
+        "or choose --overlong truncate or drop"
+    )
+
+
+def _nothing_left(store: TokenStore, config: DataConfig, source: Source, overlong: int) -> ValueError:
+    if overlong:
+        return ValueError(
+            f"{source}: no document has a target token within seq_len={config.row_tokens} tokens "
+            f"({overlong} of {len(store.lengths)} are longer): raise --seq-len"
+        )
+    return ValueError(
+        f"{source}: the loss mask leaves no token to train on in any row: check the rows, or use --loss-on all"
+    )

@@ -1,0 +1,1 @@
+"""Gated feed-forwards between adapters."""

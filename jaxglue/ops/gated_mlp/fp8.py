@@ -1,0 +1,151 @@
+"""A SwiGLU feed-forward on frozen FP8 weights between adapters; scales are applied where products are read.
+
+gate and up are e4m3 without their scales: the kernels multiply them on reading, and return each row's largest
+magnitude, by which their outputs are quantized for the next matmul without another pass.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.ops import names
+from jaxglue.ops.gated_mlp.swiglu import LORA_SWIGLU, Matrices, ScaledProducts, reference_lora_swiglu
+from jaxglue.ops.projection.fp8 import dot, dot_to_e4m3, encode, rescale
+from jaxglue.ops.projection.fp8_adapters import (
+    FP8Rows,
+    adapted_input_gradient,
+    add_product,
+    as_matrix,
+    cotangent,
+    quantized,
+    without_fp8_values,
+)
+from jaxglue.ops.projection.lora import Quantizer, lora_expand_gradients, lora_expand_gradients_in_fp8
+from jaxglue.ops.quant.fp8 import FP8Weight, row_scales
+
+Weights = tuple[FP8Weight, FP8Weight, FP8Weight]
+"""gate, up and down."""
+
+
+class ScaledSwigluBackend(Protocol):
+    """Kernels of a forward and backward pass over rows of unscaled products; hashable."""
+
+    def scaled_forward(self, products: ScaledProducts, low_rank, matrices: Matrices) -> tuple[Array, Array, Array]:
+        """Return y and y·downᵀ of `lora_swiglu`, and each row's largest |y|, float32 [M, 1]."""
+
+    def scaled_backward(
+        self,
+        products: ScaledProducts,
+        low_rank,
+        matrices: Matrices,
+        dout,
+        dout_scales: Float[Array, "M 1"],
+        ddown_low_rank,
+    ) -> tuple[Array, Array, Array, Array]:
+        """Return the gradients to scaled gate and up and to down, from dout without its scales.
+
+        The last result is each row's largest |gradient · column scale|, float32 [M, 1].
+        """
+
+
+class ReferenceScaledSwiglu:
+    """`ScaledSwigluBackend` by XLA."""
+
+    def scaled_forward(self, products, low_rank, matrices):
+        """See `ScaledSwigluBackend`."""
+        y, down_low_rank = reference_lora_swiglu(*_scaled(products, low_rank.dtype), low_rank, matrices)
+        return y, down_low_rank, _absmax(y)
+
+    def scaled_backward(self, products, low_rank, matrices, dout, dout_scales, ddown_low_rank):
+        """See `ScaledSwigluBackend`."""
+        _, vjp = jax.vjp(reference_lora_swiglu, *_scaled(products, low_rank.dtype), low_rank, matrices)
+        dgate, dup, _, (_, _, ddown) = vjp((rescale(dout, dout_scales), ddown_low_rank))
+        absmax = jnp.maximum(_absmax(dgate * products.gate_scales), _absmax(dup * products.up_scales))
+        return dgate, dup, ddown, absmax
+
+
+def _scaled(products: ScaledProducts, dtype) -> tuple[Array, Array]:
+    return (
+        rescale(products.gate, products.row_scales, products.gate_scales, dtype=dtype),
+        rescale(products.up, products.row_scales, products.up_scales, dtype=dtype),
+    )
+
+
+def _absmax(x) -> Float[Array, "M 1"]:
+    return jnp.abs(x.astype(jnp.float32)).max(axis=-1, keepdims=True)
+
+
+def swiglu_fp8(
+    stream: Float[Array, "*B D"],
+    x: Float[Array, "*B D"] | FP8Rows,
+    weights: Weights,
+    first: Float[Array, "ranks D"],
+    matrices: Matrices,
+    last: Float[Array, "D R"],
+) -> Float[Array, "*B D"]:
+    """Compute stream + y·Wᵀ + y·downᵀ·lastᵀ of y = `lora_swiglu` of x's FP8 products with gate and up.
+
+    Args:
+        stream: the residual stream.
+        x: the feed-forward's input.
+        weights: gate and up [F, D], and down W [D, F]; frozen.
+        first: the first matrices of gate's and up's adapters, one below the other, float32.
+        matrices: see `lora_swiglu`.
+        last: the second matrix of down's adapter, scaled, float32.
+    """
+    backend: Any = LORA_SWIGLU.load(stream.dtype, matrices[0].shape[1]) or _REFERENCE
+    rows = stream.reshape(-1, stream.shape[-1]), as_matrix(quantized(x))
+    return _feed_forward(backend, *rows, weights, first, matrices, last).reshape(stream.shape)
+
+
+_REFERENCE = ReferenceScaledSwiglu()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _feed_forward(
+    backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last
+) -> Array:
+    return _forward(backend, stream, rows, weights, first, matrices, last)[0]
+
+
+def _forward(backend: ScaledSwigluBackend, stream, rows: FP8Rows, weights: Weights, first, matrices: Matrices, last):
+    gate, up, down = weights
+    low_rank = checkpoint_name(rows.shrink(first), names.LORA_HIDDEN)
+    (gated, factor), (raised, _) = (dot_to_e4m3(rows.fp8_values, weight.codes) for weight in (gate, up))
+    products = ScaledProducts(
+        gate=_named(gated, names.GATE),
+        up=_named(raised, names.UP),
+        row_scales=checkpoint_name(rows.scales * factor, names.GATE),
+        gate_scales=gate.scales,
+        up_scales=up.scales,
+    )
+    y, down_low_rank, absmax = backend.scaled_forward(products, low_rank, matrices)
+    down_low_rank = checkpoint_name(down_low_rank, names.LORA_HIDDEN)
+    out = add_product(stream, *encode(y, scales=row_scales(absmax)), down, down_low_rank, last)
+    return out, (products, without_fp8_values(rows), low_rank, down_low_rank, weights, first, matrices, last)
+
+
+def _named(fp8_values: Float[Array, "M F"], name: str) -> Float[Array, "M F"]:
+    """Name e4m3 values as bytes: `jax.checkpoint` rounds saved floats as IEEE does, where e4m3 ends at 240."""
+    named = checkpoint_name(jax.lax.bitcast_convert_type(fp8_values, jnp.uint8), name)
+    return jax.lax.bitcast_convert_type(named, fp8_values.dtype)
+
+
+def _backward(backend: ScaledSwigluBackend, residuals, dout):
+    products, rows, low_rank, down_low_rank, (gate, up, down), first, matrices, last = residuals
+    fp8_cotangent, scales = encode(dout, down.scales)
+    ddown_low_rank, (dlast,) = lora_expand_gradients(down_low_rank, (last,), (dout,))
+    dy = dot(fp8_cotangent, down.codes, 0, dout.dtype)
+    dgate, dup, ddown, absmax = backend.scaled_backward(products, low_rank, matrices, dy, scales, ddown_low_rank)
+    shared = row_scales(absmax)
+    quantizers = [Quantizer(weight.scales, shared) for weight in (gate, up)]
+    dlow_rank, dsecond, fp8_cotangents = lora_expand_gradients_in_fp8(low_rank, matrices[:2], (dgate, dup), quantizers)
+    dx = adapted_input_gradient(fp8_cotangents, (gate, up), shared, dlow_rank, first)
+    return dout, cotangent(rows, dx), None, rows.shrink_gradient(dlow_rank), (*dsecond, ddown), dlast
+
+
+_feed_forward.defvjp(_forward, _backward)

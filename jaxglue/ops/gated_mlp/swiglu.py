@@ -1,0 +1,125 @@
+"""SwiGLU between LoRA adapters, whose products are formed inside its kernels and not in passes of their own."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxglue.ops.backend import Backend, Capability, Operation, check_triton_rank
+from jaxglue.ops.projection.lora import lora_expand, lora_expand_gradients, lora_shrink
+
+Matrices = tuple[Float[Array, "F R"], Float[Array, "F R"], Float[Array, "R F"]]
+"""float32: the second matrices of gate's and up's adapters, times their scale, and the first one of down's."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ScaledProducts:
+    """gate and up, e4m3 or wider, without their scales, which are float32. A pytree."""
+
+    gate: Float[Array, "M F"]
+    up: Float[Array, "M F"]
+    row_scales: Float[Array, "M 1"]
+    gate_scales: Float[Array, " F"]
+    up_scales: Float[Array, " F"]
+
+    @property
+    def scales(self) -> tuple[Array, Array, Array]:
+        """Return the scales of rows, of gate's columns and of up's."""
+        return self.row_scales, self.gate_scales, self.up_scales
+
+
+class LoraSwigluBackend(Protocol):
+    """Kernels of a forward and backward pass over rows; hashable."""
+
+    def forward(self, gate, up, low_rank, matrices: Matrices) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
+        """See `lora_swiglu`."""
+
+    def backward(self, gate, up, low_rank, matrices: Matrices, dout, dlow_rank) -> tuple[Array, Array, Array]:
+        """Return the gradients to gate and up in their dtype, and to down in float32."""
+
+
+def _load(capability: Capability, dtype, rank: int) -> LoraSwigluBackend:
+    from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
+
+    return TritonLoraSwiglu.of(capability)
+
+
+LORA_SWIGLU = Operation(
+    name="SwiGLU between adapters",
+    backends={
+        "triton": Backend(
+            check=partial(check_triton_rank, largest=32),
+            load=_load,
+            advantage="every wide array is read and written once",
+        )
+    },
+)
+
+
+def lora_swiglu(
+    gate: Float[Array, "*B F"],
+    up: Float[Array, "*B F"],
+    low_rank: Float[Array, "*B ranks"],
+    matrices: Matrices,
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
+    """Compute (y, y·downᵀ) of y = silu(gate + h₁·B₁ᵀ)·(up + h₂·B₂ᵀ), where low_rank is h₁ and h₂ side by side.
+
+    Args:
+        gate, up: the projections without their adapters.
+        low_rank: the input projected to the ranks of both.
+        matrices: B₁, B₂ and down, of one rank, in float32 as are their gradients.
+        backend: `auto`, `reference` or `triton`; see `LORA_SWIGLU.choose`.
+
+    Raises:
+        ValueError: ranks that do not fit, or a named backend that cannot serve.
+    """
+    ranks = {*(matrix.shape[1] for matrix in matrices[:2]), matrices[2].shape[0]}
+    if len(ranks) != 1 or low_rank.shape[-1] != 2 * min(ranks):
+        got = f"ranks {', '.join(map(str, sorted(ranks)))} and {low_rank.shape[-1]} columns"
+        raise ValueError(f"three adapters must have one rank R, and low_rank 2R columns, got {got}")
+    kernels = LORA_SWIGLU.load(gate.dtype, min(ranks), backend=backend)
+    if kernels is None:
+        return reference_lora_swiglu(gate, up, low_rank, matrices)
+    rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, low_rank))
+    out, down_low_rank = _fused(kernels, *rows, matrices)
+    return out.reshape(gate.shape), down_low_rank.reshape(*gate.shape[:-1], -1)
+
+
+def reference_lora_swiglu(
+    gate: Float[Array, "*B F"], up: Float[Array, "*B F"], low_rank: Float[Array, "*B ranks"], matrices: Matrices
+) -> tuple[Float[Array, "*B F"], Float[Array, "*B R"]]:
+    """Compute `lora_swiglu` by XLA, which differentiates it."""
+    *second, down = matrices
+    gate_adapter, up_adapter = lora_expand(low_rank, second)
+    out = jax.nn.silu(gate + gate_adapter) * (up + up_adapter)
+    return out, lora_shrink(out, down)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(
+    backend: LoraSwigluBackend,
+    gate: Float[Array, "M F"],
+    up: Float[Array, "M F"],
+    low_rank: Float[Array, "M ranks"],
+    matrices: Matrices,
+) -> tuple[Float[Array, "M F"], Float[Array, "M R"]]:
+    return backend.forward(gate, up, low_rank, matrices)
+
+
+def _forward(backend, *arguments):
+    return backend.forward(*arguments), arguments
+
+
+def _backward(backend, arguments, cotangents):
+    _, _, low_rank, (*second, _) = arguments
+    dgate, dup, ddown = backend.backward(*arguments, *cotangents)
+    dlow_rank, dsecond = lora_expand_gradients(low_rank, second, (dgate, dup))
+    return dgate, dup, dlow_rank, (*dsecond, ddown)
+
+
+_fused.defvjp(_forward, _backward)
