@@ -48,7 +48,11 @@ def _answer(request: dict) -> dict:
             "top_k": 1,
             "n_probs": request.get("probs", 0),
         }
-        return _post(address, "/completion", {"prompt": prompt, "cache_prompt": False, **greedy})
+        return _post(
+            address,
+            "/completion",
+            {"prompt": prompt, "cache_prompt": False, "logit_bias": request.get("bias", []), **greedy},
+        )
 
     def chat(messages) -> dict:
         text = _post(address, "/apply-template", {"messages": messages})["prompt"]

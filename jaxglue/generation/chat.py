@@ -46,7 +46,7 @@ class Assistant:
         if is_reward_model(config):
             raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
         self.tokenizer, model, dtype = load_parts(config)
-        self._stops = stop_tokens(self.tokenizer) | _generation_stops(folder)
+        self._stops = stop_tokens(self.tokenizer) | generation_stops(folder)
         graphdefs, self._adapter, self._frozen = split_model(model, nnx.LoRAParam)
         self._generator = Generator(graphdefs, model.config, dtype=dtype)
         self.scorer = partial(Scorer, graphdefs, model.config, self._adapter, self._frozen, dtype=dtype)
@@ -178,7 +178,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(stops - {None})
 
 
-def _generation_stops(folder: Path) -> frozenset[int]:
+def generation_stops(folder: Path) -> frozenset[int]:
     """Return the end tokens in generation_config.json."""
     path = folder / "generation_config.json"
     stops = read_json(path).get("eos_token_id") if path.is_file() else None

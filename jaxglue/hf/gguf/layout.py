@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -129,9 +129,7 @@ class _Layout:
         """Return the stack of experts that the checkpoint holds one by one."""
         parts = sorted(parts, key=lambda part: int(_expert(part)))
         shape = (len(parts), *self._specs[parts[0]].shape)
-        return self._make(
-            name, shape, tuple(parts), lambda: ((lambda part=part: self._tensors.read(part)) for part in parts)
-        )
+        return self._make(name, shape, tuple(parts), lambda: (partial(self._tensors.read, part) for part in parts))
 
     def _from_stack(self, name: str, match: re.Match[str]) -> Iterator[GgufTensor]:
         """Yield the halves of a stack of all experts: interleaved in GPT-OSS, one after the other in Qwen3-MoE."""
@@ -148,10 +146,8 @@ class _Layout:
                 if match["part"] == "_bias":
                     return iter([lambda: self._tensors.read(name)[:, taken]])
                 if match["part"] == "_blocks":
-                    return (lambda expert=expert: self._mxfp4(name, expert, taken) for expert in range(shape[0]))
-                return (
-                    lambda expert=expert: self._expert(name, expert, taken, transposed) for expert in range(shape[0])
-                )
+                    return (partial(self._mxfp4, name, expert, taken) for expert in range(shape[0]))
+                return (partial(self._expert, name, expert, taken, transposed) for expert in range(shape[0]))
 
             half_shape: tuple[int, ...] = (shape[0], rows, *shape[2:])
             if match["part"] == "_blocks":

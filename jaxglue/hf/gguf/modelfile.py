@@ -101,13 +101,15 @@ def _derive(tokenizer: PreTrainedTokenizerBase) -> _Texts | None:
     first, after_system, after_user, after_assistant = gaps
     before_user = _common_suffix(_common_suffix(after_system, after_assistant), alone)
     begin = alone.removesuffix(before_user)
-    after = _common_prefix(after_user, rest)
+    end = after_assistant.removesuffix(before_user)
+    ends_alike = after_user.startswith(end) and rest.startswith(end)
+    after = end if ends_alike else _common_prefix(after_user, rest)
     if not first.startswith(begin):
         return None
     around = {
         "system": (first.removeprefix(begin), after_system.removesuffix(before_user)),
         "user": (before_user, after),
-        "assistant": (after_user.removeprefix(after), after_assistant.removesuffix(before_user)),
+        "assistant": (after_user.removeprefix(after), end),
     }
     return _Texts(begin, around, rest.removeprefix(after))
 

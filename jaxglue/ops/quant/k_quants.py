@@ -24,11 +24,11 @@ _TINY = 1e-15
 
 
 class _Search(NamedTuple):
-    """Candidates of the inverse scale: (levels + first + i · step) / range for i = 0 … count − 1."""
+    """Candidates of the inverse scale: (levels + first + i · step) / range for i = 0 … attempts − 1."""
 
     first: float
     step: float
-    count: int
+    attempts: int
 
 
 _PLAIN = {"q4_k": _Search(-1.0, 0.1, 21), "q5_k": _Search(-0.5, 0.1, 16)}
@@ -133,7 +133,7 @@ def _fit_scales(
 
     first = span / levels
     best = (first, low, error(first, low, *sums(1 / first, low)))
-    scale, minimum, _ = jax.lax.fori_loop(0, search.count, attempt, best)
+    scale, minimum, _ = jax.lax.fori_loop(0, search.attempts, attempt, best)
     return jnp.where(high > low, scale, 0), -minimum
 
 
