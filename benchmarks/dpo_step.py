@@ -33,14 +33,13 @@ from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import without_adapters
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.planner.flops import matmul_parameters
 from jaxglue.planner.gpus import GIB, peak_flops
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 PROMPT, ANSWER = (300, 200), (350, 250)
 """Mean and standard deviation of lengths."""
@@ -121,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.pair_tokens:
         pairs = make_long_pairs(args.steps + args.warm_up + 1, work.config.vocab_size, args.pair_tokens)
     batches = make_batches(pairs, args.row, shared=not args.copies)
-    objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
+    objective = ObjectiveConfig(objective="dpo").make()
     planned = replace(
         work,
         document_lengths=tuple(batches.dataset.document_lengths.tolist()),

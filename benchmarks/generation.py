@@ -20,10 +20,9 @@ from flax import nnx
 from inputs import SHAPES
 from measure import table, write_results
 
-from jaxglue.generation.batch import Request
 from jaxglue.generation.cache import CachePlan, token_bytes
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generate import Generator
+from jaxglue.generation.generator import Generator, Request
 from jaxglue.hf.loading import random_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig

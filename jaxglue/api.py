@@ -6,16 +6,16 @@ from typing import Any
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
-from jaxglue.generation import chat, rewards
+from jaxglue.generation import chat, scoring
 from jaxglue.generation.config import GenerateConfig, ScoreConfig
 from jaxglue.planner import plan as planner_plan
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plans import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
-from jaxglue.training import trainer
+from jaxglue.training import train as training
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.summary import RunSummary
+from jaxglue.training.report import RunSummary
 
 
 def train(
@@ -34,7 +34,7 @@ def train(
     Raises:
         ValueError: a bad setting or bad input, before the accelerator is used.
     """
-    return trainer.train(_configured(TrainConfig, config, settings, recipe))
+    return training.train(_configured(TrainConfig, config, settings, recipe))
 
 
 def generate(
@@ -64,7 +64,7 @@ def score(
     Raises:
         ValueError: bad settings, folders, tensors, tokenizer or data.
     """
-    found = rewards.score_rows(_configured(ScoreConfig, config, settings))
+    found = scoring.score_rows(_configured(ScoreConfig, config, settings))
     return ((row.value, scores) for row, scores in found)
 
 

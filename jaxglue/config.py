@@ -64,6 +64,13 @@ class Alias:
         self.names, self.values = names, values
 
 
+class Choices:
+    """Values of a text field that are a registry's names, read whenever the field is, after other ones."""
+
+    def __init__(self, names: Collection[str], *others: str):
+        self.names, self.others = names, others
+
+
 class Instead:
     """Remedies for values of other programs that no value of a field replaces, such as lora and NF4 for qlora."""
 
@@ -281,6 +288,8 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
             case Alias():
                 aliases = {**kind.aliases, **dict.fromkeys(note.names, note.values)}
                 kind = dataclasses.replace(kind, aliases=aliases)
+            case Choices():
+                kind = dataclasses.replace(kind, choices=(*note.others, *note.names))
             case Instead():
                 kind = dataclasses.replace(kind, remedies=note.remedies)
             case Synonyms():

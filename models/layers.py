@@ -4,7 +4,6 @@ Parameters carry Hugging Face's names and shapes.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,26 +12,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext, PackedContext
-from jaxglue.models.linear import (
-    Linear,
-    Normed,
-    add_projection,
-    first_matrices,
-    have_fp8_adapters,
-    plain_matrices,
-    project_base,
-    project_together,
-)
+from jaxglue.models.linear import Linear, Normed, project_together
 from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
-from jaxglue.ops.collectives import BATCH_AXES, axis_size, copy_to, reduce_from
-from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
-from jaxglue.ops.gated_mlp.swiglu import Matrices, lora_swiglu
+from jaxglue.ops.collectives import copy_to, reduce_from
+from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp, gated_mlp_reads_fp8
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
+from jaxglue.ops.projection import projections_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
-from jaxglue.ops.small_layer import LayerSpec, Weights, small_layer
+from jaxglue.ops.small_layer import LayerNorms, LayerSpec, small_layer
 
 
 def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
@@ -55,16 +45,16 @@ class RMSNorm(nnx.Module):
         """Normalize x, in x's dtype."""
         return rms_norm(x, self.weight[...], self.eps)
 
-    def branch(self, x: Float[Array, "B T D"], *, coded: bool = False) -> tuple[Float[Array, "B T D"], Normed]:
-        """Return (x, norm of x) for a residual block, the latter as e4m3 codes if asked for."""
-        return (residual_norm_fp8 if coded else branch_norm)(x, self.weight[...], self.eps)
+    def branch(self, x: Float[Array, "B T D"], *, fp8: bool = False) -> tuple[Float[Array, "B T D"], Normed]:
+        """Return (x, norm of x) for a residual block, the latter as e4m3 values if asked for."""
+        return (residual_norm_fp8 if fp8 else branch_norm)(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional q/k norms and sinks."""
 
-    def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, window: int | None, dtype, rngs: nnx.Rngs):
-        D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+    def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, kind: LayerKind, dtype, rngs: nnx.Rngs):
+        D, H, eps = config.hidden_size, kind.head_dim, config.rms_norm_eps
         N, K = config.num_attention_heads, config.num_key_value_heads
         options = _linear_options(config, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.q_proj = Linear(D, N * H, **options)
@@ -76,15 +66,15 @@ class Attention(nnx.Module):
         self.sinks = (
             nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * config.initializer_range) if sinks else None
         )
-        self.head_dim, self.window = H, window
+        self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
 
     def add_to(self, x: Float[Array, "B T D"], normed: Normed, context: LayerContext) -> Array:
         """Project, rotate, attend, project back and add to x."""
         return self.leave(x, self.attend(*self.enter(_copy_to(normed), context), context), context)
 
-    def reads_codes(self, context: LayerContext) -> bool:
-        """Return whether the norm's e4m3 codes are multiplied."""
-        return have_fp8_adapters((self.q_proj, self.k_proj, self.v_proj), context)
+    def reads_fp8_values(self, context: LayerContext) -> bool:
+        """Return whether the norm's e4m3 values are multiplied."""
+        return projections_read_fp8([linear.projection for linear in self.linears[:3]], context)
 
     def enter(self, x: Normed, context: LayerContext) -> tuple[Array, Array, Array]:
         """Return rotated queries and keys, and values [B, T, heads, H]."""
@@ -93,7 +83,7 @@ class Attention(nnx.Module):
             self._heads(checkpoint_name(y, name))
             for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         )
-        return *context.rotate(q, k, self.head_norms), v
+        return *context.rotate(q, k, self.rotary, self.head_norms), v
 
     def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
@@ -121,54 +111,33 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU feed-forward: down(silu(gate(x)) · up(x))."""
+    """Gated feed-forward: down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, activation: Activation = "silu", dtype, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
         options = _linear_options(config, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
         self.gate_proj = Linear(D, F, **options)
         self.up_proj = Linear(D, F, **options)
         self.down_proj = Linear(F, D, **options)
+        self.activation: Activation = activation
 
     def add_to(self, x: Float[Array, "B T D"], normed: Normed, context: LayerContext) -> Array:
         """Apply the feed-forward and add it to x."""
-        normed = _copy_to(normed)
-        if (matrices := self._swiglu_matrices(context)) is not None:
-            if self.reads_codes(context) and (last := self.down_proj.scaled_b) is not None:
-                weights: Any = tuple(linear.weight.get_value() for linear in self.linears)
-                return swiglu_fp8(x, normed, weights, first_matrices(self.linears[:2]), matrices, last)
-            assert not isinstance(normed, FP8Rows)
-            return add_projection(x, self.down_proj, *self._lora_swiglu(normed, matrices, context))
-        gate, up = project_together((self.gate_proj, self.up_proj), normed, context)
-        gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-        return self.down_proj.add_to(x, jax.nn.silu(gate) * up, context)
+        return gated_mlp(_copy_to(normed), self.parts, context, stream=x, activation=self.activation)
 
-    def reads_codes(self, context: LayerContext) -> bool:
-        """Return whether the norm's e4m3 codes are multiplied."""
-        fused = self.down_proj.bias is None and self._swiglu_matrices(context) is not None
-        return fused and have_fp8_adapters(self.linears, context)
+    def reads_fp8_values(self, context: LayerContext) -> bool:
+        """Return whether the norm's e4m3 values are multiplied."""
+        return gated_mlp_reads_fp8(self.parts, context, self.activation)
+
+    @property
+    def parts(self) -> GatedParts:
+        """Return the projections' parameters."""
+        return GatedParts(*(linear.projection for linear in self.linears))
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear]:
         """Return gate, up and down."""
         return self.gate_proj, self.up_proj, self.down_proj
-
-    def _swiglu_matrices(self, context: LayerContext) -> Matrices | None:
-        """Return the matrices for `lora_swiglu`; None if one is missing, ranks differ, or bias or dropout intervene."""
-        gate_b, up_b, down_a = self.gate_proj.scaled_b, self.up_proj.scaled_b, self.down_proj.lora_A
-        biases = self.gate_proj.bias, self.up_proj.bias, self.gate_proj.lora_magnitude_vector
-        drops = context.dropout_key is not None and self.down_proj.lora_dropout > 0.0
-        if gate_b is None or up_b is None or down_a is None or drops or any(bias is not None for bias in biases):
-            return None
-        same_rank = gate_b.shape[1] == up_b.shape[1] == down_a.shape[0]
-        return (gate_b, up_b, down_a[...]) if same_rank else None
-
-    def _lora_swiglu(self, x, matrices: Matrices, context: LayerContext) -> tuple[list[Array], Array]:
-        """Return down's output and low-rank values as `project_base` does; other products are formed in kernels."""
-        (gate, up), hidden = project_base(self.linears[:2], x, context)
-        assert hidden is not None
-        y, hidden = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), hidden, matrices)
-        return [self.down_proj.base(y, context)], checkpoint_name(hidden, names.LORA_HIDDEN)
 
 
 class DecoderLayer(nnx.Module):
@@ -181,13 +150,13 @@ class DecoderLayer(nnx.Module):
         mlp: Callable[..., nnx.Module] = GatedMLP,
         qk_norm: bool = False,
         sinks: bool = False,
-        window: int | None = None,
+        kind: LayerKind,
         dtype,
         rngs: nnx.Rngs,
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps, dtype=dtype)
-        self.self_attn = Attention(config, qk_norm=qk_norm, sinks=sinks, window=window, dtype=dtype, rngs=rngs)
+        self.self_attn = Attention(config, qk_norm=qk_norm, sinks=sinks, kind=kind, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(D, eps, dtype=dtype)
         self.mlp = mlp(config, dtype=dtype, rngs=rngs)
 
@@ -198,7 +167,7 @@ class DecoderLayer(nnx.Module):
             return self._by_tiles(x, context)
         if (y := self._as_small(x, context)) is not None:
             return y
-        x, normed = self.input_layernorm.branch(x, coded=self.self_attn.reads_codes(context))
+        x, normed = self.input_layernorm.branch(x, fp8=self.self_attn.reads_fp8_values(context))
         x = checkpoint_name(self.self_attn.add_to(x, normed, context), names.ATTENTION_RESIDUAL)
         return self._feed_forward(x, context)
 
@@ -207,20 +176,19 @@ class DecoderLayer(nnx.Module):
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(mlp, GatedMLP) or not isinstance(context, PackedContext) or attention.sinks is not None:
             return None
-        linears = *attention.linears, *mlp.linears
-        several = axis_size("tensor", *BATCH_AXES) > 1
-        if several or context.attention_out is not None or not (parts := plain_matrices(linears, context)):
+        if attention.rotary is None or not attention.rotary.turns_whole_halves:
             return None
-        norms = self.input_layernorm, self.post_attention_layernorm
-        weights = Weights((norms[0].weight[...], norms[1].weight[...]), attention.head_norms, parts[0])
-        ups = (up for linear in linears if (up := linear.scaled_b) is not None)
-        spec = LayerSpec(head_dim=attention.head_dim, eps=norms[0].eps, window=attention.window)
-        context = replace(context, dropout_key=None, router_losses=None)
-        return small_layer(spec, x, weights, list(zip(parts[1], ups, strict=True)), context)
+        if context.attention_out is not None:
+            return None
+        before, after = self.input_layernorm, self.post_attention_layernorm
+        norms = LayerNorms(before.weight[...], after.weight[...], attention.head_norms)
+        projections = [linear.projection for linear in (*attention.linears, *mlp.linears)]
+        spec = LayerSpec(rotary=attention.rotary, eps=before.eps, window=attention.window)
+        return small_layer(spec, x, norms, projections, context)
 
     def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:
         if isinstance(self.mlp, GatedMLP):
-            x, normed = self.post_attention_layernorm.branch(x, coded=self.mlp.reads_codes(context))
+            x, normed = self.post_attention_layernorm.branch(x, fp8=self.mlp.reads_fp8_values(context))
             return self.mlp.add_to(x, normed, context)
         x, normed = self.post_attention_layernorm.branch(x)
         return x + reduce_from(self.mlp(_copy_to(normed), context))

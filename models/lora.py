@@ -55,8 +55,6 @@ def without_adapters(graphdef: nnx.GraphDef, trainable: Params, frozen: Params) 
     for _, module in nnx.iter_modules(layer):
         if isinstance(module, Linear | ExpertLinear):
             module.lora_A = module.lora_B = nnx.data(None)
-            if isinstance(module, Linear):
-                module.lora_magnitude_vector = nnx.data(None)
             module.lora_scale = 0.0
         if isinstance(module, Linear):
             module.lora_magnitude_vector = nnx.data(None)

@@ -2,9 +2,8 @@
 
 import contextlib
 
-from jaxglue.generation.chat import Assistant
+from jaxglue.generation.chat import HELP, Assistant, Session, converse
 from jaxglue.generation.config import AssistantConfig
-from jaxglue.generation.session import HELP, Session, converse
 
 
 def main(config: AssistantConfig) -> None:

@@ -28,9 +28,9 @@ from jaxglue.planner.plans import DoesNotFit, Plan
 from jaxglue.planner.proposer import MARGIN
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped
-from jaxglue.training.devices import with_global_batch
-from jaxglue.training.row_length import row_text, with_seq_len
-from jaxglue.training.workload import make_workload
+from jaxglue.training.remat import make_workload
+from jaxglue.training.report import row_text
+from jaxglue.training.setup import with_global_batch, with_seq_len
 
 _SHOWN = 5
 _HOST = "dispatched as beside an H200"
@@ -45,7 +45,7 @@ def make_planner(config: EstimateConfig) -> Planner:
     run = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh)))).run
     config = replace(config, run=run)
     model = config_from_hf(read_config(model_path(config.model.model, config.model.revision, weights=False)))
-    model = model.scored if config.objective.scores else model
+    model = model.scored if config.objective.kind.trains_scores else model
     model = model.expanded if config.model.expand_experts else model
     model = model.quantized(config.model.storage, **config.model.fp8_products)
     check_model(config, model)

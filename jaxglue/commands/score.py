@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxglue.data.files import Row
 from jaxglue.generation.config import ScoreConfig
-from jaxglue.generation.rewards import score_rows
+from jaxglue.generation.scoring import score_rows
 from jaxglue.hf.files import atomic_file
 
 _KEYS: dict[int, tuple[str, ...]] = {1: ("score",), 2: ("chosen_score", "rejected_score")}

@@ -1,7 +1,7 @@
 """The compiled programs around the layers: embedding and rotary tables; final norm, projection, loss and scores."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,10 +20,11 @@ from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.models.noise import add_noise
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix, replaced_rows
-from jaxglue.objectives.preference import PreferenceLoss
+from jaxglue.objectives.config import SUPERVISED
+from jaxglue.objectives.objective import Objective
 from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
 from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, linear_log_probs, linear_scores, log_sum_squares
-from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.rope import RopeTables
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -42,7 +43,7 @@ class EmbedHead:
         attention: str,
         tile: int | None = None,
         router_losses: RouterLosses | None = None,
-        objective: PreferenceLoss | None = None,
+        objective: Objective = SUPERVISED,
         neftune_alpha: float = 0.0,
         layout: Layout = SINGLE_DEVICE,
     ):
@@ -53,7 +54,7 @@ class EmbedHead:
                 "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
             )
         self._tile, self._router_losses, self._objective, self._layout = tile, router_losses, objective, layout
-        self.loss_shape: tuple[int, ...] = () if objective is None else (objective.values,)
+        self.loss_shape = objective.shape
         self._head_parts = ("norm", graphdefs.output_name)
         self.fp8_layers, self.fp8_head = [True] * len(graphdefs.layers), config.fp8_head
         self._embed_program = jit_step(self._embed)
@@ -95,10 +96,12 @@ class EmbedHead:
         x, *shared = on_device(traced.out_info)
         return traced, x, self._contexts(batch, *shared)
 
-    def _contexts(self, batch: Batch, cos, sin, keys: list, router_losses: RouterLosses | None) -> list[PackedContext]:
+    def _contexts(
+        self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None
+    ) -> list[PackedContext]:
         """Return every layer's context; they differ in their dropout key, and where FP8 is used."""
-        shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention, "tile": self._tile}
-        shared["router_losses"] = router_losses
+        shared: dict[str, Any] = {"segments": batch.segments, "rope": rope, "router_losses": router_losses}
+        shared |= {"backend": self._attention, "tile": self._tile}
         layers = zip(keys, self.fp8_layers, strict=True)
         return [PackedContext(**shared, dropout_key=layer_key, fp8=fp8) for layer_key, fp8 in layers]
 
@@ -170,16 +173,16 @@ class EmbedHead:
 
         def program(weights, tokens, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
-            cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
+            rope = self._config.rope_tables(batch.segments.positions)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(tokens, self._dtype, batch.tokens)
             if key is not None and self._neftune_alpha:
                 x = add_noise(x, batch.segments, self._neftune_alpha, key)
-            return x, cos, sin, keys, self._scaled_router_losses(batch, scale)
+            return x, rope, keys, self._scaled_router_losses(batch, scale)
 
         rows, whole = layout.batch_spec, PartitionSpec()
-        specs, results = (stored, rows, rows, whole, whole), (rows, rows, rows, whole, whole)
+        specs, results = (stored, rows, rows, whole, whole), (rows, rows, whole, whole)
         return per_device(program, layout.mesh, specs, results)((trainable, frozen), tokens, batch, key, scale)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
@@ -246,8 +249,8 @@ class EmbedHead:
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
-            values, _ = self._token_values(hidden, output, batch)
-            return sum_parts(values, batch.answers)[..., :PROMPT]
+            values = HeadValues(hidden, output, batch)
+            return sum_parts(values.scores if self._config.scores else values.log_probs, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
@@ -259,28 +262,46 @@ class EmbedHead:
         return norm(x).reshape(-1, x.shape[-1]), output
 
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
-        """Return scale · Σ loss of this device's rows, and the same followed by an objective's metrics."""
+        """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
-        if self._objective is None:
-            tokens = hidden, output.weight[...], batch.targets.ravel(), batch.loss_weights.ravel()
-            loss = linear_cross_entropy(*tokens, rows=replaced_rows(output), fp8=fp8) * scale
-            return loss, loss
-        values = self._objective(*self._token_values(hidden, output, batch), batch) * scale
-        return values[0], values
+        values = self._objective(HeadValues(hidden, output, batch, fp8=fp8), batch) * scale
+        return self._objective.loss(values), values
 
-    def _token_values(self, hidden, output, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None]:
-        """Return the targets' log-probabilities and, for an objective that weighs by it, their alignment.
 
-        Of a reward model, scores of counted tokens.
-        """
-        weight = output_matrix(output)
-        if self._config.scores:
-            return token_scores(hidden, weight).reshape(batch.tokens.shape) * batch.loss_weights, None
-        tokens = hidden, weight, batch.targets.ravel(), batch.loss_weights.ravel()
-        log_probs = linear_log_probs(*tokens).reshape(batch.targets.shape)
-        if self._objective is None or not self._objective.needs_alignment:
-            return log_probs, None
-        return log_probs, log_probs - log_sum_squares(hidden, weight, tokens[3]).reshape(batch.targets.shape)
+class HeadValues:
+    """Values of a batch's targets from the normed hidden states of its tokens, computed when they are asked for."""
+
+    def __init__(self, hidden: Float[Array, "M D"], output: Any, batch: Batch, *, fp8: bool = False):
+        self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
+        self._targets, self._weights = batch.targets.ravel(), batch.loss_weights.ravel()
+
+    @property
+    def cross_entropy(self) -> Float[Array, ""]:
+        """Σ loss weight · cross-entropy, fused with the head."""
+        tokens = self._hidden, self._output.weight[...], self._targets, self._weights
+        return linear_cross_entropy(*tokens, rows=replaced_rows(self._output), fp8=self._fp8)
+
+    @cached_property
+    def log_probs(self) -> Float[Array, "B T"]:
+        """Log-probabilities of the targets; 0 where the loss weight is."""
+        return self._rows(linear_log_probs(self._hidden, self._matrix, self._targets, self._weights))
+
+    @property
+    def alignment(self) -> Float[Array, "B T"]:
+        """Log-probabilities less log Σ p² over the vocabulary."""
+        return self.log_probs - self._rows(log_sum_squares(self._hidden, self._matrix, self._weights))
+
+    @property
+    def scores(self) -> Float[Array, "B T"]:
+        """Scores of the tokens under a reward model; 0 where the loss weight is."""
+        return self._rows(token_scores(self._hidden, self._matrix)) * self._batch.loss_weights
+
+    @cached_property
+    def _matrix(self) -> Any:
+        return output_matrix(self._output)
+
+    def _rows(self, values: Float[Array, " M"]) -> Float[Array, "B T"]:
+        return values.reshape(self._batch.targets.shape)
 
 
 def token_scores(hidden: Float[Array, "M D"], weight: Float[Array, "1 D"]) -> Float[Array, " M"]:

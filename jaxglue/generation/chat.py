@@ -1,7 +1,6 @@
-"""Chat with a model: templates, end-of-turn tokens and streamed decoding around the generator."""
+"""Chat with a model: templates, end-of-turn tokens, streamed decoding, and a conversation in the terminal."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation.batch import Request
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
-from jaxglue.generation.generate import Generator
-from jaxglue.generation.prompts import encode_rows, prompt_of, read_prompts
-from jaxglue.generation.scoring import Scorer
+from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
 from jaxglue.hf.adapter import is_reward_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
@@ -32,6 +29,9 @@ from jaxglue.ops.projection.fp8 import check_fp8
 
 _CHANNEL = "<|channel|>"
 """Token before a channel's name in the harmony format."""
+HELP = "/reset forgets the conversation · /system TEXT sets the system message\nCtrl-C stops an answer · Ctrl-D leaves"
+_FINAL = "<|channel|>final<|message|>"
+"""Start of the answer proper in the harmony format; its template takes no other channel back."""
 
 
 class Assistant:
@@ -45,16 +45,15 @@ class Assistant:
         folder = config.folder
         if is_reward_model(config):
             raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
-        self.tokenizer, model, dtype = load_parts(config)
+        self.tokenizer, model, self.dtype = load_parts(config)
+        self.config = model.config
         self._stops = stop_tokens(self.tokenizer) | generation_stops(folder)
-        graphdefs, self._adapter, self._frozen = split_model(model, nnx.LoRAParam)
-        self._generator = Generator(graphdefs, model.config, dtype=dtype)
-        self.scorer = partial(Scorer, graphdefs, model.config, self._adapter, self._frozen, dtype=dtype)
-        """Makes a scorer of continuations."""
+        self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
+        self._generator = Generator(self.graphdefs, self.config, dtype=self.dtype)
 
     def answer(self, tokens: list[int], sampling: SamplingConfig, index: int = 0) -> Iterator[str]:
         """Yield the answer to an encoded prompt in pieces; `index` and errors as in `Generator.stream`."""
-        new = self._generator.stream(self._adapter, self._frozen, tokens, sampling, self._stops, index=index)
+        new = self._generator.stream(self.adapter, self.frozen, tokens, sampling, self._stops, index=index)
         return stream_text(self.tokenizer, new)
 
     def answers(
@@ -87,7 +86,7 @@ class Assistant:
             text = decode(self.tokenizer, tokens) if ends[number] else ""
             return any(end in text for end in ends[number])
 
-        weights = self._adapter, self._frozen
+        weights = self.adapter, self.frozen
         found = self._generator.answers(*weights, requests, self._stops, plan=plan, until=ended)
         for text, own in zip(in_order(self.tokenizer, found), ends, strict=True):
             yield text[: min((text.find(end) for end in own if end in text), default=None)]
@@ -207,3 +206,76 @@ def stream_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> It
             yield piece
     if rest := tokenizer.backend_tokenizer.decode(seen, skip_special_tokens=skips)[shown:]:
         yield rest
+
+
+class Session:
+    """Messages so far, answered by one loaded model."""
+
+    def __init__(self, assistant: Assistant, sampling: SamplingConfig, system: str | None = None):
+        self._assistant, self._sampling, self._system = assistant, sampling, system
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Yield the answer in pieces, and remember it, or as much of it as came before an interruption.
+
+        Raises:
+            ValueError: the conversation is too long, or the template refuses it; the question is forgotten.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        tokens = encode_messages(self._assistant.tokenizer, [*system_message(self._system), *asked])
+        pieces: list[str] = []
+        try:
+            for piece in self._assistant.answer(tokens, self._sampling):
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).rpartition(_FINAL)[2]}]
+
+    def command(self, line: str) -> str:
+        """Run a command that begins with a slash; return what to show."""
+        name, _, text = line.partition(" ")
+        if name == "/reset":
+            self.messages = []
+            return "the conversation is forgotten"
+        if name == "/system":
+            self._system, self.messages = text.strip() or None, []
+            return f"system message: {self._system or 'none'}; the conversation begins anew"
+        return HELP if name == "/help" else f"unknown command {name}\n{HELP}"
+
+
+def converse(session: Session, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+    """Read lines and write answers until the input ends.
+
+    Args:
+        session: of the model.
+        read: returns a line after a prompt; EOFError ends the conversation, KeyboardInterrupt drops the line.
+        write: shows text without adding a newline.
+    """
+    while True:
+        try:
+            line = read("> ").strip()
+        except EOFError:
+            write("\n")
+            return
+        except KeyboardInterrupt:
+            write("\n")
+            continue
+        if line.startswith("/"):
+            write(session.command(line) + "\n")
+        elif line:
+            _answer(session, line, write)
+
+
+def _answer(session: Session, line: str, write: Callable[[str], None]) -> None:
+    pieces = session.ask(line)
+    try:
+        for piece in pieces:
+            write(piece)
+    except KeyboardInterrupt:
+        write(" [stopped]")
+    except ValueError as error:
+        write(f"{error}: /reset begins anew")
+    finally:
+        pieces.close()  # type: ignore[attr-defined]
+    write("\n")

@@ -6,9 +6,10 @@ from itertools import count
 from typing import Any
 
 from jaxglue.data.template import ChatTemplate
-from jaxglue.generation.batch import Request
 from jaxglue.generation.chat import Assistant
 from jaxglue.generation.config import EvaluateConfig, SamplingConfig
+from jaxglue.generation.generator import Request
+from jaxglue.generation.scoring import Scorer
 
 _NEW_TOKENS = 256
 """Longest answer where a task sets no limit."""
@@ -27,7 +28,7 @@ class HarnessModel:
 
     def __init__(self, assistant: Assistant):
         super().__init__()
-        self.tokenizer, self._assistant, self._scorer = assistant.tokenizer, assistant, assistant.scorer()
+        self.tokenizer, self._assistant, self._scorer = assistant.tokenizer, assistant, Scorer(assistant)
 
     @property
     def tokenizer_name(self) -> str:

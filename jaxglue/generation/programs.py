@@ -1,4 +1,4 @@
-"""Compiled programs of generation: layers over a paged cache, the choice of the next tokens, steps of all layers."""
+"""Compiled programs of generation: layers over a paged cache, sampling of the next tokens, steps of all layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,23 +7,75 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from jaxglue.generation.cache import Pages
-from jaxglue.generation.contexts import Cursor, DecodeContext, Places, PrefillContext, Slots, places_of
-from jaxglue.generation.sampling import sample_tokens
+from jaxglue.generation.cache import Cursor, DecodeContext, Pages, Places, PrefillContext, Slots, places_of
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.linear import project
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
-from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
 NOT_FINITE = -2
 """In place of a token whose logits are infinite or NaN."""
 Trees = tuple[Params, ...]
 """Trainable and frozen parameters of the model or a part of it."""
+
+
+def request_key(seed: int, index: int) -> UInt32[Array, " words"]:
+    """Return the data of the random key of the prompt at this index; what else is answered does not change it."""
+    return jax.random.key_data(jax.random.fold_in(jax.random.key(seed), index))
+
+
+@jax.jit
+def sample_tokens(
+    logits: Float[Array, "S V"],
+    keys: UInt32[Array, "S words"],
+    positions: Int[Array, " S"],
+    temperatures: Float[Array, " S"],
+    top_ps: Float[Array, " S"],
+) -> Int[Array, " S"]:
+    """Sample the token at each row's position from float32 logits.
+
+    Args:
+        logits: of S prompts.
+        keys: of the prompts, from `request_key`.
+        positions: of the tokens to sample.
+        temperatures, top_ps: of the prompts, as in `SamplingConfig`.
+    """
+    likeliest = jnp.argmax(logits, axis=-1)
+
+    def draw():
+        at_position = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), positions)
+        return jnp.where(temperatures > 0, jax.vmap(sample_token)(logits, at_position, temperatures, top_ps), likeliest)
+
+    return jax.lax.cond((temperatures > 0).any(), draw, lambda: likeliest)
+
+
+def sample_token(logits: Float[Array, " V"], key: PRNGKeyArray, temperature, top_p) -> Int[Array, ""]:
+    """Sample a token from float32 logits at a temperature above 0."""
+    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
+    kept = _in_nucleus(jax.nn.softmax(logits), top_p) | (top_p >= 1)  # rounding would drop the least likely tokens
+    return jax.random.categorical(key, jnp.where(kept, logits, -jnp.inf))
+
+
+def _in_nucleus(probabilities: Float[Array, " V"], top_p) -> Bool[Array, " V"]:
+    """Return a mask of the most likely tokens until they reach `top_p`, at least one; ties are all in or out.
+
+    Bisect the bits of the least probability whose more likely tokens do not reach `top_p`: sorting takes much longer.
+    """
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)
+        falls_short = jnp.where(probabilities > threshold, probabilities, 0.0).sum() < top_p
+        return jnp.where(falls_short, low, middle), jnp.where(falls_short, middle, high)
+
+    one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
+    _, bits = jax.lax.fori_loop(0, 31, halve, (jnp.int32(-1), one))
+    return probabilities >= jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 class CachedLayer:
@@ -117,17 +169,17 @@ class Programs:
         return _part(trees, "norm"), _part(trees, self._output_name)
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
-        x, cos, sin = self._embed(weights, tokens, segments.positions)
-        return x, PackedContext(segments=segments, cos=cos, sin=sin, backend=self._attention)
+        x, rope = self._embed(weights, tokens, segments.positions)
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention)
 
     def _embed_last(self, weights: Trees, slots: Slots) -> tuple[Float[Array, "1 S D"], Cursor]:
-        x, cos, sin = self._embed(weights, slots.tokens[None], slots.positions[None])
+        x, rope = self._embed(weights, slots.tokens[None], slots.positions[None])
         places = places_of(slots.tables, jnp.arange(len(slots.positions)), slots.positions)
-        return x, Cursor(places=places, tables=slots.tables, positions=slots.positions, cos=cos, sin=sin)
+        return x, Cursor(places=places, tables=slots.tables, positions=slots.positions, rope=rope)
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
         x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
-        return x, *rope_tables(positions, self._config.rope, self._config.head_dim)
+        return x, self._config.rope_tables(positions)
 
     def _sample_next(self, norm_weights: Trees, output_weights: Trees, x: Float[Array, "1 S D"], slots: Slots, stops):
         """Return (slots after their next tokens, these tokens)."""

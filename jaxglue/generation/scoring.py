@@ -1,40 +1,43 @@
-"""Log-likelihoods of continuations, many of them packed into one row."""
+"""Scores of continuations by a language model, and of texts by a reward model, many of them packed into one row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import batched, chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from jaxglue.data.batch import Batch
+from jaxglue.data.batch import CHOSEN, PARTS, Answers, Batch
+from jaxglue.data.config import parse_source
+from jaxglue.data.encode import Encoder
+from jaxglue.data.files import Row
+from jaxglue.data.formats import PAIRS, detect_format, detect_preference
 from jaxglue.data.packing import PackPlan, plan_packing
+from jaxglue.data.readers import read_rows
+from jaxglue.data.tokenize import find_format
+from jaxglue.data.tokenizer import padding_token
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import PRESETS
-from jaxglue.models.config import DecoderConfig
-from jaxglue.models.parameters import ModelGraphDefs, Params
+from jaxglue.generation.chat import Assistant, is_reward_model, load_parts
+from jaxglue.generation.config import AssistantConfig, ScoreConfig
+from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 
 Tokens = list[int]
 _SHORTEST_ROW = 2048
+_CHUNK = 1024
+"""Rows of data that are packed together."""
 
 
 class Scorer:
-    """Scores continuations of contexts with a model split by `split_model`.
+    """Scores continuations of contexts with an assistant's model."""
 
-    Args:
-        graphdefs: modules of the model.
-        config: its shape.
-        trainable, frozen: its parameters.
-        dtype: of activations and matmuls.
-    """
-
-    def __init__(
-        self, graphdefs: ModelGraphDefs, config: DecoderConfig, trainable: Params, frozen: Params, *, dtype: Any
-    ):
-        self._executor = Executor(graphdefs, config, policy=PRESETS["full"], dtype=dtype)
-        self._trees = trainable, frozen
-        self.limit = config.max_position_embeddings
+    def __init__(self, assistant: Assistant):
+        self._executor = Executor(assistant.graphdefs, assistant.config, policy=PRESETS["full"], dtype=assistant.dtype)
+        self._trees = assistant.adapter, assistant.frozen
+        self.limit = assistant.config.max_position_embeddings
         """Most tokens that the model reads at once."""
 
     def score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
@@ -95,3 +98,95 @@ def _joined(context: Tokens, continuation: Tokens, limit: int) -> Tokens:
         raise ValueError(f"a continuation has {len(continuation):,} tokens, the model's limit is {limit:,}")
     tokens = (context + continuation)[-(limit + 1) :]
     return tokens if len(tokens) > 1 else tokens * 2  # an empty continuation scores nothing
+
+
+class RewardModel:
+    """A loaded reward model.
+
+    Raises:
+        ValueError: bad folders, tensors or tokenizer, or a model that writes text.
+    """
+
+    def __init__(self, config: AssistantConfig):
+        if not is_reward_model(config):
+            name = config.adapter or config.folder
+            raise ValueError(f"{name} is no reward model: train one with jaxglue train --objective reward")
+        self.tokenizer, model, dtype = load_parts(config, scores=True)
+        self.limit = model.config.max_position_embeddings
+        """Most tokens that the model reads at once."""
+        graphdefs, self._trainable, self._frozen = split_model(model, nnx.LoRAParam)
+        self._executor = Executor(graphdefs, model.config, policy=PRESETS["full"], dtype=dtype)
+        self._padding = padding_token(self.tokenizer)
+
+    def score(self, documents: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
+        """Return each document's score: that of its last token other than padding.
+
+        Raises:
+            ValueError: an empty document, one beyond the model's limit, or a score that is not finite.
+        """
+        documents = [self._without_padding(document) for document in documents]
+        if not documents:
+            return []
+        lengths = np.array([len(document) for document in documents], np.int64)
+        plan, row, slots = plan_rows(lengths)
+        scores = np.zeros(len(documents))
+        for members in map(plan.row, range(plan.rows)):
+            batch = _make_batch([documents[index] for index in members], row, slots)
+            found = self._executor.answer_log_probs(self._trainable, self._frozen, jax.device_put(batch))
+            scores[members] = np.asarray(found)[0, : len(members), CHOSEN]
+        require_finite(scores)
+        return scores.tolist()
+
+    def _without_padding(self, document: Sequence[int] | np.ndarray) -> np.ndarray:
+        tokens = np.asarray(document, np.int32)
+        kept = np.flatnonzero(tokens != self._padding)
+        tokens = tokens[: kept[-1] + 1] if len(kept) else tokens[:0]
+        if not 0 < len(tokens) <= self.limit:
+            raise ValueError(f"a document has {len(tokens):,} tokens, expected 1 to {self.limit:,}, the model's limit")
+        return tokens
+
+
+def _make_batch(documents: Sequence[np.ndarray], row: int, slots: int) -> Batch:
+    """Pack documents into one row, with a unit for each."""
+    lengths = [len(document) for document in documents]
+    lasts = np.cumsum(lengths) - 1
+    tokens, weights = np.zeros((1, row), np.int32), np.zeros((1, row), np.float32)
+    owners = np.full((1, row), PARTS * slots, np.int32)
+    tokens[0, : sum(lengths)], weights[0, lasts] = np.concatenate(documents), 1
+    owners[0, lasts] = PARTS * np.arange(len(documents)) + CHOSEN
+    ones: Any = np.ones((1, slots), np.float32)
+    fields: dict[str, Any] = {"tokens": tokens, "targets": tokens, "loss_weights": weights}
+    units: dict[str, Any] = {"owners": owners, "used": ones, "desirable": ones, "token_weight": ones}
+    segments = pack_segments([lengths], seq_len=row, max_segments=slots)
+    return Batch(**fields, segments=segments, answers=Answers(**units))
+
+
+def score_rows(config: ScoreConfig) -> Iterator[tuple[Row, tuple[float, ...]]]:
+    """Yield rows of data with their scores: one, or those of the preferred and of the other answer.
+
+    Raises:
+        ValueError: bad folders, tensors, tokenizer or data.
+    """
+    model = RewardModel(config)
+    for source in (parse_source(name, rename=config.columns) for name in config.data):
+        rows = read_rows(source)
+        head = list(next(batched(rows, _CHUNK), ()))
+        format = find_format(head, source, _detect)
+        encoder = Encoder(model.tokenizer, format=format, loss_on="assistant", system=config.system or "")
+        for chunk in batched(chain(head, rows), _CHUNK):
+            yield from zip(chunk, _score_chunk(model, encoder, chunk, 2 if format == PAIRS else 1), strict=True)
+
+
+def _detect(row: dict[str, Any]) -> str:
+    return detect_preference(row) if "chosen" in row else detect_format(row)
+
+
+def _score_chunk(
+    model: RewardModel, encoder: Encoder, rows: Sequence[Row], answers: int
+) -> Iterator[tuple[float, ...]]:
+    encoded = encoder.encode(rows)
+    documents = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
+    for row, length in zip(rows, encoded.lengths[::answers], strict=True):
+        if length > model.limit:
+            raise ValueError(f"{row.origin}: {length:,} tokens are above the model's limit of {model.limit:,}")
+    return batched(model.score(documents), answers)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxglue.hf.files import refuse_link_out
 from jaxglue.json_file import read_json
+from jaxglue.objectives.objective import OBJECTIVES
 from jaxglue.recipe import read_tables
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -222,7 +223,8 @@ def model_card(
     config = _read_toml(run / "config.toml")
     sources = config.get("data", {}).get("data", [])
     data = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
-    scores = config.get("objective", {}).get("objective") == "reward"
+    objective = OBJECTIVES.get(config.get("objective", {}).get("objective"))
+    scores = objective is not None and objective.trains_scores
     front = _front_matter(base, data, adapter=adapter, scores=scores)
     blocks = [front, f"# {name.partition('/')[2]}\n", _summary(base, adapter)]
     if data:

@@ -1,32 +1,20 @@
 """Configuration of the objective, under TRL's names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveFloat, Range
+from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveFloat, Range
 from jaxglue.data.config import AnswerTask
+from jaxglue.objectives.objective import OBJECTIVES, Objective
 
-Objective = Literal["sft", "dpo", "ipo", "kto", "orpo", "simpo", "reward"]
 LossType = Literal["sigmoid", "hinge", "robust", "exo_pair", "nca_pair", "apo_zero", "apo_down", "sigmoid_norm"]
-_FOR: dict[str, tuple[str, ...]] = {
-    "beta": ("dpo", "ipo", "kto", "orpo", "simpo"),
-    "loss_type": ("dpo",),
-    "label_smoothing": ("dpo", "simpo"),
-    "rpo_alpha": ("dpo", "ipo", "simpo"),
-    "use_weighting": ("dpo", "ipo"),
-    "simpo_gamma": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-    "center_rewards_coefficient": ("reward",),
-}
-"""Objectives that read a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(Config):
     """What training minimizes."""
 
-    objective: Annotated[Objective, Alias("rl")] = "sft"
+    objective: Annotated[str, Choices(OBJECTIVES), Alias("rl")] = "sft"
     """Supervised cross-entropy, or a loss of preferred and other answers: DPO (arXiv 2305.18290), IPO (2310.12036),
     KTO (2402.01306, rows with a label), ORPO (2403.07691), SimPO (2405.14734), or a reward model's (Bradley-Terry)."""
     loss_type: Annotated[LossType, Alias("dpo_loss_type")] = "sigmoid"
@@ -55,34 +43,37 @@ class ObjectiveConfig(Config):
 
     def validate(self) -> None:
         """Refuse settings that the objective does not read."""
-        for name, objectives in _FOR.items():
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default and self.objective not in objectives:
-                flag = name.replace("_", "-")
+        for field in fields(ObjectiveConfig):
+            if field.name in ("objective", "reference_cache") or field.name in self.kind.settings:
+                continue
+            if getattr(self, field.name) != field.default:
+                readers = " or ".join(name for name, kind in OBJECTIVES.items() if field.name in kind.settings)
+                flag = field.name.replace("_", "-")
                 raise ValueError(
-                    f"--{flag} is for --objective {' or '.join(objectives)}, not {self.objective}: name the objective, "
-                    "or leave it out"
+                    f"--{flag} is for --objective {readers}, not {self.objective}: name the objective, or leave it out"
                 )
-        if self.reference_cache == "on" and not self.needs_reference:
+        if self.reference_cache == "on" and not self.kind.needs_reference:
+            *names, last = (name for name, kind in OBJECTIVES.items() if kind.needs_reference)
             raise ValueError(
-                f"--reference-cache on is for --objective dpo, ipo or kto, not {self.objective}: leave it out"
+                f"--reference-cache on is for --objective {', '.join(names)} or {last}, not {self.objective}: "
+                "leave it out"
             )
-        if self.loss_type == "exo_pair" and not self.label_smoothing:
-            raise ValueError("--loss-type exo_pair needs --label-smoothing above 0, such as 0.001")
+        self.kind.check(self)
 
     @property
-    def scores(self) -> bool:
-        """Return whether a reward model is trained."""
-        return self.objective == "reward"
+    def kind(self) -> type[Objective]:
+        """Return the class of the objective."""
+        return OBJECTIVES[self.objective]
 
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether the loss compares with a reference model."""
-        return self.objective in ("dpo", "ipo", "kto")
+    def make(self) -> Objective:
+        """Return the objective with these settings."""
+        return self.kind(config=self)
 
     def task(self, *, shared_prompt: bool) -> AnswerTask | None:
-        """Return the treatment of preference data; None for supervised training."""
-        if self.objective == "sft":
-            return None
-        labeled, prompt_loss = self.objective == "kto", self.objective == "orpo"
-        return AnswerTask(labeled=labeled, shared_prompt=shared_prompt, prompt_loss=prompt_loss, scored=self.scores)
+        """Return the treatment of preference data; None for texts and chats."""
+        answers = self.kind.answers
+        return None if answers is None else answers._replace(shared_prompt=shared_prompt)
+
+
+SUPERVISED = ObjectiveConfig().make()
+"""The default objective."""

@@ -29,7 +29,7 @@ class BackendChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """An implementation of an operation by kernels."""
+    """An implementation of an operation, by kernels or by a faster form of its products."""
 
     check: Callable[..., None]
     """`check(capability, *call)` raises NotImplementedError, naming the reason, for a call that it cannot serve."""
@@ -37,6 +37,8 @@ class Backend:
     """`load(capability, *call)` imports the kernels and returns the object that launches them."""
     advantage: str
     """Reason for preferring it where it can serve."""
+    anywhere: bool = False
+    """Whether it serves on any device, since it is a form of the computation and no kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +95,7 @@ class Operation:
             _overrides.reset(token)
 
     def _choose(self, capability: Capability | None, *call: Any) -> BackendChoice:
-        if capability is None:
+        if capability is None and not any(backend.anywhere for backend in self.backends.values()):
             return BackendChoice(name="reference", reason="no NVIDIA GPU")
         obstacles: list[str] = []
         for name in self.order(*call) if self.order else self.backends:

@@ -14,10 +14,11 @@ from jaxtyping import Array, Float
 from jaxglue.engine.compiler import jit_step, on_device
 from jaxglue.engine.transfer import commit
 from jaxglue.models.parameters import ParamKey, Params, get_part, set_part
+from jaxglue.objectives.objective import Objective
 from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.optimizer_config import LEARNING_RATES, OptimizerConfig, warmup_steps
+from jaxglue.training.config import OptimizerConfig, warmup_steps
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def learning_rate_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the optimizer steps done."""
-    peak = config.learning_rate or LEARNING_RATES["lora"]
+    peak = config.learning_rate or Objective.learning_rates["lora"]
     end, warmup = peak * config.min_lr_ratio, warmup_steps(config, total_steps)
     rest = max(total_steps - warmup, 1)
     after = {

@@ -9,7 +9,7 @@ import pytest
 def test_all_files_with_gpu_tests_are_found():
     from gpu_check import gpu_test_files
 
-    assert "tests/ops/fp8/test_swiglu.py" in gpu_test_files()
+    assert "tests/ops/gated_mlp/test_swiglu.py" in gpu_test_files()
     assert "tests/data/test_readers.py" not in gpu_test_files()
 
 

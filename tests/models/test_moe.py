@@ -9,7 +9,7 @@ from flax import nnx
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generate import Generator
+from jaxglue.generation.generator import Generator
 from jaxglue.models import build_model
 from jaxglue.models.context import RouterLosses
 from jaxglue.models.decoder import packed_context

@@ -18,7 +18,6 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.loading import load_model
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.preference import PreferenceLoss
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GOLDEN = json.loads((GOLDENS / "rewards.json").read_text())
@@ -53,7 +52,7 @@ def make_parts(folder: str):
 
 
 def make_executor(config, graphdefs, **settings) -> Executor:
-    loss = PreferenceLoss(config=ObjectiveConfig(objective="reward", **settings))
+    loss = ObjectiveConfig(objective="reward", **settings).make()
     return Executor(graphdefs, config, policy=PRESETS["full"], dtype=jnp.float32, objective=loss)
 
 
@@ -69,7 +68,7 @@ def test_loss_metrics_and_gradients_equal_trl(name, shared):
     (batch,) = make_batches(make_store(golden["margins"]), shared=shared)
     sums, gradients = executor.loss_and_gradients(trainable, frozen, [batch], len(PAIRS))
     close(float(sums[0]), golden["loss"])
-    metrics = PreferenceLoss(config=ObjectiveConfig(objective="reward")).metrics(sums)
+    metrics = ObjectiveConfig(objective="reward").make().metrics(sums)
     for key, value in golden["metrics"].items():
         close(float(metrics[key]), value)
     flat = flatten_names(gradients)

@@ -23,9 +23,8 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import load_model
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.objectives.answers import Pairs
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.losses import Pairs, dpo
-from jaxglue.objectives.preference import PreferenceLoss
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GOLDEN = json.loads((GOLDENS / "preferences.json").read_text())
@@ -77,7 +76,7 @@ def make_batches(config: ObjectiveConfig, *, shared: bool, seq_len: int = 64) ->
 
 def make_executor(config: ObjectiveConfig) -> Executor:
     shape = config_from_hf(read_config(FOLDER))
-    loss = PreferenceLoss(config=config)
+    loss = config.make()
     return Executor(parts()[0], shape, policy=PRESETS["full"], dtype=jnp.float32, objective=loss)
 
 
@@ -112,7 +111,7 @@ WHOLE = ("dpo", "rpo", "wpo", "ipo", "orpo", "simpo", "kto")
 def test_loss_types_equal_trl(name):
     counts = np.array([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in GOLDEN["pairs"]])
     pairs = Pairs(*(column for values in (*log_probs(), counts) for column in values.T))
-    close(float(dpo(pairs, config_of(name)).mean()), GOLDEN["cases"][name]["loss"])
+    close(float(config_of(name).make().losses(pairs).mean()), GOLDEN["cases"][name]["loss"])
 
 
 @pytest.mark.parametrize(("name", "shared"), [*((name, True) for name in WHOLE), ("dpo", False), ("kto", False)])
@@ -120,12 +119,12 @@ def test_loss_metrics_and_gradients_equal_trl(name, shared):
     config, golden = config_of(name), GOLDEN["cases"][name]
     _, trainable, reference, frozen = parts()
     executor, (batch,) = make_executor(config), make_batches(config, shared=shared)
-    if config.needs_reference:
+    if config.kind.needs_reference:
         values = executor.answer_log_probs(reference, frozen, batch)
         batch = replace(batch, answers=replace(batch.answers, reference=values))
     sums, gradients = executor.loss_and_gradients(trainable, frozen, [batch], len(GOLDEN["pairs"]))
     close(float(sums[0]), golden["loss"])
-    metrics = PreferenceLoss(config=config).metrics(sums)
+    metrics = config.make().metrics(sums)
     for key in metrics.keys() & golden["metrics"].keys():
         close(float(metrics[key]), golden["metrics"][key])
     flat = flatten_names(gradients)
@@ -142,7 +141,7 @@ def test_micro_batches_equal_one_batch(name):
     executor = make_executor(config)
     (whole,) = make_batches(config, shared=True)
     dataset = make_batches(config, shared=True).dataset
-    if config.needs_reference:
+    if config.kind.needs_reference:
         values = in_order(make_batches(config, shared=True), executor.answer_log_probs(reference, frozen, whole))
         dataset = replace(dataset, reference=values)
     step = np.arange(len(dataset))

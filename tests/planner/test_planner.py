@@ -10,7 +10,6 @@ from jaxglue.engine.policy import parse_policies, parse_policy
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.objectives.preference import PreferenceLoss
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import rates
 from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
@@ -293,7 +292,7 @@ def test_queries_computed_again_wait_beside_the_experts_values(tiny_config):
 
 
 def test_reference_waits_for_streamed_weights_in_a_pass_of_its_own(workload):
-    objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
+    objective = ObjectiveConfig(objective="dpo").make()
     compared = replace(workload, seq_len=2048, objective=objective, reference=True)
     planner = Planner(compared, find_gpu("H100"))
     policies = [parse_policy("full")] * 6
@@ -350,7 +349,7 @@ def test_rows_that_fill_the_gpu_are_tiled(planner):
 
 
 def test_reference_takes_a_forward_pass_more(workload):
-    objective = PreferenceLoss(config=ObjectiveConfig(objective="dpo"))
+    objective = ObjectiveConfig(objective="dpo").make()
     long = replace(workload, seq_len=8192)
     compared = replace(long, objective=objective, reference=True)
     policy = parse_policy("full")

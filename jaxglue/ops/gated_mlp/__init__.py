@@ -1,1 +1,143 @@
-"""Gated feed-forwards between adapters."""
+"""Gated feed-forwards, down(activation(gate(x)) · up(x)), and the forms in which adapters cost few passes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.ops import names
+from jaxglue.ops.backend import Backend, Capability, Operation
+from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
+from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
+from jaxglue.ops.projection import (
+    Context,
+    Projection,
+    adapted_projection,
+    add_to_stream,
+    base_products,
+    check_frozen_fp8,
+    multiply,
+    shared_down,
+)
+from jaxglue.ops.projection.fp8_adapters import FP8Rows
+
+__all__ = ["GATED_MLP", "Activation", "GatedParts", "gated_mlp", "gated_mlp_reads_fp8"]
+
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class GatedParts(NamedTuple):
+    """Projections of a gated feed-forward."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+
+
+def gated_mlp(
+    x: Float[Array, "*B D"] | FP8Rows,
+    parts: GatedParts,
+    context: Context,
+    *,
+    stream: Float[Array, "*B D"],
+    activation: Activation = "silu",
+) -> Float[Array, "*B D"]:
+    """Return stream + down(activation(gate(x)) · up(x)).
+
+    Args:
+        x: the input; e4m3 values of a norm where `gated_mlp_reads_fp8`.
+        parts: the projections.
+        context: of the layer.
+        stream: the residual stream.
+        activation: of the gate.
+    """
+    apply = GATED_MLP.load(parts, context, activation) or _apply_separately
+    return apply(x, parts, context, stream, activation)
+
+
+def gated_mlp_reads_fp8(parts: GatedParts, context: Context, activation: Activation) -> bool:
+    """Return whether e4m3 values of the input are read alone, so a norm need write nothing else."""
+    return GATED_MLP.load(parts, context, activation) is _apply_in_fp8
+
+
+def _check_swiglu(capability: Capability | None, parts: GatedParts, context: Context, activation: Activation) -> None:
+    """Raise NotImplementedError where SwiGLU's kernels cannot form the products of adapters."""
+    if activation != "silu":
+        raise NotImplementedError(f"kernels know silu, not {activation}")
+    if any(part.adapter is None for part in parts):
+        raise NotImplementedError("a projection has no adapter")
+    if parts.gate.bias is not None or parts.up.bias is not None:
+        raise NotImplementedError("biases are added before the activation")
+    gate, up, down = (part.adapter for part in parts)
+    assert gate is not None and up is not None and down is not None
+    if gate.magnitude is not None or up.magnitude is not None:
+        raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
+    if down.dropout > 0.0 and context.dropout_key is not None:
+        raise NotImplementedError("dropout gives down's adapter an input of its own")
+    ranks = gate.B.shape[1], up.B.shape[1], down.A.shape[0]
+    if len(set(ranks)) > 1:
+        raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, ranks))}")
+
+
+def _check_fp8(capability: Capability | None, parts: GatedParts, context: Context, activation: Activation) -> None:
+    check_frozen_fp8(parts, context)
+    _check_swiglu(capability, parts, context, activation)
+    if parts.down.bias is not None:
+        raise NotImplementedError("a bias is added beside the product")
+
+
+def _matrices(parts: GatedParts) -> tuple[Array, Array, Array]:
+    """Return the matrices that SwiGLU's kernels read: the second ones of gate and up, and the first one of down."""
+    gate, up, down = (part.adapter for part in parts)
+    assert gate is not None and up is not None and down is not None
+    return gate.up, up.up, down.A
+
+
+def _apply_in_fp8(x, parts: GatedParts, context: Context, stream, activation: Activation) -> Array:
+    assert parts.down.adapter is not None
+    weights: Any = tuple(part.weight for part in parts)
+    return swiglu_fp8(stream, x, weights, shared_down(parts[:2]), _matrices(parts), parts.down.adapter.up)
+
+
+def _apply_lora_swiglu(x, parts: GatedParts, context: Context, stream, activation: Activation) -> Array:
+    """Let SwiGLU's kernels form the adapters' products where they read the projections."""
+    assert not isinstance(x, FP8Rows)
+    matrices = _matrices(parts)
+    (gate, up), low_rank = base_products(x, parts[:2], context)
+    assert low_rank is not None
+    y, low_rank = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), low_rank, matrices)
+    (product,) = multiply(y, parts[2:], context)
+    return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LORA_HIDDEN))
+
+
+def _apply_separately(x, parts: GatedParts, context: Context, stream, activation: Activation) -> Array:
+    gate, up = adapted_projection(x, parts[:2], context)
+    gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
+    return adapted_projection(ACTIVATIONS[activation](gate) * up, parts[2:], context, stream=stream)[0]
+
+
+GATED_MLP = Operation(
+    name="gated feed-forward",
+    backends={
+        "fp8": Backend(
+            check=_check_fp8,
+            load=lambda capability, *call: _apply_in_fp8,
+            advantage="scales are applied, and outputs quantized, where kernels read and write",
+            anywhere=True,
+        ),
+        "lora_swiglu": Backend(
+            check=_check_swiglu,
+            load=lambda capability, *call: _apply_lora_swiglu,
+            advantage="SwiGLU forms the products of adapters where it reads the projections",
+            anywhere=True,
+        ),
+    },
+)
+"""Forms of `gated_mlp`; a call is described by parts, context and activation."""

@@ -1,24 +1,43 @@
 """Decoder layers of small models: adapters' ranks are further columns of matmuls, and a third of the kernels run."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import HOPPER, Backend, Capability, Operation, check_triton_rank
-from jaxglue.ops.small_layer.layer import Adapter, Context, LayerSpec, Weights, fused_layer
+from jaxglue.ops.collectives import BATCH_AXES, axis_size
+from jaxglue.ops.projection import Projection, check_adapters
+from jaxglue.ops.small_layer.layer import LayerNorms, LayerSpec, Weights, fused_layer
 
-__all__ = ["SMALL_LAYER", "LayerSpec", "Weights", "is_small", "small_layer"]
+__all__ = ["SMALL_LAYER", "LayerNorms", "LayerSpec", "is_small", "small_layer"]
 
 _LARGEST = 2**25
 """Bytes of weights that are copied together for one matmul; measured at 12.6 MB."""
 _MOST_ROWS = 2**16
 """Tokens up to which further columns of values stay small beside the model."""
-_check = partial(check_triton_rank, largest=32)
 
 
-def _load(capability: Capability, dtype, rank: int) -> Any:
+def _check(capability: Capability | None, x: Array, projections: Sequence[Projection], context: Any) -> None:
+    check_adapters(projections, context)
+    for projection in projections:
+        if projection.bias is not None:
+            raise NotImplementedError("a projection has a bias")
+        if projection.trains_in_fp8 or not isinstance(projection.weight, jax.Array):
+            raise NotImplementedError("weights are quantized")
+    if not is_small(x, [projection.weight for projection in projections[4:6]]):
+        raise NotImplementedError(f"at most {_MOST_ROWS:,} tokens, and {_LARGEST:,} bytes of weights of one input")
+    ranks = {len(projection.adapter.A) for projection in projections if projection.adapter is not None}
+    if len(ranks) > 1:
+        raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, sorted(ranks)))}")
+    if axis_size("tensor", *BATCH_AXES) > 1:
+        raise NotImplementedError("several devices")
+    check_triton_rank(capability, x.dtype, min(ranks), largest=32)
+
+
+def _load(capability: Capability, *call: Any) -> Any:
     from jaxglue.ops.small_layer.tiles import shallow_tiles
     from jaxglue.ops.small_layer.triton import TritonSmallLayer
 
@@ -30,20 +49,30 @@ SMALL_LAYER = Operation(
     name="small layer",
     backends={"triton": Backend(check=_check, load=_load, advantage="22 kernels instead of 64")},
 )
+"""Backends of `small_layer`, described by x, projections and context; the reference is separate operations."""
 
 
 def small_layer(
-    spec: LayerSpec, x: Float[Array, "B T D"], weights: Weights, adapters: Sequence[Adapter], context: Context
+    spec: LayerSpec, x: Float[Array, "B T D"], norms: LayerNorms, projections: Sequence[Projection], context: Any
 ) -> Float[Array, "B T D"] | None:
     """Return the output of a layer with adapters on all linear layers; None where separate operations serve better.
 
     Only x and the adapters get gradients; see `fused_layer`.
+
+    Args:
+        spec: of the layer.
+        x: the residual stream.
+        norms: the layer's.
+        projections: to queries, keys and values, of attention's output, gate, up and down.
+        context: a dataclass, `fused_layer`'s context with the conditions of adapters' dropout.
     """
-    ranks = {len(down) for down, _ in adapters}
-    if len(ranks) > 1 or not is_small(x, weights.linears[4:6]):
+    kernels = SMALL_LAYER.load(x, projections, context)
+    if kernels is None:
         return None
-    kernels = SMALL_LAYER.load(x.dtype, min(ranks))
-    return None if kernels is None else fused_layer(kernels, spec, x, weights, tuple(adapters), context)
+    adapters = tuple((p.adapter.A, p.adapter.up) for p in projections if p.adapter is not None)
+    weights = Weights(norms, tuple(projection.weight for projection in projections))
+    # What the layer does not read would be an argument of its differentiation rule, and keys have no gradients.
+    return fused_layer(kernels, spec, x, weights, adapters, replace(context, dropout_key=None, router_losses=None))
 
 
 def is_small(x: Float[Array, "*B D"], weights: Sequence[Array]) -> bool:

@@ -1,0 +1,150 @@
+"""The interface of an objective, and the registry by name; importing it loads no JAX."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from jaxglue.data.config import AnswerTask
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from jaxglue.data.batch import Batch
+    from jaxglue.objectives.config import ObjectiveConfig
+
+
+class TargetValues(Protocol):
+    """Values of a batch's targets under the model, computed through the head when an objective asks for them."""
+
+    @property
+    def cross_entropy(self) -> "Float[Array, '']":
+        """Σ loss weight · cross-entropy, fused with the head."""
+
+    @property
+    def log_probs(self) -> "Float[Array, 'B T']":
+        """Log-probabilities of the targets; 0 where the loss weight is."""
+
+    @property
+    def alignment(self) -> "Float[Array, 'B T']":
+        """Log-probabilities less log Σ p² over the vocabulary."""
+
+    @property
+    def scores(self) -> "Float[Array, 'B T']":
+        """Scores of the tokens under a reward model; 0 where the loss weight is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Loss of a batch, and what data, planner, engine and training need to know of it; static and hashable.
+
+    `OBJECTIVES.register(name)` makes a subclass an objective: it is the whole of what a new one adds.
+    """
+
+    config: "ObjectiveConfig"
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Fields of the configuration that it reads; others are refused."""
+    answers: ClassVar[AnswerTask | None] = None
+    """Its data: pairs of answers, answers with a label, or pairs to score; None for texts and chats."""
+    supervised: ClassVar[bool] = False
+    """The loss is the targets' cross-entropy alone: FP8 heads, streams and accuracies of tokens are for it."""
+    needs_reference: ClassVar[bool] = False
+    """The loss compares with the model as training begins."""
+    needs_rollouts: ClassVar[bool] = False
+    """The loss is of answers that the model writes during training."""
+    trains_scores: ClassVar[bool] = False
+    """A reward model is trained: a score takes the place of the output projection."""
+    learning_rates: ClassVar[Mapping[str, float]] = {"lora": 2e-4, "full": 2e-5}
+    """Peak learning rates by training method."""
+
+    @classmethod
+    def check(cls, config: "ObjectiveConfig") -> None:
+        """Refuse settings that contradict each other; override it to raise ValueError."""
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Return the names of the sums that follow the loss's in a result of `__call__`."""
+        return ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of a result of `__call__`."""
+        return (1 + len(self.sums),) if self.sums else ()
+
+    @property
+    def title(self) -> str:
+        """Return the objective's name with its main settings, for the plan's panel."""
+        return self.config.objective
+
+    def __call__(self, values: TargetValues, batch: "Batch") -> "Float[Array, '*sums']":
+        """Return Σ loss over this device's rows, or [Σ loss, Σ of each of `sums`].
+
+        A step divides the sums by its units, pairs of answers, or for texts and chats by its target tokens.
+
+        Args:
+            values: of the batch's targets.
+            batch: with answers where `answers` asks for them, and their reference's log-probabilities.
+        """
+        raise NotImplementedError
+
+    def loss(self, values: "Float[Array, '*sums']") -> "Float[Array, '']":
+        """Return the loss of a result of `__call__`."""
+        return values[0] if self.sums else values
+
+    def metrics(self, values: "Float[Array, '*sums']") -> "dict[str, Array]":
+        """Return a step's metrics from the results of `__call__` over its micro-batches, summed and divided."""
+        return dict(zip(self.sums, values[1:], strict=True)) if self.sums else {}
+
+
+class Registry(Mapping[str, type[Objective]]):
+    """Objectives by name; modules of built-in ones are imported when these are looked up.
+
+    Args:
+        built_in: module and class, by name.
+    """
+
+    def __init__(self, built_in: Mapping[str, str]):
+        self._entries: dict[str, str | type[Objective]] = {**built_in}
+
+    def register[Kind: type[Objective]](self, name: str) -> Callable[[Kind], Kind]:
+        """Return a decorator that registers an objective.
+
+        Raises:
+            ValueError: another objective has the name.
+        """
+
+        def add(kind: Kind) -> Kind:
+            if name in self._entries:
+                raise ValueError(f"an objective named {name!r} is registered already: choose another name")
+            self._entries[name] = kind
+            return kind
+
+        return add
+
+    def __getitem__(self, name: str) -> type[Objective]:
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, kind = entry.partition(":")
+            return getattr(importlib.import_module(f"jaxglue.objectives.{module}"), kind)
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+OBJECTIVES = Registry(
+    {
+        "sft": "sft:Supervised",
+        "dpo": "dpo:DPO",
+        "ipo": "ipo:IPO",
+        "kto": "kto:KTO",
+        "orpo": "orpo:ORPO",
+        "simpo": "simpo:SimPO",
+        "reward": "reward:RewardModel",
+    }
+)
+"""Every objective, in the order of `--help`."""

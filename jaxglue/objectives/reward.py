@@ -1,0 +1,36 @@
+"""Reward models: Bradley-Terry losses of the scores of two answers."""
+
+from jax.nn import log_sigmoid
+
+from jaxglue.data.batch import CHOSEN, REJECTED, Answers, Batch, sum_parts
+from jaxglue.data.config import AnswerTask
+from jaxglue.objectives.answers import AnswerObjective, Values
+from jaxglue.objectives.objective import TargetValues
+
+
+class RewardModel(AnswerObjective):
+    """Bradley-Terry losses of scores, with the squared sums that center them (arXiv 2312.09244)."""
+
+    settings = ("center_rewards_coefficient",)
+    answers = AnswerTask(scored=True)
+    trains_scores = True
+    learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012 - with adapters TRL's
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Return the names of the metrics, TRL's."""
+        return ("mean_reward", "accuracy", "margin")
+
+    @property
+    def title(self) -> str:
+        """Return what is scored."""
+        return "reward model, a score of each answer's last token"
+
+    def units(self, values: TargetValues, batch: Batch, answers: Answers) -> tuple[Values, list[Values]]:
+        """Return the losses of pairs, and their metrics."""
+        sums = sum_parts(values.scores, answers)
+        chosen, rejected = sums[..., CHOSEN], sums[..., REJECTED]
+        losses = -log_sigmoid(chosen - rejected - (0.0 if answers.margin is None else answers.margin))
+        if weight := self.config.center_rewards_coefficient:
+            losses += weight * (chosen + rejected) ** 2
+        return losses, [(chosen + rejected) / 2, (chosen > rejected) * 1.0, chosen - rejected]

@@ -1,0 +1,20 @@
+"""Supervised fine-tuning: the cross-entropy of target tokens; importing it loads no JAX."""
+
+from typing import TYPE_CHECKING
+
+from jaxglue.objectives.objective import Objective, TargetValues
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+    from jaxglue.data.batch import Batch
+
+
+class Supervised(Objective):
+    """Cross-entropy of the target tokens."""
+
+    supervised = True
+
+    def __call__(self, values: TargetValues, batch: "Batch") -> "Float[Array, '']":
+        """Return Σ loss weight · cross-entropy."""
+        return values.cross_entropy

@@ -1,0 +1,275 @@
+"""The panels of plan and results, and `summary.json`."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from jaxglue.data.config import DEFAULT_SEQ_LEN
+from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.backend import BackendChoice, compute_capability
+from jaxglue.ops.moe import GROUPED_MATMUL
+from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
+from jaxglue.planner.gpus import GIB
+from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.workload import abstract_parts, parameter_counts
+from jaxglue.sharding.mesh import AUTO
+from jaxglue.sharding.plan import plan_sharding
+from jaxglue.sharding.rules import Layout
+from jaxglue.training.checks import refuse_shared_prompt
+from jaxglue.training.config import warmup_steps
+from jaxglue.training.progress import format_duration
+from jaxglue.training.setup import Setup
+
+PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
+"""Fields of the results that name a file or folder in the run's."""
+_BORDER = 6
+"""Width of a panel's border and of the space between its columns."""
+_HEAD = ", the output projection multiplied in it too"
+_NAMES = {
+    "adamw": "AdamW",
+    "muon": "Muon for the layers' matrices, AdamW for the rest",
+    "adafactor": "Adafactor",
+    "lion": "Lion",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """The results of a run; None for results that do not exist."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    """Train losses, nats per target token."""
+    best_eval_loss: float | None
+    best_eval_step: int | None
+    tokens_per_second: float
+    mfu: float | None
+    peak_memory_gb: float
+    seconds: float
+    startup_seconds: dict[str, float]
+    """By stage, up to the end of the first step."""
+    adapter: Path | None
+    """Folder of the trained adapter, or of the model after full fine-tuning."""
+    checkpoints: Path | None
+    metrics: Path
+    curve: Path
+    adapter_step: int | None = None
+    """Step whose weights `adapter` holds; None is the last."""
+    last_adapter: Path | None = None
+    """Folder of the last step's weights, where `adapter` holds the best."""
+    stopped_early: str | None = None
+    """Why the run ended before its last step."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Steps whose update was left out as a spike's."""
+
+
+def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> None:
+    """Print a titled table of names and values; rows of None are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    width = max(console.width - max(map(len, rows)) - _BORDER, 1)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, Text(_with_breaks(str(value), width)))
+    console.print(Panel(table, title=title, title_align="left", expand=False))
+
+
+def _with_breaks(text: str, width: int) -> str:
+    """Break words wider than the column, such as paths, after their slashes."""
+    words = (
+        word if len(word) <= width else "\n".join(textwrap.wrap(word.replace("/", "/ "), width)).replace("/ ", "/")
+        for word in text.split(" ")
+    )
+    return " ".join(words)
+
+
+def summary_rows(summary: RunSummary) -> dict[str, object]:
+    """Return the rows of the closing panel."""
+    best = summary.best_eval_loss
+    return {
+        "train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} in {summary.steps:,} steps",
+        "best eval loss": best if best is None else f"{best:.4f} at step {summary.best_eval_step:,}",
+        "spikes": f"{len(summary.skipped_steps)} steps left out" if summary.skipped_steps else None,
+        "tokens/s": f"{summary.tokens_per_second:,.0f}",
+        "MFU": summary.mfu if summary.mfu is None else f"{summary.mfu:.1%}",
+        "peak memory": f"{summary.peak_memory_gb:.1f} GB",
+        "time": format_duration(summary.seconds),
+        "stopped early": summary.stopped_early,
+        "adapter": _of_step(summary.adapter, summary.adapter_step),
+        "last adapter": _of_step(summary.last_adapter, summary.steps),
+        "checkpoints": summary.checkpoints,
+        "metrics": summary.metrics,
+        "loss curve": summary.curve,
+    }
+
+
+def _of_step(folder: Path | None, step: int | None) -> str | None:
+    return None if folder is None else f"{folder}" + (f" (step {step:,})" if step is not None else "")
+
+
+def summary_json(summary: RunSummary) -> dict[str, object]:
+    """Return the results for `summary.json`, paths as text."""
+    values = dataclasses.asdict(summary)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def read_summary(values: Mapping[str, Any]) -> RunSummary:
+    """Return the results that `summary_json` wrote."""
+    return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
+
+
+def plan_rows(setup: Setup) -> dict[str, object]:
+    """Return the panel's rows, title → content."""
+    model, data = setup.config.model, setup.config.data
+    total, trained = parameter_counts(setup.workload)
+    run, rows = setup.config.run, row_text(data.row_tokens, setup.model)
+    rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
+    return {
+        "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
+        "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
+        "objective": _objective(setup),
+        "data": setup.data.report,
+        "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {rows}",
+        "optimizer": _optimizer(setup),
+        "steps": _steps(setup),
+        "dtype": f"{model.compute_dtype}{_stored(setup)}{_HEAD * setup.model.fp8_head}",
+        "remat": setup.remat,
+        "attention": _attention(setup),
+        "rotation": f"{rotation.name}: {rotation.reason}",
+        **_experts(setup),
+        **_devices(setup),
+        "memory": _memory(setup),
+        "output": run.output,
+    }
+
+
+def _steps(setup: Setup) -> str:
+    if setup.data.stream:
+        return f"{setup.total_steps:,}"
+    epoch = setup.batches.steps_per_epoch
+    return f"{setup.total_steps:,} ({epoch:,} an epoch, {setup.total_steps / epoch:.2f} epochs)"
+
+
+def _stored(setup: Setup) -> str:
+    description = FORMATS[setup.model.quantize].description
+    return f", linear layers of the decoder layers {description}" if description else ""
+
+
+def _objective(setup: Setup) -> str | None:
+    """Describe an objective other than supervised training, and whether its answers' prompt is computed once."""
+    objective = setup.config.objective
+    if objective.kind.supervised:
+        return None
+    title = setup.workload.objective.title
+    if objective.kind.answers is None:
+        return title
+    copied = refuse_shared_prompt(setup.config, setup.model)
+    prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
+    return f"{title}; {prompts}{_reference(setup)}"
+
+
+def _reference(setup: Setup) -> str:
+    """Describe when the reference runs, if the objective has one."""
+    objective = setup.config.objective
+    if not objective.kind.needs_reference:
+        return ""
+    how = "runs beside every step" if setup.workload.reference else "is computed once, before training"
+    return f"; the reference {how}{' (auto)' if objective.reference_cache == 'auto' else ''}"
+
+
+def _optimizer(setup: Setup) -> str:
+    optimizer, method = setup.config.optimizer, setup.config.model.method
+    default = (
+        f" (default of --method {method})" if optimizer.learning_rate == setup.config.default_learning_rate else ""
+    )
+    rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
+    moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
+        optimizer.moments, f" with {optimizer.moments} moments"
+    )
+    return f"{_NAMES[optimizer.optimizer]}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
+
+
+def _memory(setup: Setup) -> str:
+    size = resident_bytes(setup.workload).total(setup.remat.weights) / GIB
+    each = " on each GPU" if setup.mesh.devices > 1 else ""
+    return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
+
+
+def _experts(setup: Setup) -> dict[str, object]:
+    if (moe := setup.model.moe) is None:
+        return {}
+    choice = GROUPED_MATMUL.choose(compute_capability(), setup.config.model.compute_dtype)
+    stored = ", in MXFP4" if moe.mxfp4 else ""
+    served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
+    return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
+
+
+def _devices(setup: Setup) -> dict[str, object]:
+    kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
+    workload, mesh = setup.workload, setup.mesh
+    if mesh.devices == 1:
+        return kinds
+    sharding = plan_sharding(
+        Layout(mesh.abstract, workload.dtype),
+        setup.model,
+        *abstract_parts(workload)[1:],
+        tokens=workload.tokens,
+        gradient_accumulation_steps=workload.gradient_accumulation_steps,
+    )
+    auto = " (auto)" if setup.config.run.mesh == AUTO else ""
+    return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
+
+
+def _attention(setup: Setup) -> str:
+    """Return the backends of most batches, and of those with mostly long documents."""
+    usual = _attention_backend(setup, None)
+    text = f"{usual.name}: {usual.reason}"
+    if setup.config.data.row_tokens < LONG_DOCUMENT:
+        return text
+    few, many = (_attention_backend(setup, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
+    rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if setup.batches.max_segments > FEW_DOCUMENTS else {})
+    for count, choice in rows.items():
+        if choice.name != usual.name:
+            documents = f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
+            text += f"; {choice.name} for {documents}: {choice.reason}"
+    return text
+
+
+def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
+    """Return the backend of usual batches, or of those with long documents and up to so many slots."""
+    long = long_slots is not None
+    windows, slots = setup.model.layer_windows, setup.batches.max_segments
+    shape = AttentionShape(
+        dtype=setup.config.model.compute_dtype,
+        head_dim=setup.model.head_dim,
+        query_heads=setup.model.num_attention_heads,
+        kv_heads=setup.model.num_key_value_heads,
+        seq_len=setup.config.data.row_tokens,
+        segment_slots=min(slots, long_slots or slots),
+        long=long,
+        forked=setup.workload.objective.answers is not None and not refuse_shared_prompt(setup.config, setup.model),
+        window=None if long and None in windows else next((window for window in windows if window), None),
+    )
+    return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)
+
+
+def row_text(seq_len: int, model: DecoderConfig | None) -> str:
+    """Describe the length of rows, and why one at a model's limit, if that is known, is below the default."""
+    tokens = f"{seq_len:,} tokens"
+    if model and seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
+        return f"{tokens} (all positions of the model, fewer than the default of {DEFAULT_SEQ_LEN:,} tokens)"
+    return tokens

@@ -1,0 +1,356 @@
+"""A training run from its configuration to the exported result."""
+
+import os
+import time
+from dataclasses import replace
+from typing import IO, Any, cast
+
+import jax
+from rich.console import Console
+
+from jaxglue.data.batch import Batch
+from jaxglue.data.iterator import Step
+from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.program_cache import keep_programs
+from jaxglue.hf.files import write_json
+from jaxglue.hf.hub import is_hub_id
+from jaxglue.recipe import as_dict, load_config, to_toml
+from jaxglue.sharding.mesh import make_mesh
+from jaxglue.training.checkpoint import Checkpoints, NonFinite
+from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.fingerprint import fingerprint
+from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
+from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
+from jaxglue.training.recovery import Postmortem, Spikes, explained_out_of_memory, save_step
+from jaxglue.training.reference_cache import add_reference
+from jaxglue.training.remat import open_buffers, size_pool
+from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
+from jaxglue.training.result import Result, ResultWriter, abstract_state
+from jaxglue.training.resuming import finished_run, resume_notes
+from jaxglue.training.run_folder import RunFolder, check_inputs, shared_output_folder
+from jaxglue.training.secrets import masked
+from jaxglue.training.setup import Setup, prepare
+from jaxglue.training.step import StepResult, StepsInFlight, TrainStep
+from jaxglue.training.trackers import Loggers, open_loggers
+
+_STEPS_IN_FLIGHT = 2
+"""Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
+
+
+def train(
+    config: TrainConfig,
+    console: Console | None = None,
+    timer: StartupTimer | None = None,
+    processes: Processes = SINGLE_PROCESS,
+    interrupt: Interrupt | None = None,
+) -> RunSummary | None:
+    """Train as configured and write adapter or model, checkpoints, metrics and curve to the output folder.
+
+    Args:
+        config: the run.
+        console: where to print; by default standard output.
+        timer: of a start-up that began before this call.
+        processes: all call this; process 0 alone prints and writes, apart from checkpoints.
+        interrupt: tells after an interruption which signal it was.
+
+    Returns:
+        the results of the run; None after a dry run or an interruption.
+
+    Raises:
+        ValueError: bad input, before the accelerator is used.
+        OSError: a file cannot be written, as on a full disk.
+    """
+    interrupt = interrupt or Interrupt()
+    console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
+    timer = timer or StartupTimer()
+    config = replace(config, model=pinned_model(config))
+    processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
+    if config.run.compilation_cache:
+        keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
+    run = config.run
+    setup = prepare(config, processes) if run.dry_run or run.resume else None
+    if setup and run.dry_run:
+        print_panel(console, "plan (dry run: nothing is trained)", plan_rows(setup))
+        return None
+    if setup and (summary := finished_run(setup, processes)):
+        print_panel(console, "done before: no step is left to train", summary_rows(summary))
+        return summary
+    with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
+        if run.overwrite and processes.is_main:
+            check_inputs(folder, config.inputs)
+        setup = setup or prepare(config, processes)
+        identity = fingerprint(setup)
+        processes.agree("model and data", identity)
+        timer.stage("data")
+        print_panel(console, "plan", plan_rows(setup))
+        size_pool(setup.workload, setup.remat, os.environ)
+        with explained_out_of_memory(setup), open_buffers(setup.workload, setup.remat) as buffers:
+            return Trainer(setup, identity, console, timer, processes, interrupt, buffers).run()
+
+
+def pinned_model(config: TrainConfig) -> ModelConfig:
+    """Return the run's model with its commit on the hub: the recorded one where a run resumes, else the newest."""
+    model, record = config.model, config.run.output / "config.toml"
+    if config.run.resume and model.revision is None and is_hub_id(model.model) and record.is_file():
+        recorded = load_config(TrainConfig, record).model
+        if recorded.model == model.model:
+            model = replace(model, revision=recorded.revision)
+    return model.pinned
+
+
+class Trainer:
+    """One run, from its loaded weights to the exported result."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        identity: dict[str, Any],
+        console: Console,
+        timer: StartupTimer,
+        processes: Processes,
+        interrupt: Interrupt,
+        host_buffers: HostBuffers | None = None,
+    ):
+        self._setup, self._run, self._processes, self._identity = setup, setup.config.run, processes, identity
+        self._console, self._timer, self._interrupt = console, timer, interrupt
+        self._output = RunFolder(self._run.output, overwrite=self._run.overwrite, processes=processes)
+        self._folder = folder = self._run.output
+        mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
+        self._model = TrainStep(setup, mesh, host_buffers)
+        timer.stage("weights")
+        if note := add_reference(setup, self._model, mesh, processes):
+            console.print(note, highlight=False)
+            timer.stage("reference")
+        shared: dict[str, Any] = {"dtype": setup.config.model.compute_dtype, "attention": setup.config.model.attention}
+        probe = ExpertLoadProbe(self._model.graphdefs, setup.model, **shared, layout=self._model.layout)
+        self._evaluation = Evaluation(setup, self._model.executor, probe, mesh)
+        self._samples = Samples(setup, self._model.graphdefs, folder if processes.is_main else None, console)
+        self._recorder = Recorder(setup, timer)
+        self._result = ResultWriter(setup, self._model, self._output, processes, console)
+        self._last_batch: Batch | None = None
+        self._recent: dict[int, Step] = {}
+        self._spikes = None if self._run.on_spike == "nothing" else Spikes(self._run.spike_sigma)
+
+    def run(self) -> RunSummary | None:
+        """Train to the end, or until an interruption, after which the run can be resumed."""
+        begun = time.monotonic()
+        with self._output.replacing(), self._open_checkpoints() as checkpoints:
+            if self._run.resume:
+                self._resume(checkpoints)
+            if self._has_ended:
+                return self._finish(begun, checkpoints)
+            if self._processes.is_main:
+                self._output.begin(masked(to_toml(self._setup.config.shared), os.environ))
+            if self._model.step == 0:
+                self._answer_samples("before")
+            with (
+                self._output.writing(*self._run.trackers, *(["profile"] if self._run.profile else [])),
+                self._open_loggers() as loggers,
+                self._interrupt,
+            ):
+                self._train(checkpoints, loggers)
+            if self._has_ended:
+                return self._finish(begun, checkpoints)
+        self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
+        return None
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._model.step == self._setup.total_steps or self._evaluation.is_stale
+
+    def _open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self._folder / "checkpoints",
+            fingerprint=self._identity,
+            keep=self._run.keep_checkpoints,
+            processes=self._processes,
+            before_write=self._output.before_checkpoint,
+            saved=self._output.checkpoint_saved,
+        )
+
+    def _train(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
+        """Train to the end or an interruption; explain a divergence."""
+        start = self._setup.batches.get_state() if self._model.step == 0 else {}
+        try:
+            self._run_steps(checkpoints, loggers)
+        except Diverged as error:
+            rows = self._save_rows(error.step)
+            self._console.print(f"step {error.step} diverged: looking for the cause", highlight=False)
+            postmortem = Postmortem(self._setup, self._model, checkpoints, start)
+            alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
+            raise ValueError(f"{error}.{rows} {postmortem.explain(error, replay=alone)}.") from error
+
+    def _save_rows(self, step: int) -> str:
+        """Write the rows of a recent step for a replay; return a sentence that names the file."""
+        path = self._folder / f"failed-step-{step}.npz"
+        if step not in self._recent or not self._processes.is_main:
+            return ""
+        save_step(path, self._recent[step])
+        return f" Its rows are in {path}."
+
+    def _run_steps(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
+        """Dispatch step after step, reading a step's loss while later ones run."""
+        eval_every = self._run.eval_every or self._setup.batches.steps_per_epoch
+        save_every = self._run.save_every or eval_every
+        profiled = self._run.profile if self._processes.is_main else 0
+        profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
+        total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
+        progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
+        compiling = Compiling(progress, self._setup.remat.compile_seconds, lambda: self._recorder.has_compiled)
+        with progress, compiling, profiler, self._recorder:
+            while self._model.step < total and not stop:
+                profiler.before(self._model.step + 1)
+                in_flight.add(self._dispatch_step(checkpoints, progress))
+                stop = self._must_stop()
+                look = self._is_due(eval_every)
+                evaluate = self._evaluation.is_needed and look
+                save = stop or self._is_due(save_every)
+                drain = look or save or not self._recorder.has_compiled
+                for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
+                    self._recorder.record(result, done, loggers, progress)
+                with self._recorder.meter.paused():
+                    eval_loss = self._evaluate(loggers, progress) if evaluate else None
+                    if look and self._model.step < total:
+                        self._answer_samples(f"step {self._model.step} of")
+                    # Only after the finite checks, so a diverged step is never saved.
+                    if save or self._must_keep:
+                        self._save(checkpoints, eval_loss)
+                stop = stop or self._evaluation.is_stale
+
+    def _open_loggers(self) -> Loggers:
+        if not self._processes.is_main:
+            return Loggers()
+        settings = masked(as_dict(self._setup.config.shared), os.environ)
+        trackers = self._run.trackers
+        return open_loggers(self._folder, resume_step=self._model.step, trackers=trackers, settings=settings)
+
+    def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
+        with self._recorder.meter.waiting():
+            batch = next(self._setup.batches)
+        self._last_batch = batch.micro_batches[-1]
+        if note := self._model.check_fp8(self._last_batch):
+            self._console.print(note, highlight=False)
+        self._recent = {**dict(list(self._recent.items())[-_STEPS_IN_FLIGHT:]), self._model.step + 1: batch}
+        if self._spikes is None:
+            return self._model.dispatch(batch)
+        result = self._model.dispatch(batch, self._spikes.accepts)
+        if "skipped" in result.values:
+            self._skip(result, checkpoints, progress)
+        return result
+
+    def _skip(self, result: StepResult, checkpoints: Checkpoints, progress: TrainingProgress) -> None:
+        """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint."""
+        values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
+        saved = checkpoints.latest_step if self._run.on_spike == "rewind" else None
+        if saved is not None:
+            abstract = abstract_state(self._model.state())
+            self._model.release()
+            restored = checkpoints.restore_latest(abstract)
+            assert restored is not None
+            self._model.restore(restored.state, result.step)
+            progress.say(f"step {result.step}: spike ({values}); back to the weights of step {restored.step}")
+        else:
+            progress.say(f"step {result.step}: spike ({values}); its update is left out")
+
+    def _must_stop(self) -> bool:
+        """Tell whether any process was asked to stop; several processes ask each other at the steps they log."""
+        if self._processes.count > 1 and not self._recorder.is_log_due(self._model.step):
+            return False
+        self._interrupt.number = max(self._processes.all_gather_object(self._interrupt.number))
+        return bool(self._interrupt.number)
+
+    @property
+    def _must_keep(self) -> bool:
+        """Return whether this step has the best weights, to be exported, or ends the run early."""
+        best = self._evaluation.best
+        is_best = self._run.keep != "last" and best is not None and best[1] == self._model.step
+        return is_best or self._evaluation.is_stale
+
+    def _is_due(self, every: int) -> bool:
+        return self._model.step % every == 0 or self._model.step == self._setup.total_steps
+
+    def _evaluate(self, loggers: Loggers, progress: TrainingProgress) -> float | None:
+        """Log an evaluation of the model; return its held-out loss, None without held-out data."""
+        step = self._model.step
+        values = self._evaluation.read(step, self._model.trainable, self._model.frozen, self._last_batch)
+        loggers.log(step, values)
+        eval_loss = values.get("eval_loss")
+        if eval_loss is not None:
+            progress.say(f"step {step}: " + "\n".join(evaluation_lines(values)))
+            check_finite(step, {"eval_loss": eval_loss})
+        return eval_loss
+
+    def _answer_samples(self, when: str) -> None:
+        self._samples.answer(when, self._model.step, self._model.trainable, self._model.frozen)
+
+    def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
+        host = {
+            "batches": self._setup.batches.get_state(),
+            **self._evaluation.get_state(),
+            **self._model.get_state(),
+            "first_loss": self._recorder.first_loss,
+            "last_loss": self._recorder.last_loss,
+            "spikes": self._spikes and self._spikes.get_state(),
+        }
+        try:
+            checkpoints.save(self._model.step, self._model.state(), host, eval_loss=eval_loss)
+        except NonFinite as error:
+            raise Diverged(self._model.step, f"after its update {error}") from error
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        restored = checkpoints.restore_latest(abstract_state(self._model.state()))
+        if restored is None:
+            self._console.print("no checkpoint yet: starting from step 0", highlight=False)
+            return
+        host, notes = restored.host, list(resume_notes(self._setup, restored))
+        self._model.restore(restored.state, restored.step)
+        self._setup.batches.set_state(host["batches"])
+        self._evaluation.set_state(host)
+        self._model.set_state(host)
+        self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
+        if self._spikes and host.get("spikes"):
+            self._spikes.set_state(host["spikes"])
+        self._console.print("\n".join(notes), markup=False, highlight=False)
+
+    def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
+        """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
+        _, best_step = self._evaluation.best or (None, None)
+        if self._evaluation.is_stale:
+            self._console.print(self._evaluation.why_stale, highlight=False)
+        result = self._result.write(checkpoints, best_step, self._last_batch)
+        self._answer_samples("after")
+        summary = self._summarize(result, time.monotonic() - begun)
+        if self._processes.is_main:
+            save_loss_curve(summary.metrics, summary.curve)
+            asked = {"keep": self._run.keep, "early_stopping": self._run.early_stopping}
+            write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
+        print_panel(self._console, "done", summary_rows(summary))
+        return summary
+
+    def _summarize(self, result: Result, seconds: float) -> RunSummary:
+        recorder, speed = self._recorder, self._recorder.meter.total()
+        best_loss, best_step = self._evaluation.best or (None, None)
+        assert recorder.first_loss is not None and recorder.last_loss is not None
+        return RunSummary(
+            steps=self._model.step,
+            first_loss=recorder.first_loss,
+            last_loss=recorder.last_loss,
+            best_eval_loss=best_loss,
+            best_eval_step=best_step,
+            tokens_per_second=speed.tokens_per_second,
+            mfu=speed.mfu,
+            peak_memory_gb=memory_use(jax.local_devices()).peak / 1e9,
+            seconds=seconds,
+            startup_seconds=self._timer.stages,
+            adapter=result.path,
+            adapter_step=result.step,
+            last_adapter=result.last,
+            stopped_early=self._evaluation.why_stale if self._evaluation.is_stale else None,
+            checkpoints=self._folder / "checkpoints",
+            metrics=self._folder / "metrics.jsonl",
+            curve=self._folder / "loss.png",
+            skipped_steps=self._spikes.steps if self._spikes else [],
+        )

@@ -1,0 +1,132 @@
+"""What a run begins with beside its base: the tokenizer with new tokens, and the adapter to train on from."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
+
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
+from jaxglue.hf.identity import Identity, identify, identify_random
+from jaxglue.models import abstract_model
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import base_shapes
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.training.config import TrainConfig
+
+_MULTIPLE = 64
+"""Rows of a grown vocabulary are a multiple of this, for matmuls and for sharding."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """A run's tokenizer, and the rows of its model that the base lacks or does not use."""
+
+    tokenizer: PreTrainedTokenizerBase
+    base_size: int
+    """Rows of the base's embedding."""
+    size: int
+    """Rows in this run."""
+    new: tuple[int, ...] = ()
+    """Ids of the tokens of --new-tokens."""
+
+    @property
+    def changes(self) -> bool:
+        """Tell whether the run's tokenizer or number of tokens differs from the base's."""
+        return bool(self.new) or self.size > self.base_size
+
+
+def read_vocabulary(
+    config: TrainConfig, model: DecoderConfig, adapter: Adapter | None
+) -> tuple[TrainConfig, Vocabulary]:
+    """Return the run, in which the rows of its `--new-tokens` train, and its vocabulary.
+
+    A run that trains on from an adapter with rows of its own has that adapter's tokenizer.
+
+    Raises:
+        ValueError: a bad tokenizer or file of tokens.
+    """
+    size = model.vocab_size
+    if adapter is not None and adapter.trains_vocabulary:
+        folder = adapter.folder if (adapter.folder / "tokenizer.json").is_file() else config.model.folder
+        size = max(size, adapter.vocab_size)
+        return config, Vocabulary(tokenizer=load_tokenizer(folder), base_size=model.vocab_size, size=size)
+    tokenizer = load_tokenizer(config.model.folder)
+    if config.model.new_tokens is None:
+        return config, Vocabulary(tokenizer=tokenizer, base_size=size, size=size)
+    new = add_tokens(tokenizer, config.model.new_tokens)
+    if max(new) >= size:
+        size = -(-(max(new) + 1) // _MULTIPLE) * _MULTIPLE
+    vocabulary = Vocabulary(tokenizer=tokenizer, base_size=model.vocab_size, size=size, new=new)
+    if config.model.method == "full":
+        return config, vocabulary
+    rows = {*config.lora.trainable_token_indices, *new, *range(model.vocab_size, size)}
+    lora = replace(config.lora, trainable_token_indices=tuple(sorted(rows)))
+    return replace(config, lora=lora), vocabulary
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:
+    """Add a file's tokens, one a line, to a tokenizer; return their ids.
+
+    Raises:
+        ValueError: no such file, none in it, one that is there twice, or one that the tokenizer has already.
+    """
+    tokens = _read_lines(path)
+    known = tokenizer.get_vocab()
+    if present := [token for token in tokens if token in known]:
+        raise ValueError(f"--new-tokens {path}: the tokenizer already has {', '.join(present[:_SHOWN])}: remove them")
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    grown = tokenizer.get_vocab()
+    ids = tuple(grown[token] for token in tokens)
+    if len(set(ids)) != len(tokens) or set(ids) & set(known.values()):
+        raise ValueError(f"--new-tokens {path}: the tokenizer did not give each token an id of its own")
+    return ids
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--new-tokens {path}: {error}: expected a text file with a token a line") from None
+    if not tokens:
+        raise ValueError(f"--new-tokens {path} is empty: expected a token a line")
+    if padded := [token for token in tokens if token != token.strip()]:
+        raise ValueError(f"--new-tokens {path}: {padded[0]!r} begins or ends with a space: remove it")
+    if twice := next((token for token, count in Counter(tokens).items() if count > 1), None):
+        raise ValueError(f"--new-tokens {path} has {twice!r:.100} twice: remove one")
+    return tokens
+
+
+def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
+    """Return the identity of a run's base, with the format of its linear layers, which its adapter records."""
+    random = config.model.random_weights
+    identity = identify_random(model, config.data.seed) if random else identify(config.model.folder)
+    return {**identity, "quantize": model.quantize} if FORMATS[model.quantize].offered else identity
+
+
+def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, Adapter | None]:
+    """Return the run with the rank, alpha and targets of its `--adapter`, and that adapter, if it has one.
+
+    Raises:
+        ValueError: not an adapter folder, one that does not fit the base, or flags that contradict it.
+    """
+    if config.model.adapter is None:
+        return config, None
+    shapes = base_shapes(abstract_model(model))
+    loaded = load_adapter(config.model.adapter)
+    adapter = check_adapter(loaded, shapes, base_identity(config, model), config.model.model)
+    if adapter.scores != model.scores:
+        what = "a reward model's" if adapter.scores else "not a reward model's"
+        objective = config.objective.objective
+        raise ValueError(f"--adapter {config.model.adapter} is {what}, so --objective {objective} cannot train it on")
+    lora = replace(adapter.config, dropout=config.lora.dropout or adapter.config.dropout)
+    if replace(config.lora, dropout=0.0) not in (LoraConfig(), replace(lora, dropout=0.0)):
+        raise ValueError(
+            f"--adapter {config.model.adapter} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
+            f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
+        )
+    return replace(config, lora=lora), adapter

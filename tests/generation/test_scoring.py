@@ -1,0 +1,84 @@
+"""Scores of reward models: an adapter and its merged folder, and refusals of other models."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.generation.chat import Assistant
+from jaxglue.generation.config import AssistantConfig, ScoreConfig
+from jaxglue.generation.scoring import RewardModel, score_rows
+from jaxglue.hf.adapter import load_adapter, save_adapter
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.export import save_model
+from jaxglue.hf.loading import random_model
+from jaxglue.hf.merge import export_adapter
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import flatten_names, split_model
+
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folders(tmp_path, make_tokenizer):
+    """Write a base with an output projection, and a reward model's adapter."""
+    base, adapter, texts = (tmp_path / name for name in ("base", "adapter", "texts"))
+    texts.mkdir()
+    (texts / "config.json").write_text(json.dumps(RAW))
+    make_tokenizer().save_pretrained(texts)
+    model = random_model(config_from_hf(RAW), dtype=jnp.float32)
+    save_model(base, flatten_names(split_model(model, nnx.Param)[1]), texts)
+    rng = np.random.default_rng(0)
+    shapes = {"lora_A": (2, 16), "lora_B": (16, 2)}
+    linear = "model.layers.0.self_attn.o_proj"
+    tensors = {f"{linear}.{name}": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors["score.weight"] = rng.normal(size=(1, 16)).astype(np.float32)
+    save_adapter(adapter, tensors, LoraConfig(rank=2, targets=("o_proj",)), base)
+    return base, adapter
+
+
+def test_adapter_and_merged_folder_score_alike(folders, tmp_path, write_jsonl):
+    base, adapter = folders
+    merged = tmp_path / "merged"
+    export_adapter(adapter, base, merged)
+    raw = read_config(merged)
+    assert raw["architectures"] == ["LlamaForSequenceClassification"]
+    assert (raw["id2label"], raw["pad_token_id"]) == ({"0": "LABEL_0"}, 0)
+    pair = {"prompt": "What is 3", "chosen": " plus 4?", "rejected": " and more?"}
+    rows = [pair, {"prompt": "It is", "chosen": " 7", "rejected": " 8"}]
+    data = (write_jsonl(rows), write_jsonl([{"text": "What is 3 plus 4?"}], "text.jsonl"))
+    apart, together = (
+        [scores for _, scores in score_rows(ScoreConfig(data=data, **model))]
+        for model in ({"adapter": adapter}, {"model": merged})
+    )
+    assert list(map(len, apart)) == [2, 2, 1]
+    for a, b in zip(apart, together, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert apart[0][0] == pytest.approx(apart[2][0], abs=1e-5)  # the same text, apart from its packing
+
+
+def test_reward_models_write_no_text_and_others_score_none(folders):
+    base, adapter = folders
+    assert load_adapter(adapter).scores
+    with pytest.raises(ValueError, match="is a reward model, which writes no text: use jaxglue score"):
+        Assistant(AssistantConfig(adapter=adapter))
+    with pytest.raises(ValueError, match="is no reward model: train one with"):
+        RewardModel(AssistantConfig(model=base))
+
+
+def test_documents_beyond_the_limit_are_named(folders, write_jsonl):
+    data = write_jsonl([{"text": "fine"}, {"text": "What is 3 plus 4? " * 40}])
+    with pytest.raises(ValueError, match=r"data.jsonl:2: .* tokens are above the model's limit of 64"):
+        list(score_rows(ScoreConfig(adapter=folders[1], data=(data,))))
