@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.hf.checkpoint import read_config, save_tensors
@@ -291,6 +291,18 @@ def test_pre_tokenizer_is_known_by_its_expression(tokenizer, name):
     assert vocabulary_metadata(tokenizer, 8, {1})["ggml.pre"] == name
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("template", [None, "{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"])
+def test_bos_is_added_as_tokenizer_and_template_do(adds, template):
+    tokenizer = byte_level(use_regex=True)
+    if adds:
+        single = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.backend_tokenizer.post_processor = single
+    tokenizer.chat_template = template
+    expected = adds and (template is None or template.startswith("{{ bos"))
+    assert vocabulary_metadata(tokenizer, 8, {1})["ggml.add_bos_token"] is expected
+
+
 def test_unknown_pre_tokenizer_is_refused():
     with pytest.raises(ValueError, match="no pre-tokenizer like this one"):
         vocabulary_metadata(byte_level(split(r"\w+")), 8, {1})
@@ -327,6 +339,17 @@ def test_ollama_template_renders_as_the_chat_template(make_tokenizer):
         '{{- "<|im_end|>\\n" }}{{- else if eq .Role "user" }}{{- "<|im_start|>user\\n" }}{{- .Content }}'
         '{{- "<|im_end|>\\n" }}{{- else if eq .Role "assistant" }}{{- "<|im_start|>assistant\\n" }}{{- .Content }}'
         '{{- "<|im_end|>\\n" }}{{- end }}{{- end }}{{- "<|im_start|>assistant\\n" }}'
+    )
+
+
+def test_default_system_message_is_printed_without_one(make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    default = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    tokenizer.chat_template = default + tokenizer.chat_template
+    text = ollama_template(tokenizer)
+    assert text.startswith(
+        '{{- "<|im_start|>system\\n" }}{{- if not .System }}{{- "Be kind.<|im_end|>\\n" }}{{- end }}'
+        '{{- range .Messages }}{{- if eq .Role "system" }}{{- .Content }}{{- "<|im_end|>\\n" }}'
     )
 
 

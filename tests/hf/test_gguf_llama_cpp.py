@@ -15,7 +15,7 @@ from jaxglue.commands import main
 from jaxglue.data.template import ChatTemplate
 from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import SamplingConfig
-from jaxglue.generation.generate import Generator
+from jaxglue.generation.generator import Generator
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
 from jaxglue.hf.experts import checkpoint_layout

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.hf.gguf.vocabulary import begins_with_bos
+from jaxglue.hf.gguf.vocabulary import adds_bos
 
 _CONTENTS = {"system": "⟦system⟧", "user": "⟦user⟧", "assistant": "⟦assistant⟧"}
 _CHECKED = ("u", "uau", "uauau", "su", "suau")
@@ -18,6 +18,8 @@ class _Texts(NamedTuple):
     """Texts around messages."""
 
     begin: str
+    default: str
+    """In place of a system message, where there is none."""
     around: dict[str, tuple[str, str]]
     """Before and after the content, by role."""
     prompt: str
@@ -58,15 +60,16 @@ def ollama_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
     try:
         texts = _derive(tokenizer)
-        same = texts and all(_assemble(texts, roles) == _render(tokenizer, roles) for roles in _CHECKED)
+        same = all(_assemble(texts, roles) == _render(tokenizer, roles) for roles in _CHECKED)
     except Exception:  # a template may refuse any of these conversations with errors of its own
         return None
-    if not texts or not same:
+    if not same:
         return None
     begin = texts.begin
-    if begins_with_bos(tokenizer):
+    if adds_bos(tokenizer):
         begin = begin.removeprefix(str(tokenizer.bos_token))  # Ollama adds it, as the file says
-    parts = [_go(begin), "{{- range .Messages }}"]
+    default = f"{{{{- if not .System }}}}{_go(texts.default)}{{{{- end }}}}" if texts.default else ""
+    parts = [_go(begin), default, "{{- range .Messages }}"]
     for index, (role, (before, after)) in enumerate(texts.around.items()):
         test = f'{{{{- {"else if" if index else "if"} eq .Role "{role}" }}}}'
         parts.append(f"{test}{_go(before)}{{{{- .Content }}}}{_go(after)}")
@@ -87,10 +90,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str]) -> str:
 def _assemble(texts: _Texts, roles: Sequence[str]) -> str:
     names = [_ROLES[role] for role in roles]
     parts = [f"{texts.around[name][0]}{_CONTENTS[name]}{texts.around[name][1]}" for name in names]
-    return texts.begin + "".join(parts) + texts.prompt
+    default = "" if "system" in names else texts.default
+    return texts.begin + default + "".join(parts) + texts.prompt
 
 
-def _derive(tokenizer: PreTrainedTokenizerBase) -> _Texts | None:
+def _derive(tokenizer: PreTrainedTokenizerBase) -> _Texts:
     """Return the texts around messages, from two renderings."""
     alone, _ = _render(tokenizer, "u").split(_CONTENTS["user"])
     rest = _render(tokenizer, "suau")
@@ -100,18 +104,17 @@ def _derive(tokenizer: PreTrainedTokenizerBase) -> _Texts | None:
         gaps.append(gap)
     first, after_system, after_user, after_assistant = gaps
     before_user = _common_suffix(_common_suffix(after_system, after_assistant), alone)
-    begin = alone.removesuffix(before_user)
+    without_system = alone.removesuffix(before_user)
+    begin = _common_prefix(without_system, first)
     end = after_assistant.removesuffix(before_user)
     ends_alike = after_user.startswith(end) and rest.startswith(end)
     after = end if ends_alike else _common_prefix(after_user, rest)
-    if not first.startswith(begin):
-        return None
     around = {
         "system": (first.removeprefix(begin), after_system.removesuffix(before_user)),
         "user": (before_user, after),
         "assistant": (after_user.removeprefix(after), end),
     }
-    return _Texts(begin, around, rest.removeprefix(after))
+    return _Texts(begin, without_system.removeprefix(begin), around, rest.removeprefix(after))
 
 
 def _common_prefix(one: str, other: str) -> str:

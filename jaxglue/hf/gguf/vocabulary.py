@@ -130,15 +130,18 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) 
         _log.warning("a GGUF file names %d end tokens, without %s", _MOST_STOPS, ", ".join(left_out))
     ids |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
     found: dict[str, Any] = {f"ggml.{name}_token_id": index for name, index in ids.items() if index is not None}
-    return found | {"ggml.add_bos_token": begins_with_bos(tokenizer), "ggml.add_eos_token": False}
+    return found | {"ggml.add_bos_token": adds_bos(tokenizer), "ggml.add_eos_token": False}
 
 
-def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether llama.cpp should put BOS in front: where the chat template does, else where the tokenizer does."""
-    if tokenizer.bos_token is None:
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether llama.cpp should put BOS in front of texts: where the tokenizer does, and the template begins so.
+
+    llama.cpp removes the template's own then.
+    """
+    if tokenizer.bos_token is None or tokenizer.bos_token_id not in tokenizer.encode("a")[:1]:
         return False
     if not tokenizer.chat_template:
-        return tokenizer.bos_token_id in tokenizer.encode("a")[:1]
+        return True
     messages = [{"role": "user", "content": "a"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return str(text).startswith(tokenizer.bos_token)

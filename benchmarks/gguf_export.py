@@ -1,37 +1,29 @@
 """Time the export of a published shape's random weights to GGUF, whole and by step, and its host memory.
 
-    python benchmarks/gguf.py --shape qwen3-8b --type q4_k_m --scratch /dev/shm/gguf --json benchmarks/results/gguf.json
+    python benchmarks/gguf_export.py --shape qwen3-8b --type q4_k_m --scratch /dev/shm/gguf --json benchmarks/results/gguf_export.json
 
 Weights are in the page cache. Steps are timed alone, one after another: together they overlap.
 """
 
 import argparse
 import shutil
-import sys
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
-# This script's own name is that of the package it measures.
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
+import jax
+import numpy as np
+import psutil
+from inputs import SHAPES, make_model
+from measure import table, write_results
 
-import gguf  # noqa: E402, F401 - found before this script
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import psutil  # noqa: E402
-from inputs import SHAPES, make_model  # noqa: E402
-from measure import table, write_results  # noqa: E402
-
-from jaxglue.data.tokenizer import load_tokenizer  # noqa: E402
-from jaxglue.hf.gguf.export import export_gguf  # noqa: E402
-from jaxglue.hf.gguf.layout import file_tensors  # noqa: E402
-from jaxglue.hf.gguf.vocabulary import vocabulary_metadata  # noqa: E402
-from jaxglue.hf.merge import MergedTensors  # noqa: E402
-from jaxglue.ops.quant.k_quants import BLOCK_BYTES, SUPER_BLOCK, quantize_super_blocks  # noqa: E402
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.hf.gguf.export import export_gguf
+from jaxglue.hf.gguf.layout import file_tensors
+from jaxglue.hf.gguf.vocabulary import vocabulary_metadata
+from jaxglue.hf.merge import MergedTensors
+from jaxglue.ops.quant.k_quants import BLOCK_BYTES, SUPER_BLOCK, quantize_super_blocks
 
 _BLOCKS = 1 << 16
 
