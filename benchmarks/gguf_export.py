@@ -1,6 +1,6 @@
 """Time the export of a published shape's random weights to GGUF, whole and by step, and its host memory.
 
-    python benchmarks/gguf_export.py --shape qwen3-8b --type q4_k_m --scratch /dev/shm/gguf --json benchmarks/results/gguf_export.json
+    python benchmarks/gguf_export.py --shape qwen3-8b --scratch /dev/shm/gguf --json FILE
 
 Weights are in the page cache. Steps are timed alone, one after another: together they overlap.
 """
