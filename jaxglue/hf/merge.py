@@ -99,14 +99,14 @@ class MergedTensors:
         loaded = None if folder is None else load_adapter(folder)
         own = own.scored if loaded and loaded.scores else own
         how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
+        if how == own.quantize != "none":
+            require_stored(base, own)
         self.config: DecoderConfig = own.quantized(how)
         model = abstract_model(self.config)
         shapes = base_shapes(model)
         self.adapter = None if loaded is None else check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
-        if how == own.quantize != "none":
-            require_stored(base, own)
         self._stored = _find_stored(files, self._quantized)
         stored = _expand_quantized(files.tensors, self._stored, self._quantized)
         self._deltas = {} if self.adapter is None else adapter_deltas(self.adapter, stored)
