@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import triton
 
 from jaxglue.ops.gated_mlp import kernels
-from jaxglue.ops.gated_mlp.swiglu import ScaledProducts
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.triton import LoraTiles, block_constants
@@ -43,7 +42,7 @@ class TritonLoraSwiglu(Launcher):
         out, down_ranks = self._forward(gate, up, low_rank, matrices, (None, None, None), self.forward_tiles)
         return out, down_ranks.sum(axis=0).astype(out.dtype)
 
-    def scaled_forward(self, products: ScaledProducts, low_rank, matrices):
+    def scaled_forward(self, products, low_rank, matrices):
         """See `ScaledSwigluBackend`."""
         arrays, tiles = (products.gate, products.up, low_rank), self.scaled_forward_tiles
         out, down_ranks, absmax = self._forward(*arrays, matrices, products.scales, tiles)
@@ -68,7 +67,7 @@ class TritonLoraSwiglu(Launcher):
         dgate, dup, ddown = self._backward(gate, up, low_rank, matrices, dout, ddown_ranks, scales)
         return dgate, dup, ddown.sum(axis=0).T
 
-    def scaled_backward(self, products: ScaledProducts, low_rank, matrices, dout, dout_scales, ddown_ranks):
+    def scaled_backward(self, products, low_rank, matrices, dout, dout_scales, ddown_ranks):
         """See `ScaledSwigluBackend`."""
         arrays, scales = (products.gate, products.up, low_rank), (*products.scales, dout_scales)
         dgate, dup, ddown, absmax = self._backward(*arrays, matrices, dout, ddown_ranks, scales)
