@@ -65,16 +65,17 @@ def refuse_mapped(config: TrainConfig, mesh: MeshShape) -> str | None:
 
 def check_muon(config: TrainConfig, model: DecoderConfig) -> None:
     """Raise ValueError for Muon on adapters or experts: it orthogonalizes whole matrices."""
-    if config.optimizer.optimizer != "muon":
+    name = config.optimizer.optimizer
+    if not config.optimizer.kind.needs_matrices:
         return
     if config.model.method != "full":
         raise ValueError(
-            "--optimizer muon orthogonalizes whole weight matrices, not adapters: add --method full, or choose adamw, "
-            "lion or adafactor"
+            f"--optimizer {name} orthogonalizes whole weight matrices, not adapters: add --method full, or choose "
+            "adamw, lion or adafactor"
         )
     if model.moe:
         raise ValueError(
-            f"--optimizer muon orthogonalizes single matrices, and the experts of {config.model.model} are stacked: "
+            f"--optimizer {name} orthogonalizes single matrices, and the experts of {config.model.model} are stacked: "
             "choose adamw, lion or adafactor"
         )
 

@@ -18,7 +18,6 @@ from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
@@ -32,7 +31,7 @@ from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import refuse_mapped
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.optax_optimizer import state_bytes
+from jaxglue.training.optimizer import state_bytes
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
@@ -248,7 +247,6 @@ def make_workload(
         document_lengths=document_lengths,
         gradient_accumulation_steps=config.run.gradient_accumulation_steps,
         update_in_backward=optimizer.update_in_backward,
-        moment_bytes=MOMENT_BYTES[optimizer.moments],
         host_embeddings=config.model.embeddings == "host",
         mesh=mesh,
         dtype=config.model.compute_dtype,
@@ -257,8 +255,6 @@ def make_workload(
         objective=config.objective.make(),
         reference=config.objective.kind.needs_reference and _runs_beside(config),
     )
-    if optimizer.optimizer == "adamw":
-        return workload
     return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
 
 

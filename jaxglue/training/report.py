@@ -37,12 +37,6 @@ PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
 _BORDER = 6
 """Width of a panel's border and of the space between its columns."""
 _HEAD = ", the output projection multiplied in it too"
-_NAMES = {
-    "adamw": "AdamW",
-    "muon": "Muon for the layers' matrices, AdamW for the rest",
-    "adafactor": "Adafactor",
-    "lion": "Lion",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +194,7 @@ def _optimizer(setup: Setup) -> str:
     moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
         optimizer.moments, f" with {optimizer.moments} moments"
     )
-    return f"{_NAMES[optimizer.optimizer]}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
+    return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 
 
 def _memory(setup: Setup) -> str:

@@ -11,7 +11,7 @@ from jaxglue.hf.checkpoint import open_checkpoint
 from jaxglue.json_file import read_json
 from jaxglue.training.checkpoint import Restored
 from jaxglue.training.fingerprint import changed_settings, fingerprint, fingerprint_differences
-from jaxglue.training.optimizer import learning_rate_schedule
+from jaxglue.training.partwise import learning_rate_schedule
 from jaxglue.training.report import PATHS, RunSummary, read_summary, summary_rows
 from jaxglue.training.run_folder import is_replaced
 from jaxglue.training.setup import Setup

@@ -32,8 +32,7 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.optax_optimizer import make_optimizer
-from jaxglue.training.optimizer import Optimizer
+from jaxglue.training.optimizer import Optimizer, make_optimizer
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
 
