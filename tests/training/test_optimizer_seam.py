@@ -9,7 +9,7 @@ from jaxglue.models.parameters import get_part, set_part
 from jaxglue.training.config import OptimizerConfig, TrainConfig
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind, state_bytes
 from jaxglue.training.report import plan_rows
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -63,7 +63,7 @@ def test_registered_optimizer_is_a_flag_with_its_learning_rate():
 
 
 def test_planner_takes_the_bytes_of_its_state(make_config):
-    setup = prepare(make_config(optimizer="toy"))
+    setup = resolve(make_config(optimizer="toy"))
     assert setup.workload.moment_bytes == 2.0
     assert plan_rows(setup)["optimizer"].startswith("sign of momentum, learning rate")
 
@@ -79,7 +79,7 @@ def test_registered_optimizer_trains_and_resumes_to_the_bit(make_config, tmp_pat
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "lion", "adafactor"])
 def test_planned_bytes_are_those_of_the_state(make_config, name):
-    model = TrainStep(prepare(make_config(optimizer=name)), None)
+    model = TrainStep(resolve(make_config(optimizer=name)), None)
     arrays = jax.tree.leaves(model.state()["optimizer"])
     values = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     expected = state_bytes(OptimizerConfig(optimizer=name), model.trainable)

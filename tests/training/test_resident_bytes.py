@@ -13,7 +13,7 @@ from jaxglue.sharding.mesh import MeshShape, make_mesh
 from jaxglue.sharding.rules import Layout
 from jaxglue.training import report
 from jaxglue.training.adamw import AdamWOptimizer
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.weights import build_parameters
 
 
@@ -27,7 +27,7 @@ def setup_of(make_config, model_folder):
     def make(mesh: str, **fields):
         if MeshShape.parse(mesh).devices != jax.device_count():
             pytest.skip(f"needs the devices of {mesh}")
-        return prepare(make_config(mesh=mesh, batch_size=8, dtype="bfloat16", **fields))
+        return resolve(make_config(mesh=mesh, batch_size=8, dtype="bfloat16", **fields))
 
     return make
 
