@@ -39,7 +39,7 @@ def test_unusable_folders_are_refused(make_config, changes, message):
 
 def test_folders_that_cannot_be_made_are_refused(make_config, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be made, as .*file is a file"):
+    with pytest.raises(ValueError, match=r"cannot be made, as .*file is a file"):
         train(make_config(output=tmp_path / "file" / "run", dry_run=True))
 
 
