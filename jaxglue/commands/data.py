@@ -20,8 +20,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.training.report import row_text
-from jaxglue.training.setup import settle
+from jaxglue.training.workload import row_text, settle
 
 _BAR = 40
 _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")

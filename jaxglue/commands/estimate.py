@@ -26,9 +26,7 @@ from jaxglue.planner.plans import DoesNotFit, Plan
 from jaxglue.planner.proposer import MARGIN
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import refuse_mapped
-from jaxglue.training.remat import make_workload
-from jaxglue.training.report import row_text
-from jaxglue.training.setup import read_architecture, settle
+from jaxglue.training.workload import make_workload, read_architecture, row_text, settle
 
 _SHOWN = 5
 _HOST = "dispatched as beside an H200"

@@ -19,8 +19,8 @@ from jaxglue.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.result import export_result, require_equal
-from jaxglue.training.setup import read_architecture
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary
+from jaxglue.training.workload import read_architecture
 
 
 @dataclass(frozen=True, kw_only=True)

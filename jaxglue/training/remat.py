@@ -1,4 +1,4 @@
-"""The plan of a run: its workload, the remat policy checked against the GPU's memory, and the host memory it pins."""
+"""The plan of a run: the remat policy, checked against the GPU's memory, and the host memory pinned for it."""
 
 import gc
 import math
@@ -17,7 +17,6 @@ from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
-from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
@@ -28,10 +27,8 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT, DoesNotFit, Plan, gib, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import refuse_mapped
-from jaxglue.training.config import ModelConfig, TrainConfig
-from jaxglue.training.optimizer import state_bytes
+from jaxglue.training.config import ModelConfig
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
@@ -216,44 +213,6 @@ def _programs(plan: Plan) -> str:
     if plan.whole:
         return "a micro-batch is one program, "
     return f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
-
-
-def make_workload(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
-) -> Workload:
-    """Return a run's workload on one GPU of a mesh.
-
-    Args:
-        config: of the run.
-        model: the model's shape.
-        document_lengths: of `Workload`.
-        mesh: how GPUs share the work.
-    """
-    optimizer = config.optimizer
-    workload = Workload(
-        config=model,
-        batch_size=config.run.batch_size // mesh.batch_shards,
-        seq_len=config.data.row_tokens,
-        lora=config.lora if config.model.method == "lora" else None,
-        document_lengths=document_lengths,
-        gradient_accumulation_steps=config.run.gradient_accumulation_steps,
-        update_in_backward=optimizer.update_in_backward,
-        host_embeddings=config.model.embeddings == "host",
-        mesh=mesh,
-        dtype=config.model.compute_dtype,
-        attention=config.model.attention,
-        tile=config.model.tile,
-        objective=config.objective.make(),
-        reference=config.objective.kind.needs_reference and _runs_beside(config),
-    )
-    return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
-
-
-def _runs_beside(config: TrainConfig) -> bool:
-    """Tell whether the reference's layers run beside the model's, as far as flags decide."""
-    several = config.run.epochs > 1 and config.run.steps is None
-    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
-    return config.model.method == "lora" and config.model.adapter is None and not cached
 
 
 def open_buffers(workload: Workload, remat: RematChoice) -> AbstractContextManager[HostBuffers | None]:

@@ -13,8 +13,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.data.config import DEFAULT_SEQ_LEN
-from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
@@ -31,6 +29,7 @@ from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
+from jaxglue.training.workload import row_text
 
 PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
 """Fields of the results that name a file or folder in the run's."""
@@ -257,11 +256,3 @@ def _attention_backend(run: Run, long_slots: int | None) -> BackendChoice:
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
     return ATTENTION.choose(compute_capability(), shape, backend=run.remat.attention)
-
-
-def row_text(seq_len: int, model: DecoderConfig | None) -> str:
-    """Describe the length of rows, and why one at a model's limit, if that is known, is below the default."""
-    tokens = f"{seq_len:,} tokens"
-    if model and seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
-        return f"{tokens} (all positions of the model, fewer than the default of {DEFAULT_SEQ_LEN:,} tokens)"
-    return tokens

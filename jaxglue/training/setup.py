@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -14,9 +13,7 @@ from jaxglue.data.stream import StreamIterator
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter
-from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.loading import check_weights
-from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.documents import sample_lengths
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
@@ -25,11 +22,12 @@ from jaxglue.planner.plans import DoesNotFit
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_dropout, check_model, refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.remat import RematChoice, choose_remat, make_workload
+from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
-from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, trained_parts
+from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary
+from jaxglue.training.workload import make_workload, read_architecture, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,51 +129,11 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     )
 
 
-def settle[C: TrainConfig](
-    config: C,
-    model: DecoderConfig,
-    *,
-    devices: int,
-    adapter: Adapter | None = None,
-    vocabulary: Vocabulary | None = None,
-) -> C:
-    """Return the configuration with what model, devices, adapter and vocabulary decide; nothing later changes it.
-
-    The batch size is that over all devices, and rows have a length: a given one, or the default within the model's.
-    """
-    run, lora = config.run, config.lora
-    if run.per_device_batch_size is not None:
-        shards = devices if run.mesh == AUTO else MeshShape.parse(run.mesh).batch_shards
-        run = replace(run, batch_size=run.per_device_batch_size * shards, per_device_batch_size=None)
-    if vocabulary is not None:
-        lora = trained_parts(lora, adapter, vocabulary, full=config.model.method == "full")
-    return replace(config, run=run, lora=lora, data=config.data.within(model.max_position_embeddings))
-
-
 def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     """Return the run's optimizer steps, about: as if every row were full."""
     run, tokens = config.run, int(data.train.document_lengths.sum())
     row = config.data.row_tokens * run.batch_size * run.gradient_accumulation_steps
     return run.steps or max(1, -(-run.epochs * tokens // row))
-
-
-def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
-    """Return the architecture of a model folder, as its experts and linear layers are stored in this run."""
-    raw = read_config(folder)
-    model = config_from_hf(raw)
-    check_dropout(config.model.model, raw)
-    if model.scores and not config.objective.kind.trains_scores:
-        raise ValueError(
-            f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
-            "--objective reward, or a causal language model"
-        )
-    if config.objective.kind.trains_scores:
-        model = model.scored
-    if config.model.expand_experts:
-        model = model.expanded
-    model = model.quantized(config.model.storage, **config.model.fp8_products)
-    check_model(config, model)
-    return model
 
 
 def _make_batches(

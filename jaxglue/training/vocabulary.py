@@ -134,13 +134,3 @@ def read_start(config: TrainConfig, model: DecoderConfig) -> Adapter | None:
             f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
         )
     return adapter
-
-
-def trained_parts(lora: LoraConfig, adapter: Adapter | None, vocabulary: Vocabulary, *, full: bool) -> LoraConfig:
-    """Return the settings of a run's adapters: those of the one it trains on from, and with the rows of new tokens."""
-    if adapter is not None:
-        lora = replace(adapter.config, dropout=lora.dropout or adapter.config.dropout)
-    if full or not vocabulary.new_rows:
-        return lora
-    rows = {*lora.trainable_token_indices, *vocabulary.new_rows}
-    return replace(lora, trainable_token_indices=tuple(sorted(rows)))

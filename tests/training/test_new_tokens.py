@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxglue.models.vocabulary import grow_vocabulary
-from jaxglue.training.setup import read_architecture, settle
 from jaxglue.training.vocabulary import add_tokens, read_vocabulary
+from jaxglue.training.workload import read_architecture, settle
 
 
 def vocabulary(config, path, text):

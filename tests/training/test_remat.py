@@ -7,6 +7,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training import remat
+from jaxglue.training.workload import make_workload
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def choose(make_config, tiny_config, monkeypatch):
 
     def choice(**settings):
         config, model = make_config(**settings), config_from_hf({**tiny_config, "model_type": "qwen3"})
-        return remat.choose_remat(config.model, remat.make_workload(config, model, (64,), MeshShape()))
+        return remat.choose_remat(config.model, make_workload(config, model, (64,), MeshShape()))
 
     return choice
 
