@@ -8,7 +8,7 @@ import jax
 from jaxglue.distributed import Processes
 from jaxglue.engine.residency import format_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat

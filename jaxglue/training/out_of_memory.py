@@ -7,8 +7,8 @@ import jax
 
 from jaxglue.engine.policy import AUTO
 from jaxglue.planner.gpus import GIB, RECORDED
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DoesNotFit
 from jaxglue.planner.rates import device_gpu
 from jaxglue.training.remat import host_memory
 from jaxglue.training.setup import Setup

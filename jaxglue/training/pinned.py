@@ -12,8 +12,8 @@ from jax.extend.backend import clear_backends
 from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.residency import HOST
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.host_memory import available_memory
-from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT, gib
+from jaxglue.planner.host_memory import DEFAULT_PINNED_GIB, HOST_LIMIT, available_memory
+from jaxglue.planner.plan import gib
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.remat import RematChoice
 

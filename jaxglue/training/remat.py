@@ -15,11 +15,10 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
-from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
-from jaxglue.planner.host_memory import available_memory
-from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
+from jaxglue.planner.host_memory import HOST_LIMIT, available_memory, pinned_memory
+from jaxglue.planner.plan import DoesNotFit, Plan
+from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape

@@ -13,9 +13,8 @@ from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.documents import sample_lengths
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import check_dropout, check_model, warn_of_peft
 from jaxglue.training.config import TrainConfig
