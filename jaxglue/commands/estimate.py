@@ -22,13 +22,14 @@ from jaxglue.models import config_from_hf
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
-from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
+from jaxglue.planner.plan import MARGIN
+from jaxglue.planner.plan import DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped
-from jaxglue.training.devices import with_global_batch
-from jaxglue.training.row_length import row_text, with_seq_len
-from jaxglue.training.workload import make_workload
+from jaxglue.training.remat import make_workload
+from jaxglue.training.report import row_text
+from jaxglue.training.setup import with_global_batch, with_seq_len
 
 _SHOWN = 5
 _HOST = "dispatched as beside an H200"

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.files import Row
 from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIRS, read_answers, read_margin, read_row
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
-from jaxglue.data.store import TOKEN_BYTES
+from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, TemplateCheck, plain_pieces, split_at
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.data.words import WordTokenizer
@@ -66,17 +65,6 @@ class ChatSplitter:
             return [(self._template.render(messages, tools), True)]
         text, spans = self._trained_spans(messages, tools, [flag is False for flag in trained])
         return [(piece, not inside) for piece, inside in split_at(text, spans)]
-
-
-class Encoded(NamedTuple):
-    """Concatenated documents."""
-
-    tokens: Int32[np.ndarray, "N"]
-    mask: UInt8[np.ndarray, "N"]
-    """1 for tokens to predict."""
-    lengths: Int32[np.ndarray, "documents"]
-    margins: Float32[np.ndarray, "rows"] | None = None
-    """Margins of pairs, NaN for anything but a number."""
 
 
 class Encoder:

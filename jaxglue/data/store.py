@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
 
 from jaxglue.json_file import read_json
-
-if TYPE_CHECKING:
-    from jaxglue.data.encode import Encoded
 
 TOKEN_BYTES = 4
 """Size of a stored token."""
@@ -59,6 +56,17 @@ class UnchangedFile:
     def _size_and_time(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
+
+
+class Encoded(NamedTuple):
+    """Concatenated documents."""
+
+    tokens: Int32[np.ndarray, "N"]
+    mask: UInt8[np.ndarray, "N"]
+    """1 for tokens to predict."""
+    lengths: Int32[np.ndarray, "documents"]
+    margins: Float32[np.ndarray, "rows"] | None = None
+    """Margins of pairs, NaN for anything but a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +210,7 @@ def _read_margins(folder: Path, digests: dict[str, str]) -> Float32[np.ndarray, 
     return np.fromfile(path, np.float32)
 
 
-def write_store(folder: Path, chunks: "Iterable[Encoded]", **info: Any) -> None:
+def write_store(folder: Path, chunks: Iterable[Encoded], **info: Any) -> None:
     """Write the documents under a temporary name, sync them to disk, then rename.
 
     Raises:
@@ -275,7 +283,7 @@ def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path)
         raise DamagedStoreError(f"{folder} holds token ids out of bounds")
 
 
-def _write_documents(folder: Path, chunks: "Iterable[Encoded]") -> dict[str, Any]:
+def _write_documents(folder: Path, chunks: Iterable[Encoded]) -> dict[str, Any]:
     lengths, margins, largest = [np.zeros(1, np.int64)], [], -1
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:

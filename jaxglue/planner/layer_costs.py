@@ -11,6 +11,7 @@ from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.names import LAYER_INPUT, QUERY
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import AttentionCost, Cost, Sizes, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
@@ -19,7 +20,7 @@ from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
 
 _FEW_VALUES_GAIN = 1.03
-"""Rate of matmuls with NF4's weights by that with bf16's: 16 values in a block draw less power."""
+"""Rate of matmuls with weights of few values (NF4's 16) by that with bf16's: they draw less power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class TracedModel:
 
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool, programs: Programs | None = None):
         self._workload, self._gpu = workload, gpu
-        few_values = workload.config.quantize == "nf4"
+        few_values = FORMATS[workload.config.quantize].few_values
         self._layer_gpu = replace(gpu, matmul=_FEW_VALUES_GAIN * gpu.matmul) if few_values else gpu
         self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)

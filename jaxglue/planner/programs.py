@@ -18,6 +18,7 @@ from jaxglue.engine.equations import equations
 from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.policy import PRESETS, RematPolicy
 from jaxglue.engine.residuals import Layer, result_names
+from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import Params
@@ -26,7 +27,7 @@ from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.backend import Capability, tracing_for
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
-from jaxglue.ops.rope import RopeConfig, rope_tables
+from jaxglue.ops.rope import RopeTables
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.cost import aval_bytes, program_sizes
 from jaxglue.planner.workload import Workload, abstract_parts
@@ -41,7 +42,7 @@ _BACKWARD = KernelCost(kind=KernelKind.ATTENTION_BACKWARD)
 class PlannedContext(PackedContext):
     """Context of packed rows whose attention is traced, never run."""
 
-    def attend(self, q, k, v, *, window=None, sinks=None):
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         """Return the shape of attention's output, with a fused backend's differentiation rule."""
         if self.attention_out is not None:
             return self.attention_out
@@ -91,13 +92,13 @@ def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedCon
     """Return the shapes of a layer's input [B, T, D] and its context."""
     config, segments = workload.config, abstract_batch(workload).segments
     x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
-    cos, sin = _rope_shapes(segments.positions.shape, config.rope, config.head_dim)
-    return x, PlannedContext(segments=segments, cos=cos, sin=sin, tile=workload.tile)
+    rope = _rope_shapes(segments.positions.shape, config)
+    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile)
 
 
 @lru_cache(maxsize=64)
-def _rope_shapes(shape: tuple[int, ...], rope: RopeConfig, head_dim: int) -> tuple[Any, Any]:
-    return jax.eval_shape(lambda p: rope_tables(p, rope, head_dim), jax.ShapeDtypeStruct(shape, jnp.int32))
+def _rope_shapes(shape: tuple[int, ...], config: DecoderConfig) -> RopeTables:
+    return jax.eval_shape(config.rope_tables, jax.ShapeDtypeStruct(shape, jnp.int32))
 
 
 _CHECKPOINT = "remat2"

@@ -20,7 +20,7 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
-from jaxglue.ops.quant.formats import is_quantized
+from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.segments import BatchKind, batch_kind, segment_bucket
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.sharding.mesh import MeshShape
@@ -118,7 +118,7 @@ class Workload:
     """The frozen layers run once more, without adapters, for the objective."""
 
     def __post_init__(self):
-        if self.lora is None and self.config.quantize not in ("none", "fp8_trained"):
+        if self.lora is None and not FORMATS[self.config.quantize].trains:
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
         trains = self.lora is None or "embed_tokens" in self.lora.modules_to_save
         if self.host_embeddings and (trains or self.config.tie_word_embeddings):

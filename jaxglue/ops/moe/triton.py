@@ -11,8 +11,8 @@ from jax_triton.triton_lib import TensorDescriptor
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import kernels
-from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
+from jaxglue.ops.moe.routing import GroupMetadata
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
 from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
 

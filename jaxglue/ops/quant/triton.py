@@ -12,8 +12,7 @@ from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.fp8 import E4M3, FP8Weight
-from jaxglue.ops.quant.int8 import Int8Weight
+from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.kernels import mxfp4_kernel, mxfp4_transposed_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import LIFT, MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
@@ -24,10 +23,12 @@ from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_TRANSPOSED_TILE, NF4_BLO
 class TritonDequantize(Launcher):
     """`DequantizeBackend` in Triton, for NF4 and MXFP4."""
 
-    def dequantize(self, weight: Quantized | MXFP4, dtype) -> Float[Array, "*B out in"]:
+    def dequantize(self, weight: Quantized, dtype) -> Float[Array, "*B out in"]:
         """See `DequantizeBackend`."""
-        assert not isinstance(weight, Int8Weight | FP8Weight)
-        return self._mxfp4(weight, dtype) if isinstance(weight, MXFP4) else self._nf4(weight, dtype)
+        if isinstance(weight, MXFP4):
+            return self._mxfp4(weight, dtype)
+        assert isinstance(weight, NF4), weight
+        return self._nf4(weight, dtype)
 
     def _mxfp4(self, weight: MXFP4, dtype, largest=None):
         weight.check()
