@@ -20,8 +20,7 @@ from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.gpus import GIB, Dispatch, Gpu, find_gpu
-from jaxglue.planner.plan import MARGIN
-from jaxglue.planner.plan import DoesNotFit
+from jaxglue.planner.plan import MARGIN, DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.step import MicroBatch
 

@@ -22,8 +22,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
-from jaxglue.planner.plan import MARGIN
-from jaxglue.planner.plan import DoesNotFit, Plan
+from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped

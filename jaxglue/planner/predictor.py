@@ -22,7 +22,21 @@ from jaxglue.planner.layer_costs import LayerCost, TracedModel
 from jaxglue.planner.memory import PeakMemory, resident_bytes
 from jaxglue.planner.plan import SMALL_VALUES, Memory, Plan
 from jaxglue.planner.programs import Programs
-from jaxglue.planner.step import LayerArrays, MicroBatch, Setting, Work, choose_group, compile_seconds, micro_batch, pinning_seconds, restorations, restore_work, restored_bytes, restored_layers, simulate
+from jaxglue.planner.step import (
+    LayerArrays,
+    MicroBatch,
+    Setting,
+    Work,
+    choose_group,
+    compile_seconds,
+    micro_batch,
+    pinning_seconds,
+    restorations,
+    restore_work,
+    restored_bytes,
+    restored_layers,
+    simulate,
+)
 from jaxglue.planner.workload import Workload
 
 _LINK_SHARE = 0.85

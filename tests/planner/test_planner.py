@@ -15,8 +15,7 @@ from jaxglue.planner import rates
 from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT, pinned_memory, raise_pinned_limit
-from jaxglue.planner.plan import MARGIN
-from jaxglue.planner.plan import DoesNotFit
+from jaxglue.planner.plan import MARGIN, DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.programs import abstract_input, can_scale, layer_programs
 from jaxglue.planner.rates import device_gpu, measure_gpu
