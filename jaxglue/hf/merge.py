@@ -89,14 +89,14 @@ class _Merge:
         loaded = load_adapter(folder)
         own = own.scored if loaded.scores else own
         how: Storage = storage or (own.quantize if own.quantize != "none" else loaded.storage)
+        if how == own.quantize != "none":
+            require_stored(base, own)
         self.config: DecoderConfig = own.quantized(how)
         model = abstract_model(self.config)
         shapes = base_shapes(model)
         self.adapter = check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
-        if how == own.quantize != "none":
-            require_stored(base, own)
         self._stored = _find_stored(files, self._quantized)
         stored = _expand_quantized(files.tensors, self._stored, self._quantized)
         self._deltas = adapter_deltas(self.adapter, stored)
