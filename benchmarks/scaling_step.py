@@ -28,11 +28,11 @@ from jaxglue.engine.policy import AUTO, RematPolicy, format_policies, parse_poli
 from jaxglue.engine.residency import DEVICE
 from jaxglue.models.parameters import Params
 from jaxglue.ops.segments import pack_segments
+from jaxglue.planner.candidates import most
 from jaxglue.planner.flops import training_flops_per_token
 from jaxglue.planner.gpus import peak_flops
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
-from jaxglue.planner.search import most
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout

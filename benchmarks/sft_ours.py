@@ -38,8 +38,8 @@ from jaxglue.models.parameters import Params, split_model
 from jaxglue.ops.segments import pack_segments, segment_bucket
 from jaxglue.planner.flops import mean_visible_keys
 from jaxglue.planner.gpus import GIB
+from jaxglue.planner.plan import Plan
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import Plan
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
 from jaxglue.training.adamw import AdamWOptimizer

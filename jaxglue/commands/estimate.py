@@ -19,11 +19,9 @@ from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
-from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
-from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DoesNotFit, Plan
-from jaxglue.planner.proposer import MARGIN
+from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
+from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import refuse_mapped
 from jaxglue.training.workload import make_workload, read_architecture, row_text, settle

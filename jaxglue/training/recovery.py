@@ -20,8 +20,8 @@ from jaxglue.hf.files import atomic_file
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.gpus import GIB, RECORDED
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DoesNotFit
 from jaxglue.planner.rates import device_gpu
 from jaxglue.training.array_checks import non_finite
 from jaxglue.training.checkpoint import Checkpoints

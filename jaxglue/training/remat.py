@@ -20,11 +20,10 @@ from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_we
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
-from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
-from jaxglue.planner.host_memory import available_memory
-from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT, DoesNotFit, Plan, gib, pinned_memory
+from jaxglue.planner.host_memory import DEFAULT_PINNED_GIB, HOST_LIMIT, available_memory, pinned_memory
+from jaxglue.planner.plan import DoesNotFit, Plan, gib
+from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.checks import refuse_mapped

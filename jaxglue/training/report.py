@@ -20,7 +20,7 @@ from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding

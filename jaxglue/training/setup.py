@@ -15,12 +15,11 @@ from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.documents import sample_lengths
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DoesNotFit
 from jaxglue.planner.rates import device_gpu
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
 from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxglue.models import config_from_hf
-from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.training import setup
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -15,10 +15,9 @@ from jaxglue.engine.residency import is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.planner.gpus import GIB, Dispatch, find_gpu
-from jaxglue.planner.host_memory import available_memory
+from jaxglue.planner.host_memory import HOST_LIMIT, available_memory
+from jaxglue.planner.plan import MARGIN
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT
-from jaxglue.planner.proposer import MARGIN
 from jaxglue.planner.workload import Workload
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training import remat

@@ -15,7 +15,7 @@ from jaxglue.hf.loading import random_model
 from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
-from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve

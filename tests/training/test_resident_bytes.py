@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 import pytest
 
-from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.sharding import plan
 from jaxglue.sharding.mesh import MeshShape, make_mesh
 from jaxglue.sharding.rules import Layout
