@@ -23,7 +23,8 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
-from jaxglue.planner.workload import abstract_input, abstract_parts, parameter_counts
+from jaxglue.planner.programs import abstract_input
+from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
