@@ -1,15 +1,17 @@
 """Tokenization of rows with loss masks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIRS, read_answers, read_margin, read_row
+from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIR_COLUMNS, PAIRS, read_answers, read_number, read_row
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.store import TOKEN_BYTES
@@ -75,8 +77,8 @@ class Encoded(NamedTuple):
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     lengths: Int32[np.ndarray, "documents"]
-    margins: Float32[np.ndarray, "rows"] | None = None
-    """Margins of pairs, NaN for anything but a number."""
+    columns: Mapping[str, Float32[np.ndarray, "rows"]] = MappingProxyType({})
+    """Values of the rows in each column that is read; NaN for anything but a number."""
 
 
 class Encoder:
@@ -90,7 +92,17 @@ class Encoder:
             space to each piece (SentencePiece) where pieces are needed.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, format: str, loss_on: str, system: str = ""):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        format: str,
+        loss_on: str,
+        system: str = "",
+        columns: Columns = NO_COLUMNS,
+    ):
+        self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
+        """Columns of numbers that are read beside the documents."""
         self._format, self._all, self._system = format, loss_on == "all", system
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -119,7 +131,10 @@ class Encoder:
             np.frombuffer(bytearray().join(chain(*parts)), np.int32),
             np.repeat(trained, lengths),
             np.array([sum(map(len, part)) // TOKEN_BYTES for part in parts], np.int32),
-            np.array([read_margin(row.value) for row in rows], np.float32) if self._format == PAIRS else None,
+            {
+                name: np.array([read_number(row.value, name, absent) for row in rows], np.float32)
+                for name, absent in self.columns.items()
+            },
         )
 
     def _prepends_space(self, tokenizer: PreTrainedTokenizerBase) -> bool:

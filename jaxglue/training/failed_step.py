@@ -11,7 +11,9 @@ from jaxglue.data.iterator import Step
 from jaxglue.hf.files import atomic_file
 from jaxglue.ops.segments import PackedSegments
 
-_ANSWERS = ("owners", "used", "desirable", "token_weight", "reference", "margin")
+_ANSWERS = ("owners", "used", "desirable", "token_weight", "reference")
+_COLUMN = "column "
+"""Begins the names of columns' arrays."""
 _OPTIONAL = ("gap_starts", "gap_ends", "units")
 _ROWS = ("tokens", "targets", "loss_weights")
 _SEGMENTS = ("segment_ids", "positions", "starts", "ends", "long")
@@ -24,6 +26,7 @@ def save_step(path: Path, step: Step) -> None:
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENTS}
     arrays |= _stacked(_OPTIONAL, [batch.segments for batch in batches])
     arrays |= _stacked(_ANSWERS, [batch.answers for batch in batches])
+    arrays |= {_COLUMN + name: np.stack([batch.columns[name] for batch in batches]) for name in batches[0].columns}
     arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, counts=np.array([step.tokens, step.targets]), **arrays)
@@ -48,7 +51,8 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
     )
     segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
     rows = {name: arrays[name][index] for name in _ROWS}
-    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None)
+    columns = {name.removeprefix(_COLUMN): arrays[name][index] for name in arrays if name.startswith(_COLUMN)}
+    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None, columns=columns)
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -97,7 +97,7 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
         task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-        data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
+        data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task, config.objective.kind.columns)
     lengths = sample_lengths(data.train.document_lengths)
     mesh, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
     batches, eval_batches = _make_batches(config, data, mesh)
