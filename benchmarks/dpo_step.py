@@ -38,8 +38,8 @@ from jaxglue.planner.gpus import GIB, peak_flops
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 PROMPT, ANSWER = (300, 200), (350, 250)
 """Mean and standard deviation of lengths."""

@@ -41,8 +41,8 @@ from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.projection.lora import LORA
 from jaxglue.ops.segments import segment_bucket
 from jaxglue.ops.small_layer import SMALL_LAYER
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, LORA, LORA_SWIGLU, NORM_ROPE, SMALL_LAYER
 """Operations of a Qwen3 that have kernels."""

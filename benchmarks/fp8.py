@@ -48,8 +48,8 @@ class Model:
 
     def layer_times(self) -> dict[str, float]:
         """Return the milliseconds of a layer's forward and backward."""
-        layer = self.executor._layers[0]
-        x, contexts = self.executor._entry_head.embed(self.trainable, self.frozen, self._batch, None)
+        layer = self.executor.layers[0]
+        x, contexts = self.executor.entry_head.embed(self.trainable, self.frozen, self._batch, None)
         inputs = self.trainable["layers"][0], self.frozen["layers"][0], x, contexts[0]
         y, residuals, _ = layer.forward(*inputs)
         forward = milliseconds(lambda: layer.forward(*inputs)[0], repeats=3)

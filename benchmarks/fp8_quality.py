@@ -37,8 +37,8 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

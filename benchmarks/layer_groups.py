@@ -22,9 +22,9 @@ from step import parameters, random_batch, workload
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models.parameters import Params
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
-from jaxglue.training.whole_step import WholeStep
+from jaxglue.training.step import WholeStep
 
 
 class Variant:

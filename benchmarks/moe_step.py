@@ -32,8 +32,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from step import workload
 from jaxglue.engine.transfer import commit
 from jaxglue.ops.adam import ADAM
 from jaxglue.planner.workload import abstract_parts
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 SHAPES = ("qwen3-0.6b", "qwen3-8b")
 CASES = (("XLA", "float32"), ("kernels", "float32"), ("kernels", "bfloat16"), ("XLA", "8bit"), ("kernels", "8bit"))

@@ -37,8 +37,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.attention import packed_attention
-from jaxglue.ops.norm_rope import rotate_heads
-from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.norm_rope import norm_and_rotate
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 PUBLISHED = {
@@ -74,7 +73,7 @@ class DenseContext(PackedContext):
 
     mask: Bool[Array, "B 1 T T"] | None
 
-    def attend(self, q, k, v, *, window=None, sinks=None):
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         mask = dense_mask(self.segments) if self.mask is None else self.mask
         implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
@@ -87,11 +86,11 @@ class RebuiltContext(PackedContext):
 
     config: DecoderConfig = field(metadata={"static": True})
 
-    def rotate(self, q, k, norms=None):
-        positions = bounds_from_ids(self.segments).positions
-        return rotate_heads(q, k, *rope_tables(positions, self.config.rope, self.config.head_dim), norms=norms)
+    def rotate(self, q, k, rotary, norms=None):
+        tables = self.config.rope_tables(bounds_from_ids(self.segments).positions)
+        return norm_and_rotate(q, k, tables, rotary, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None):
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
         return packed_attention(q, k, v, bounds_from_ids(self.segments), window=window, sinks=sinks)
 
 
@@ -129,13 +128,12 @@ class Stack:
 
 def contexts(config: DecoderConfig, segments: PackedSegments) -> dict:
     """Return, for each way, a function that builds the layers' context from numpy metadata once per batch."""
-    rope = jax.jit(lambda positions: rope_tables(positions, config.rope, config.head_dim))
+    rope = jax.jit(config.rope_tables)
     mask = jax.jit(dense_mask)
 
     def shared() -> dict:
         on_device = jax.device_put(segments)
-        cos, sin = rope(on_device.positions)
-        return {"segments": on_device, "cos": cos, "sin": sin}
+        return {"segments": on_device, "rope": rope(on_device.positions)}
 
     def cached() -> DenseContext:
         parts = shared()

@@ -36,8 +36,8 @@ from jaxglue.planner.search import most
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 MODELS = {
     "8b-lora": {"shape": "qwen3-8b", "remat": "dots"},

@@ -42,9 +42,9 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.plans import Plan
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.optimizer_config import OptimizerConfig
-from jaxglue.training.startup import StartupTimer
+from jaxglue.training.progress import StartupTimer
 from jaxglue.training.weights import place_layers
 
 PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton")

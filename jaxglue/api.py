@@ -13,9 +13,9 @@ from jaxglue.planner.gpus import GIB
 from jaxglue.planner.plans import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
-from jaxglue.training import trainer
+from jaxglue.training import train as training
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.summary import RunSummary
+from jaxglue.training.report import RunSummary
 
 
 def train(
@@ -34,7 +34,7 @@ def train(
     Raises:
         ValueError: a bad setting or bad input, before the accelerator is used.
     """
-    return trainer.train(_configured(TrainConfig, config, settings, recipe))
+    return training.train(_configured(TrainConfig, config, settings, recipe))
 
 
 def generate(

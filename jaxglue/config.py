@@ -65,10 +65,10 @@ class Alias:
 
 
 class Choices:
-    """Values of a text field that are a registry's names, read whenever the field is."""
+    """Values of a text field that are a registry's names, read whenever the field is, after other ones."""
 
-    def __init__(self, names: Collection[str]):
-        self.names = names
+    def __init__(self, names: Collection[str], *others: str):
+        self.names, self.others = names, others
 
 
 class Instead:
@@ -289,7 +289,7 @@ def _annotated(kind: Kind, notes: Iterable[Any]) -> Kind:
                 aliases = {**kind.aliases, **dict.fromkeys(note.names, note.values)}
                 kind = dataclasses.replace(kind, aliases=aliases)
             case Choices():
-                kind = dataclasses.replace(kind, choices=tuple(note.names))
+                kind = dataclasses.replace(kind, choices=(*note.others, *note.names))
             case Instead():
                 kind = dataclasses.replace(kind, remedies=note.remedies)
             case Synonyms():

@@ -1,15 +1,16 @@
 """The decoder's shape, read from Hugging Face's config.json."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
+
+from jaxtyping import Array, Int
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
-from jaxglue.models.stored_format import stored_format
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.quant.formats import check_format, format_flag, format_name
-from jaxglue.ops.rope import RopeConfig
+from jaxglue.ops.quant.formats import FORMATS, find_format, stored_format
+from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,23 @@ class MoeConfig:
             )
 
 
+class LayerKind(NamedTuple):
+    """Differences between the layers of one model; those of one kind share compiled programs."""
+
+    head_dim: int
+    window: int | None
+    """Tokens visible to a query, itself included; None for all."""
+    rope: RopeConfig | None
+    """None without positions."""
+    sparse: bool
+    """Experts rather than a dense feed-forward."""
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Return the rotary embedding of the heads."""
+        return None if self.rope is None else Rotary(self.rope, self.head_dim)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Shape of a decoder-only transformer, in Hugging Face's field names."""
@@ -55,6 +73,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     layer_windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens; None for full attention."""
+    layer_ropes: tuple[RopeConfig | None, ...] = field(default=(), repr=False)
+    """Rotary embedding of each layer, None for none; empty where all have `rope`."""
     moe: MoeConfig | None = None
     """None for dense models."""
     quantize: Storage = "none"
@@ -77,15 +97,17 @@ class DecoderConfig:
                 f"head_dim={self.head_dim} must be even and above 0: rotary positions turn pairs of dimensions"
             )
         assert len(self.layer_windows) == self.num_hidden_layers
+        assert not self.layer_ropes or len(self.layer_ropes) == self.num_hidden_layers
         assert self.moe is None or len(self.moe.sparse_layers) == self.num_hidden_layers
         self._check_quantize()
 
     def _check_quantize(self) -> None:
+        made = find_format(self.quantize)
         if self.quantize not in ("none", "fp8_stored") and self.moe and not self.moe.mxfp4:
-            raise ValueError(f"{format_flag(self.quantize)} needs the experts in MXFP4: leave it out")
+            raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        check_format(self.quantize, sizes | heads)
+        made.check(sizes | heads)
 
     def quantized(self, how: Storage, *, fp8_head: bool = False, fp8_experts: bool = False) -> "DecoderConfig":
         """Return the config with linear layers in this format; `none` keeps the folder's format.
@@ -105,7 +127,7 @@ class DecoderConfig:
             return replace(self, **products)
         if self.quantize != "none" and (how, self.quantize) != ("fp8", "fp8_stored"):
             raise ValueError(
-                f"{format_flag(how)}: the model folder is already quantized to {format_name(self.quantize)}; "
+                f"{find_format(how).flag}: the model folder is already quantized to {FORMATS[self.quantize].label}; "
                 "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how, **products)
@@ -116,17 +138,33 @@ class DecoderConfig:
         return replace(self, scores=True, tie_word_embeddings=False)
 
     @cached_property
-    def first_of_kind(self) -> tuple[int, ...]:
-        """Return for each layer the index of the first layer of the same shape."""
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer."""
         sparse = self.moe.sparse_layers if self.moe else (False,) * self.num_hidden_layers
-        kinds = list(zip(self.layer_windows, sparse, strict=True))
-        return tuple(kinds.index(kind) for kind in kinds)
+        ropes = self.layer_ropes or (self.rope,) * self.num_hidden_layers
+        kinds = zip(self.layer_windows, ropes, sparse, strict=True)
+        return tuple(LayerKind(self.head_dim, *kind) for kind in kinds)
+
+    @cached_property
+    def first_of_kind(self) -> tuple[int, ...]:
+        """Return for each layer the index of the first layer of the same kind."""
+        return tuple(map(self.layer_kinds.index, self.layer_kinds))
+
+    @cached_property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """Return the rotary embeddings among the layers, each once."""
+        return tuple(dict.fromkeys(kind.rotary for kind in self.layer_kinds if kind.rotary))
+
+    def rope_tables(self, positions: Int[Array, "B T"]) -> RopeTables:
+        """Compute a batch's rotary tables, which all layers share."""
+        return RopeTables.at(positions, self.rotaries)
 
     def with_layers(self, indices: Sequence[int]) -> "DecoderConfig":
         """Return the config of a model that has only these layers."""
         moe = self.moe and replace(self.moe, sparse_layers=tuple(self.moe.sparse_layers[index] for index in indices))
         windows = tuple(self.layer_windows[index] for index in indices)
-        return replace(self, num_hidden_layers=len(indices), layer_windows=windows, moe=moe)
+        ropes = tuple(self.layer_ropes[index] for index in indices if self.layer_ropes)
+        return replace(self, num_hidden_layers=len(indices), layer_windows=windows, layer_ropes=ropes, moe=moe)
 
     @property
     def expanded(self) -> "DecoderConfig":
@@ -246,7 +284,7 @@ def decoder_fields(
         "mlp_bias": given.get("mlp_bias", False),
         "initializer_range": given.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
-        "quantize": stored_format(raw),
+        "quantize": "none" if raw["model_type"] == "gpt_oss" else stored_format(raw.get("quantization_config")),
     }
 
 

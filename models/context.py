@@ -1,14 +1,15 @@
 """Layer contexts: rotation, attention and dropout, supplied to decoder layers by training or generation."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxglue.ops.attention import packed_attention, rotated_attention
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.norm_rope import HeadNorms, rotate_heads
+from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
+from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.segments import PackedSegments
 
 
@@ -46,9 +47,13 @@ class LayerContext(Protocol):
         """Receive the layer's routing, for statistics."""
 
     def rotate(
-        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], norms: HeadNorms | None = None
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        rotary: Rotary | None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Apply the optional q/k norms and the rotary embedding at the tokens' positions."""
+        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
 
     def attend(
         self,
@@ -58,6 +63,7 @@ class LayerContext(Protocol):
         *,
         window: int | None = None,
         sinks: Float[Array, " N"] | None = None,
+        softcap: float | None = None,
     ) -> Float[Array, "B T N H"]:
         """Compute causal attention of rotated queries over their visible keys."""
 
@@ -68,8 +74,7 @@ class PackedContext:
     """Context of packed rows: segments and rotary tables, built once per batch and shared by all layers."""
 
     segments: PackedSegments
-    cos: Float[Array, "B T half"]
-    sin: Float[Array, "B T half"]
+    rope: RopeTables
     dropout_key: PRNGKeyArray | None = None
     router_losses: RouterLosses | None = None
     backend: str = field(default="auto", metadata={"static": True})
@@ -88,15 +93,16 @@ class PackedContext:
     def observe_routing(self, routing: Routing) -> None:
         """Ignore the routing: training keeps no statistics."""
 
-    def rotate(self, q, k, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Apply the optional q/k norms and the rotary embedding at the tokens' positions."""
-        return rotate_heads(q, k, self.cos, self.sin, norms=norms)
+    def rotate(self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None) -> tuple[Array, Array]:
+        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
+        return norm_and_rotate(q, k, self.rope, rotary, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "B T N H"]:
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None) -> Float[Array, "B T N H"]:
         """Compute causal attention within each segment."""
         if self.attention_out is not None:
             return self.attention_out.reshape(q.shape)
-        return packed_attention(q, k, v, self.segments, window=window, sinks=sinks, backend=self.backend)
+        options: dict[str, Any] = {"window": window, "sinks": sinks, "softcap": softcap}
+        return packed_attention(q, k, v, self.segments, **options, backend=self.backend)
 
     def attend_rotated(self, rotation, z, *, window=None) -> Float[Array, "B T N H"]:
         """Compute `attend` of the heads of z, queries and keys once rotated."""

@@ -12,7 +12,6 @@ from jaxglue.models.layers import RMSNorm
 from jaxglue.models.linear import Linear
 from jaxglue.models.vocabulary import Embedding, output_matrix
 from jaxglue.ops.projection import project
-from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 
@@ -67,5 +66,4 @@ class CausalLM(nnx.Module):
 
 def packed_context(config: DecoderConfig, segments: PackedSegments, *, backend: str = "auto") -> PackedContext:
     """Build the context shared by all layers of a batch."""
-    cos, sin = rope_tables(segments.positions, config.rope, config.head_dim)
-    return PackedContext(segments=segments, cos=cos, sin=sin, backend=backend)
+    return PackedContext(segments=segments, rope=config.rope_tables(segments.positions), backend=backend)

@@ -78,7 +78,6 @@ def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
     """Build a GPT-OSS with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
-        window = config.layer_windows[index]
-        return DecoderLayer(config, mlp=GptOssMLP, sinks=True, window=window, dtype=dtype, rngs=rngs)
+        return DecoderLayer(config, mlp=GptOssMLP, sinks=True, kind=config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)

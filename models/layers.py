@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, LayerKind
 from jaxglue.models.context import LayerContext, PackedContext
 from jaxglue.models.linear import Linear, Normed, project_together
 from jaxglue.models.tiles import map_tiles
@@ -53,8 +53,8 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, optional q/k norms and sinks."""
 
-    def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, window: int | None, dtype, rngs: nnx.Rngs):
-        D, H, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+    def __init__(self, config: DecoderConfig, *, qk_norm: bool, sinks: bool, kind: LayerKind, dtype, rngs: nnx.Rngs):
+        D, H, eps = config.hidden_size, kind.head_dim, config.rms_norm_eps
         N, K = config.num_attention_heads, config.num_key_value_heads
         options = _linear_options(config, bias=config.attention_bias, dtype=dtype, rngs=rngs)
         self.q_proj = Linear(D, N * H, **options)
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         self.sinks = (
             nnx.Param(jax.random.normal(rngs.params(), (N,), dtype) * config.initializer_range) if sinks else None
         )
-        self.head_dim, self.window = H, window
+        self.head_dim, self.window, self.rotary = H, kind.window, kind.rotary
 
     def add_to(self, x: Float[Array, "B T D"], normed: Normed, context: LayerContext) -> Array:
         """Project, rotate, attend, project back and add to x."""
@@ -83,7 +83,7 @@ class Attention(nnx.Module):
             self._heads(checkpoint_name(y, name))
             for y, name in zip(projected, (names.QUERY, names.KEY, names.VALUE), strict=True)
         )
-        return *context.rotate(q, k, self.head_norms), v
+        return *context.rotate(q, k, self.rotary, self.head_norms), v
 
     def attend(self, q: Array, k: Array, v: Array, context: LayerContext) -> Float[Array, "B T N H"]:
         """Attend within the context."""
@@ -150,13 +150,13 @@ class DecoderLayer(nnx.Module):
         mlp: Callable[..., nnx.Module] = GatedMLP,
         qk_norm: bool = False,
         sinks: bool = False,
-        window: int | None = None,
+        kind: LayerKind,
         dtype,
         rngs: nnx.Rngs,
     ):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(D, eps, dtype=dtype)
-        self.self_attn = Attention(config, qk_norm=qk_norm, sinks=sinks, window=window, dtype=dtype, rngs=rngs)
+        self.self_attn = Attention(config, qk_norm=qk_norm, sinks=sinks, kind=kind, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(D, eps, dtype=dtype)
         self.mlp = mlp(config, dtype=dtype, rngs=rngs)
 
@@ -176,12 +176,14 @@ class DecoderLayer(nnx.Module):
         attention, mlp = self.self_attn, self.mlp
         if not isinstance(mlp, GatedMLP) or not isinstance(context, PackedContext) or attention.sinks is not None:
             return None
+        if attention.rotary is None or not attention.rotary.turns_whole_halves:
+            return None
         if context.attention_out is not None:
             return None
         before, after = self.input_layernorm, self.post_attention_layernorm
         norms = LayerNorms(before.weight[...], after.weight[...], attention.head_norms)
         projections = [linear.projection for linear in (*attention.linears, *mlp.linears)]
-        spec = LayerSpec(head_dim=attention.head_dim, eps=before.eps, window=attention.window)
+        spec = LayerSpec(rotary=attention.rotary, eps=before.eps, window=attention.window)
         return small_layer(spec, x, norms, projections, context)
 
     def _feed_forward(self, x, context: LayerContext) -> Float[Array, "B T D"]:

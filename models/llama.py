@@ -19,6 +19,6 @@ def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
     """Build a Llama with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
-        return DecoderLayer(config, window=config.layer_windows[index], dtype=dtype, rngs=rngs)
+        return DecoderLayer(config, kind=config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)

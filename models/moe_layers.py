@@ -13,11 +13,10 @@ from jaxglue.models.context import LayerContext
 from jaxglue.ops.moe import (
     Activation,
     Adapter,
-    ExpertLora,
+    ExpertProjection,
     Routing,
     auxiliary_loss,
-    expert_parallel,
-    moe_mlp,
+    experts,
     route,
     z_loss,
 )
@@ -83,17 +82,21 @@ class ExpertLinear(nnx.Module):
         self.lora_scale = scale
 
     @property
-    def matrix(self) -> Float[Array, "E a b"] | MXFP4:
-        """Return the experts' matrices as stored."""
+    def projection(self) -> ExpertProjection:
+        """Return the parameters for `experts`."""
+        A, B = self.lora_A, self.lora_B
+        return ExpertProjection(
+            weight=self._matrix,
+            bias=None if self.bias is None else self.bias[...],
+            adapter=None if A is None or B is None else Adapter(A[...], B[...]),
+        )
+
+    @property
+    def _matrix(self) -> Float[Array, "E a b"] | MXFP4:
         if self.weight is not None:
             return self.weight[...]
         assert self.blocks is not None and self.scales is not None
         return MXFP4(blocks=self.blocks[...], scales=self.scales[...])
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """Return the adapter, None if there is none."""
-        return None if self.lora_A is None or self.lora_B is None else Adapter(self.lora_A[...], self.lora_B[...])
 
 
 def _blocks(features: int) -> int:
@@ -120,23 +123,16 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "M D"], routing: Routing, context: LayerContext) -> Float[Array, "M D"]:
         """Sum the weighted outputs of each token's experts."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=gate_up.lora_scale or down.lora_scale)
-
-        def mlp(x, routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
-            return moe_mlp(
-                x,
-                routing,
-                gate_up.matrix,
-                down.matrix,
-                activation=self.activation,
-                gate_up_bias=None if gate_up.bias is None else gate_up.bias[...],
-                down_bias=None if down.bias is None else down.bias[...],
-                transpose_rhs=gate_up.transposed,
-                lora=adapters,
-                fp8=gate_up.fp8 and context.fp8,
-            )
-
-        return expert_parallel(mlp, x, routing, adapters)
+        return experts(
+            x,
+            routing,
+            gate_up.projection,
+            down.projection,
+            activation=self.activation,
+            transpose_rhs=gate_up.transposed,
+            lora_scale=gate_up.lora_scale or down.lora_scale,  # either may have no adapter, and both have one scale
+            fp8=gate_up.fp8 and context.fp8,
+        )
 
 
 class Router(nnx.Module):

@@ -32,6 +32,6 @@ def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
     """Build a Qwen3 with random weights in `dtype`."""
 
     def make_layer(index: int) -> DecoderLayer:
-        return DecoderLayer(config, qk_norm=True, window=config.layer_windows[index], dtype=dtype, rngs=rngs)
+        return DecoderLayer(config, qk_norm=True, kind=config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)

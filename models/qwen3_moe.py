@@ -61,7 +61,6 @@ def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
 
     def make_layer(index: int) -> DecoderLayer:
         mlp = Qwen3MoeMLP if sparse[index] else GatedMLP
-        window = config.layer_windows[index]
-        return DecoderLayer(config, mlp=mlp, qk_norm=True, window=window, dtype=dtype, rngs=rngs)
+        return DecoderLayer(config, mlp=mlp, qk_norm=True, kind=config.layer_kinds[index], dtype=dtype, rngs=rngs)
 
     return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxglue.models.context import PackedContext, RouterLosses
 from jaxglue.ops.collectives import psum_batch
+from jaxglue.ops.rope import RopeTables
 
 
 def map_tiles(function: Callable, context: PackedContext, *arrays: Array) -> Any:
@@ -28,7 +29,7 @@ def map_tiles(function: Callable, context: PackedContext, *arrays: Array) -> Any
     count, rest = divmod(B * T, context.tile or B * T)
     if rest:
         raise ValueError(f"a tile of {context.tile} tokens does not divide {B} × {T} tokens: use a divisor")
-    by_token = context.cos, context.sin, context.segments.segment_ids
+    by_token = context.rope, context.segments.segment_ids
     tiled = jax.checkpoint(function, prevent_cse=False)
 
     def step(_, inputs):
@@ -45,11 +46,11 @@ def _split(array: Array, count: int) -> Array:
     return array.reshape(count, 1, -1, *array.shape[2:])
 
 
-def _tile_context(context: PackedContext, index: Array, cos: Array, sin: Array, segment_ids: Array) -> PackedContext:
+def _tile_context(context: PackedContext, index: Array, rope: RopeTables, segment_ids: Array) -> PackedContext:
     """Return the context of a tile: with its tokens' values, and dropout of its own."""
     segments = replace(context.segments, segment_ids=segment_ids)
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
-    tile = replace(context, segments=segments, cos=cos, sin=sin, dropout_key=key, attention_out=None, tile=None)
+    tile = replace(context, segments=segments, rope=rope, dropout_key=key, attention_out=None, tile=None)
     return tile if context.router_losses is None else replace(tile, router_losses=_tile_losses(context, tile))
 
 

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxglue.data.batch import Batch
 from jaxglue.engine import program_cache
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import pack_segments
 
 
@@ -290,7 +291,8 @@ def interpreted():
 
     def interpret(launcher):
         class Interpreted(launcher):
-            def _launch(self, kernel, arrays, out_type, grid, constants, *_, **__):
+            def _launch(self, kernel, arrays, out_type, grid, constants, *_, cost, **__):
+                assert cost.kind in KernelKind
                 written = [isinstance(jax.tree.leaves(array)[0], jax.Ref) for array in arrays]
                 inputs = [array for array, out in zip(arrays, written, strict=True) if not out]
                 if any(written):

@@ -1,6 +1,8 @@
-"""Packages import only from packages below their own."""
+"""Imports go down the floors, in no cycle, to modules that exist; private names stay in their modules."""
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,165 @@ def test_imports_go_down(package):
         for name in imported_packages(path) & set().union(*FLOORS) - below
     }
     assert not upward
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file; `models/` under its installed name, which is a link."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return found + (sorted((ROOT / "jaxglue" / "models").glob("*.py")) if "jaxglue" in folders else [])
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sources("jaxglue")}
+
+
+def imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield (module, name) of each import, inside functions and for type checkers too."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+
+
+def test_imported_modules_of_ours_exist():
+    """The type checker takes a missing module for one without types."""
+    missing = {
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("jaxglue", "benchmarks", "scripts", "examples", "tests")
+        for module, _ in imports(path)
+        if module.split(".")[0] == "jaxglue" and module not in MODULES
+    }
+    assert not missing
+
+
+CYCLES = {
+    frozenset({"jaxglue.objectives.config", "jaxglue.objectives.objective"}): "for the type checker",
+    frozenset({"jaxglue.ops.projection.lora", "jaxglue.ops.projection.triton"}): "a backend loaded where a GPU is",
+    frozenset({"jaxglue.planner.planner", "jaxglue.planner.longest"}): "for the type checker",
+}
+"""Modules that import each other, each with its reason; one of the imports is not run, or inside a function."""
+
+
+def test_modules_import_each_other_in_no_cycle():
+    edges = {
+        name: {found if (found := f"{module}.{part}") in MODULES else module for module, part in imports(path)} - {name}
+        for name, path in MODULES.items()
+    }
+    reached = {name: reachable(name, edges) for name in edges}
+    cycles = {frozenset(other for other in reached[name] if name in reached[other]) for name in reached}
+    assert cycles - {frozenset()} <= CYCLES.keys()
+
+
+def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
+    """Every module that one imports, directly or through others."""
+    found, waiting = set[str](), [start]
+    while waiting:
+        new = edges[waiting.pop()] & edges.keys() - found
+        found |= new
+        waiting += new
+    return found
+
+
+OPEN = {"_asdict", "_exit", "_field_defaults", "_fields", "_make", "_replace"}
+"""Underscored names that are public: of `NamedTuple` and `os`."""
+HELP = "argparse has no public way to lay out help"
+AGGREGATE = "Triton has no public kind of value that holds tensors and constants"
+TRITON = "Triton has no public way to add a builtin, or to see a tile in another layout"
+PRIVATE_OF_OTHERS = {
+    "benchmarks/peers/engines.py": {"_enable_hf_packed_attention": "switches a peer's packing on, as its trainer does"},
+    "benchmarks/programs.py": {"jax._src.lib": "XLA's parser of HLO modules"},
+    "jaxglue/cli.py": {"_ArgumentGroup": HELP, "_actions": HELP},
+    "jaxglue/data/readers.py": {"_fingerprint": "the identity of a data set's rows, which `datasets` does not publish"},
+    "jaxglue/engine/compiler.py": {"_cache_size": "JAX's only count of a function's programs"},
+    "jaxglue/engine/program_cache.py": {"jax._src.compilation_cache": "JAX has no setting for the compressor"},
+    "jaxglue/generation/programs.py": {"_cache_size": "JAX's only count of a function's programs"},
+    "jaxglue/ops/attention/cudnn.py": {
+        "jax._src.cudnn": "cuDNN's packed attention has no public entry",
+        "_dot_product_attention_bwd_rule": "its backward pass neither",
+    },
+    "jaxglue/ops/attention/hopper/backward_tiles.py": {"_aggregate": AGGREGATE},
+    "jaxglue/ops/attention/hopper/sums.py": {
+        "triton._C.libtriton": TRITON,
+        "triton.experimental.gluon.language._core": TRITON,
+        "_convert_to_ir_values": TRITON,
+        "_reinterpret": TRITON,
+    },
+    "jaxglue/ops/attention/hopper/tiles.py": {"_aggregate": AGGREGATE},
+    "jaxglue/ops/tile_ring.py": {"_aggregate": AGGREGATE},
+    "jaxglue/planner/planner.py": {"_map_least": "of its own base class, to be joined with it"},
+    "jaxglue/training/checkpoint.py": {
+        "orbax.checkpoint._src.path.atomicity": "orbax has no public way to write a checkpoint under another name"
+    },
+}
+"""Private names and modules of other packages, by file, each with the reason why no public one serves."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_" and name not in OPEN
+
+
+def own_names(path: Path) -> set[str]:
+    """Private names that a file defines: functions, classes, variables, attributes of `self` and `cls`."""
+    nodes = list(ast.walk(tree(path)))
+    named = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    attributes = {node.attr for node in stored if isinstance(node, ast.Attribute) and is_own(node.value)}
+    return named | attributes | {node.id for node in stored if isinstance(node, ast.Name)}
+
+
+def is_own(node: ast.expr) -> bool:
+    """Tell whether an expression is `self`, `cls` or `super()`, whose private names a class inherits."""
+    called = node.func if isinstance(node, ast.Call) else node
+    return isinstance(called, ast.Name) and called.id in {"self", "cls", "super"}
+
+
+def foreign_names(path: Path) -> Iterator[str]:
+    """Yield every private name or module that a file takes from another."""
+    own = own_names(path)
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            if not is_own(node.value):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "._src." in node.value:
+            yield node.value
+    for module, name in imports(path):
+        if any(map(is_private, module.split("."))):
+            yield module
+        elif name is not None and is_private(name):
+            yield name
+
+
+def test_private_names_stay_in_their_modules():
+    unlisted = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources("jaxglue", "benchmarks", "scripts", "examples")
+        for name in set(foreign_names(path)) - PRIVATE_OF_OTHERS.get(path.relative_to(ROOT).as_posix(), {}).keys()
+    }
+    assert not unlisted
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("thing._inner", ["_inner"]),
+        ("from jaxglue.engine.policy import _preset", ["_preset"]),
+        ("import jax._src.core", ["jax._src.core"]),
+        ("self._inner + cls._other + super()._third", []),
+        ("def _inner(): ...\nthing._inner", []),
+        ("pair._replace(x=1).__class__", []),
+    ],
+)
+def test_private_names_are_recognized(tmp_path, line, found):
+    path = tmp_path / "module.py"
+    path.write_text(line)
+    assert list(foreign_names(path)) == found

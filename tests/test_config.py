@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxglue.config import Alias, Config, PositiveFloat, PositiveInt, Range, plain_fields
-from jaxglue.training.model_config import ModelConfig
+from jaxglue.training.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

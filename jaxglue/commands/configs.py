@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from jaxglue.config import Alias, Config, NonNegativeFloat, PositiveInt, Range
+from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt, Range
 from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
-from jaxglue.ops.choices import Quantize
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.model_config import ModelConfig
+from jaxglue.ops.choices import QUANTIZE, Quantize
+from jaxglue.training.config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -77,7 +76,7 @@ class ExportConfig(Config):
     """PEFT adapter folder to merge, or to upload."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
-    trained_on: Literal["auto", "none", "nf4", "int8"] = "auto"
+    trained_on: Annotated[str, Choices(QUANTIZE, "auto")] = "auto"
     """Format in which the base's linear layers were held when --adapter was trained, and are merged with it; auto takes
     the base folder's, else the one that the adapter records."""
     checkpoint: str | None = None

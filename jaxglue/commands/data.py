@@ -20,7 +20,8 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.training.row_length import row_text, with_seq_len
+from jaxglue.training.report import row_text
+from jaxglue.training.setup import with_seq_len
 
 _BAR = 40
 _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")

@@ -28,9 +28,9 @@ from jaxglue.planner.plans import DoesNotFit, Plan
 from jaxglue.planner.proposer import MARGIN
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import check_model, refuse_mapped
-from jaxglue.training.devices import with_global_batch
-from jaxglue.training.row_length import row_text, with_seq_len
-from jaxglue.training.workload import make_workload
+from jaxglue.training.remat import make_workload
+from jaxglue.training.report import row_text
+from jaxglue.training.setup import with_global_batch, with_seq_len
 
 _SHOWN = 5
 _HOST = "dispatched as beside an H200"

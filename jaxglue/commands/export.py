@@ -15,7 +15,7 @@ from jaxglue.hf.export_check import CHECK_FILE
 from jaxglue.hf.hub import CURVE, base_reference, model_card, push_folder
 from jaxglue.hf.merge import export_adapter
 from jaxglue.json_file import read_json
-from jaxglue.ops.quant.formats import format_name
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.training.checkpoint_export import export_checkpoint
 
 
@@ -45,9 +45,8 @@ def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
     check = export_adapter(adapter, base, output, most, storage=storage, progress=DataProgress())
     if check.storage == "none":
         return str(check)
-    return (
-        f"merged into the base as quantized to {format_name(check.storage)}, on which the adapter was trained; {check}"
-    )
+    label = FORMATS[check.storage].label
+    return f"merged into the base as quantized to {label}, on which the adapter was trained; {check}"
 
 
 def _push(config: ExportConfig, name: str) -> str:

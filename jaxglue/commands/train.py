@@ -8,8 +8,8 @@ from jaxglue.engine.program_cache import explain_cache_errors
 from jaxglue.planner.plans import raise_pinned_limit
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
-from jaxglue.training.startup import StartupTimer
-from jaxglue.training.trainer import train
+from jaxglue.training.progress import StartupTimer
+from jaxglue.training.train import train
 
 
 def main(config: TrainConfig) -> None:

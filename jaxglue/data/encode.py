@@ -1,12 +1,10 @@
 """Tokenization of rows with loss masks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.config import NO_COLUMNS, Columns
@@ -14,7 +12,7 @@ from jaxglue.data.files import Row
 from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIR_COLUMNS, PAIRS, read_answers, read_number, read_row
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
-from jaxglue.data.store import TOKEN_BYTES
+from jaxglue.data.store import TOKEN_BYTES, Encoded
 from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, TemplateCheck, plain_pieces, split_at
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.data.words import WordTokenizer
@@ -68,17 +66,6 @@ class ChatSplitter:
             return [(self._template.render(messages, tools), True)]
         text, spans = self._trained_spans(messages, tools, [flag is False for flag in trained])
         return [(piece, not inside) for piece, inside in split_at(text, spans)]
-
-
-class Encoded(NamedTuple):
-    """Concatenated documents."""
-
-    tokens: Int32[np.ndarray, "N"]
-    mask: UInt8[np.ndarray, "N"]
-    """1 for tokens to predict."""
-    lengths: Int32[np.ndarray, "documents"]
-    columns: Mapping[str, Float32[np.ndarray, "rows"]] = MappingProxyType({})
-    """Values of the rows in each column that is read; NaN for anything but a number."""
 
 
 class Encoder:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -19,9 +20,6 @@ from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
 
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.json_file import read_json
-
-if TYPE_CHECKING:
-    from jaxglue.data.encode import Encoded
 
 TOKEN_BYTES = 4
 """Size of a stored token."""
@@ -58,6 +56,17 @@ class UnchangedFile:
     def _size_and_time(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())
         return status.st_size, status.st_mtime_ns
+
+
+class Encoded(NamedTuple):
+    """Concatenated documents."""
+
+    tokens: Int32[np.ndarray, "N"]
+    mask: UInt8[np.ndarray, "N"]
+    """1 for tokens to predict."""
+    lengths: Int32[np.ndarray, "documents"]
+    columns: Mapping[str, Float32[np.ndarray, "rows"]] = MappingProxyType({})
+    """Values of the rows in each column that is read; NaN for anything but a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +204,7 @@ def _column_file(folder: Path, name: str) -> Path:
     return folder / f"{name}s.float32"
 
 
-def write_store(folder: Path, chunks: "Iterable[Encoded]", columns: Columns = NO_COLUMNS, **info: Any) -> None:
+def write_store(folder: Path, chunks: Iterable[Encoded], columns: Columns = NO_COLUMNS, **info: Any) -> None:
     """Write the documents under a temporary name, sync them to disk, then rename.
 
     Args:
@@ -274,7 +283,7 @@ def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path)
         raise DamagedStoreError(f"{folder} holds token ids out of bounds")
 
 
-def _write_documents(folder: Path, chunks: "Iterable[Encoded]", absent: Columns) -> dict[str, Any]:
+def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -> dict[str, Any]:
     lengths, columns, largest = [np.zeros(1, np.int64)], [], -1
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.config import HUB_PREFIX, DataConfig, Source
 from jaxglue.data.dataset import Selection, TokenDataset, join_selections, overlong_error, select_documents
-from jaxglue.data.encode import Encoded, Encoder
+from jaxglue.data.encode import Encoder
 from jaxglue.data.formats import unused_columns
 from jaxglue.data.iterator import Step, Steps, check_batch, check_run, read_ahead
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
-from jaxglue.data.store import TokenStore, content_key
+from jaxglue.data.store import Encoded, TokenStore, content_key
 from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format
 from jaxglue.ops.segments import segment_bucket
 

@@ -19,12 +19,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.config import HUB_PREFIX, NO_COLUMNS, Columns, DataConfig, Source
-from jaxglue.data.encode import Encoded, Encoder
+from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row, is_compressed
 from jaxglue.data.formats import ANSWER_KEYS, PAIR_COLUMNS, detect_format, detect_preference, unused_columns
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
-from jaxglue.data.store import TokenStore, content_key, file_digest, open_or_write, write_store
+from jaxglue.data.store import Encoded, TokenStore, content_key, file_digest, open_or_write, write_store
 
 _VERSION = 4
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""

@@ -12,6 +12,7 @@ import jax
 from jax.stages import Lowered, Traced
 
 from jaxglue.engine.equations import equations
+from jaxglue.ops.kernel_cost import KERNEL
 
 STEP_OPTIONS = {
     # cuBLAS for every matmul: it reads adapters' narrow ones at 90% of copy bandwidth, accumulates into its output, and
@@ -23,7 +24,6 @@ STEP_OPTIONS = {
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
 _EXCHANGING = STEP_OPTIONS | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-_KERNEL = "triton_kernel_call"
 _LAUNCH_ONLY = {"grid", "name", "cost_estimate", "serialized_metadata"}
 """Parameters of a kernel's call that its compilation does not read."""
 _tracing = ContextVar("tracing", default=False)
@@ -114,7 +114,7 @@ class Lowering:
                     return []
                 traced.append(program)
                 for call, _ in equations(program.jaxpr.jaxpr):
-                    if call.primitive.name == _KERNEL and (kernel := _kernel(call)) not in kernels:
+                    if call.primitive.name == KERNEL and (kernel := _kernel(call)) not in kernels:
                         kernels.add(kernel)
                         threads.submit(_compile_kernel, call)
         return [program.lower() for program in traced if not self._stopped]

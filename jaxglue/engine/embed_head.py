@@ -24,7 +24,7 @@ from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.collectives import BATCH_AXES, divide_equally, per_device, psum
 from jaxglue.ops.cross_entropy import chunk_size, linear_cross_entropy, linear_log_probs, linear_scores, log_sum_squares
-from jaxglue.ops.rope import rope_tables
+from jaxglue.ops.rope import RopeTables
 from jaxglue.sharding.gather import gather, reduce_scatter_grads, stack
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 
@@ -96,10 +96,12 @@ class EmbedHead:
         x, *shared = on_device(traced.out_info)
         return traced, x, self._contexts(batch, *shared)
 
-    def _contexts(self, batch: Batch, cos, sin, keys: list, router_losses: RouterLosses | None) -> list[PackedContext]:
+    def _contexts(
+        self, batch: Batch, rope: RopeTables, keys: list, router_losses: RouterLosses | None
+    ) -> list[PackedContext]:
         """Return every layer's context; they differ in their dropout key, and where FP8 is used."""
-        shared = {"segments": batch.segments, "cos": cos, "sin": sin, "backend": self._attention, "tile": self._tile}
-        shared["router_losses"] = router_losses
+        shared: dict[str, Any] = {"segments": batch.segments, "rope": rope, "router_losses": router_losses}
+        shared |= {"backend": self._attention, "tile": self._tile}
         layers = zip(keys, self.fp8_layers, strict=True)
         return [PackedContext(**shared, dropout_key=layer_key, fp8=fp8) for layer_key, fp8 in layers]
 
@@ -171,16 +173,16 @@ class EmbedHead:
 
         def program(weights, tokens, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
-            cos, sin = rope_tables(batch.segments.positions, self._config.rope, self._config.head_dim)
+            rope = self._config.rope_tables(batch.segments.positions)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(tokens, self._dtype, batch.tokens)
             if key is not None and self._neftune_alpha:
                 x = add_noise(x, batch.segments, self._neftune_alpha, key)
-            return x, cos, sin, keys, self._scaled_router_losses(batch, scale)
+            return x, rope, keys, self._scaled_router_losses(batch, scale)
 
         rows, whole = layout.batch_spec, PartitionSpec()
-        specs, results = (stored, rows, rows, whole, whole), (rows, rows, rows, whole, whole)
+        specs, results = (stored, rows, rows, whole, whole), (rows, rows, whole, whole)
         return per_device(program, layout.mesh, specs, results)((trainable, frozen), tokens, batch, key, scale)
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention_forward", "attention_backward"
-"""Names of the jitted functions in place of attention kernels in a traced program."""
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters of equations that call a program."""
 
@@ -62,8 +60,6 @@ def _live(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
 def _live_call(eqn, needed: set[Var]) -> tuple[Any, list]:
     """Return an equation, with a program that it only calls reduced to the needed results, and its needed inputs."""
     inner = called(eqn)
-    if eqn.params.get("name") in (ATTENTION_FORWARD, ATTENTION_BACKWARD):  # kernels read all that they are given
-        return eqn, eqn.invars
     if inner is None or eqn.primitive.name == "scan" or len(inner.jaxpr.invars) != len(eqn.invars):
         return eqn, eqn.invars
     body, inputs = _live(inner.jaxpr, [var in needed for var in eqn.outvars])

@@ -112,26 +112,26 @@ class LayerExecutor:
         policies = [policy] * len(layers) if isinstance(policy, RematPolicy) else list(policy)
         if len(policies) != len(layers):
             raise ValueError(f"{len(policies)} remat policies for {len(layers)} layers: give one for each")
-        self.layout, self._entry_head = layout, entry_head
+        self.layout, self.entry_head = layout, entry_head
         check_dropped_inputs(policies, meshed=layout.mesh is not None)
         replayed = any(policy.drops_input for policy in policies)
         functions = {layer: layer_function(layer) for layer in set(layers)}
         types = [(functions[layer], policy) for layer, policy in zip(layers, policies, strict=True)]
         self._layer_types = {kind: LayerFunctions(*kind, layout, replayed=replayed) for kind in types}
-        self._layers = [self._layer_types[kind] for kind in types]
+        self.layers = [self._layer_types[kind] for kind in types]
         reference_types = {layer: LayerFunctions(layer, policies[0], layout) for layer in reference or ()}
         self._reference = None if reference is None else [reference_types[layer] for layer in reference]
         devices = layout.mesh.size if layout.mesh else 1
         check_grouped(layers_per_program, policies, devices=devices, stream_weights=stream_weights)
         self._passes = LayerPasses(
-            self._layers,
+            self.layers,
             self._reference,
             layout,
             stream_weights=stream_weights,
             prefetch_depth=prefetch_depth,
             host_buffers=host_buffers,
         )
-        grouped = (self._layers, self._reference, layers_per_program)
+        grouped = (self.layers, self._reference, layers_per_program)
         self._groups = LayerGroups(*grouped) if layers_per_program > 1 else None
         self.reuses_gradients = 1 < len(layers) <= layers_per_program
         """Tells callers to pass a step's gradients to the next step as `into`."""
@@ -197,16 +197,16 @@ class LayerExecutor:
         trainable, frozen = transfer.commit((trainable, frozen))
         if self._needs_reference(batch):
             z = self.last_output(trainable, frozen, batch, reference=True)
-            batch = self._entry_head.with_reference(trainable, frozen, z, batch)
+            batch = self.entry_head.with_reference(trainable, frozen, z, batch)
         x = self.last_output(trainable, frozen, batch)
-        return self._total_loss(self._entry_head.loss(trainable, frozen, x, batch, np.float32(1)))
+        return self._total_loss(self.entry_head.loss(trainable, frozen, x, batch, np.float32(1)))
 
     def last_output(
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Float[Array, "B T D"]:
         """Return the output of the last layer, or of the reference's."""
         if self._groups is not None:
-            x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
+            x, contexts = self.entry_head.embed(trainable, frozen, batch, None)
             return self._groups.output(trainable["layers"], frozen["layers"], x, contexts, reference=reference)
         (x,) = deque(self.hidden_states(trainable, frozen, batch, reference=reference), maxlen=1)
         return x
@@ -215,7 +215,7 @@ class LayerExecutor:
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Iterator[Float[Array, "B T D"]]:
         """Yield the embedded tokens of a batch, then the output of each layer, or of the reference's layers."""
-        x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
+        x, contexts = self.entry_head.embed(trainable, frozen, batch, None)
         yield x
         layers = trainable["layers"], frozen["layers"]
         outputs = self._passes.outputs(*layers, x, contexts, reference=reference)
@@ -233,10 +233,10 @@ class LayerExecutor:
             change: of each layer's context.
         """
         trainable, frozen = transfer.commit((trainable, frozen))
-        x, contexts = self._entry_head.embed(trainable, frozen, batch, None)
+        x, contexts = self.entry_head.embed(trainable, frozen, batch, None)
         stored = self._passes.stored_weights(trainable["layers"], frozen["layers"])
         gathered = self._passes.gather_first(stored)
-        for layer, context in zip(self._layers, contexts, strict=True):
+        for layer, context in zip(self.layers, contexts, strict=True):
             weights = merge_gathered(gathered, stored.take())
             y, gathered = layer.apply(*weights, x, context, select_to_gather(self.layout, stored.following))
             z, _ = layer.apply(*weights, x, change(context))
@@ -246,7 +246,7 @@ class LayerExecutor:
     def compilations(self) -> int:
         """Return the number of compiled programs, constant after the first step."""
         groups = self._groups.programs if self._groups else []
-        programs: list[Program | WholeProgram] = [*self._entry_head.programs, *groups]
+        programs: list[Program | WholeProgram] = [*self.entry_head.programs, *groups]
         for layer in [*self._layer_types.values(), *set(self._reference or ())]:
             programs += [layer.forward, layer.backward, layer.apply, layer.replay, layer.restore]
         programs += [self._whole] if self._whole else []
@@ -263,19 +263,19 @@ class LayerExecutor:
 
     def _whole_on(self, frozen: Params) -> WholeProgram | None:
         """Return the program of a whole micro-batch where there is one and the entry is on the device."""
-        return None if transfer.is_on_host(frozen[self._entry_head.entry]) else self._whole
+        return None if transfer.is_on_host(frozen[self.entry_head.entry]) else self._whole
 
     def _run_whole(
         self, whole: WholeProgram, trainable, frozen, batch, scale, key, sums: Params, finish: Update, *, accumulates
     ) -> Array:
         """Run a micro-batch as `_run_micro_batch` does, in one program."""
         loss, gradients = whole(trainable, frozen, batch, scale, key, sums, accumulates=accumulates)
-        layers, entry = gradients.pop("layers"), gradients.pop(self._entry_head.entry)
+        layers, entry = gradients.pop("layers"), gradients.pop(self.entry_head.entry)
         for name in list(gradients):
             finish(name, gradients.pop(name))
         for index in reversed(range(len(layers))):
             finish(index, layers.pop())
-        finish(self._entry_head.entry, entry)
+        finish(self.entry_head.entry, entry)
         return loss
 
     def _make_whole(self) -> WholeProgram | None:
@@ -292,20 +292,20 @@ class LayerExecutor:
 
     def _run_micro_batch(self, trainable, frozen, batch, scale, key, sums: Params, finish: Update) -> Array:
         """Return the loss; pass every part of `sums` plus its gradients to `finish`, the last layer first."""
-        x, contexts = self._entry_head.embed(trainable, frozen, batch, key, scale)
+        x, contexts = self.entry_head.embed(trainable, frozen, batch, key, scale)
         z = self._reference_input(trainable, frozen, batch, x, key)
         ends = dict(frozen)
         x, z, backward = self._run_layers(trainable, frozen, x, contexts, z, ends)
         if z is not None:
-            batch = self._entry_head.with_reference(trainable, ends, z, batch)
-        loss, *dy, head = self._entry_head.head_backward(trainable, ends, x, batch, scale, sums)
+            batch = self.entry_head.with_reference(trainable, ends, z, batch)
+        loss, *dy, head = self.entry_head.head_backward(trainable, ends, x, batch, scale, sums)
         del x, z, ends
-        entry = self._entry_head.entry
+        entry = self.entry_head.entry
         entry_sums = head.pop(entry, sums[entry])
         for name in list(head):
             finish(name, head.pop(name))
         dx = backward(dy, sums["layers"], finish)
-        finish(entry, self._entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
+        finish(entry, self.entry_head.embed_backward(trainable, frozen, batch, key, dx, entry_sums))
         return loss
 
     def _run_layers(
@@ -318,7 +318,7 @@ class LayerExecutor:
         layers = trainable["layers"], frozen["layers"]
         if self._groups is not None:
             # Where there are several groups, the first one's programs serve the others, too.
-            constant = self.reuses_gradients and not jax.tree.leaves(trainable[self._entry_head.entry])
+            constant = self.reuses_gradients and not jax.tree.leaves(trainable[self.entry_head.entry])
             x, groups, z = self._groups.forward(*layers, x, contexts, z, constant=constant)
             return x, z, partial(self._groups.backward, groups, *layers, contexts)
         x, saved, z = self._passes.forward(*layers, x, contexts, z, partial(self._fetch_head, ends))
@@ -328,14 +328,14 @@ class LayerExecutor:
         """Return the input of the reference's layers, without the noise of training; None without a reference."""
         if not self._needs_reference(batch):
             return None
-        return x if key is None else self._entry_head.embed(trainable, frozen, batch, None)[0]
+        return x if key is None else self.entry_head.embed(trainable, frozen, batch, None)[0]
 
     def _needs_reference(self, batch: Batch) -> bool:
         return self._reference is not None and (batch.answers is None or batch.answers.reference is None)
 
     def _fetch_head(self, ends: Params) -> None:
         """Start copying the head's parameters that are on the host, in place of these."""
-        for name in sorted(ends.keys() - {"layers", self._entry_head.entry}):
+        for name in sorted(ends.keys() - {"layers", self.entry_head.entry}):
             if transfer.is_on_host(ends[name]):
                 ends[name] = transfer.to_device(ends[name])
 
@@ -415,7 +415,7 @@ class Executor(LayerExecutor):
                 continue
             traced, x, contexts = head.trace_embed(trainable, frozen, batch, key, scale)
             yield traced
-            layers = zip(self._layers, trainable["layers"], frozen["layers"], contexts, sums["layers"], strict=True)
+            layers = zip(self.layers, trainable["layers"], frozen["layers"], contexts, sums["layers"], strict=True)
             first = {layer: inputs for layer, *inputs in reversed(list(layers))}
             backward = []
             for layer, (*weights, context, accumulated) in reversed(first.items()):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.ops.moe import Routing
-from jaxglue.ops.norm_rope import HeadNorms, rotate_heads
+from jaxglue.ops.norm_rope import HeadNorms, norm_and_rotate
 from jaxglue.ops.paged_attention import paged_attention
+from jaxglue.ops.rope import RopeTables, Rotary
 
 PAGE = 64
 """Tokens in a page."""
@@ -178,8 +180,7 @@ class Cursor:
     places: Places
     tables: Int[Array, "S P"]
     positions: Int[Array, " S"]
-    cos: Float[Array, "1 S half"]
-    sin: Float[Array, "1 S half"]
+    rope: RopeTables
 
 
 def places_of(tables: Int[Array, "S P"], slots: Int[Array, " T"], positions: Int[Array, " T"]) -> Places:
@@ -216,13 +217,13 @@ class DecodeContext(_Inference):
     def __init__(self, cache: Pages, cursor: Cursor):
         self.cache, self._cursor = cache, cursor
 
-    def rotate(self, q, k, norms: HeadNorms | None = None) -> tuple[Array, Array]:
-        """Apply the optional q/k norms and the rotary embedding at the tokens' positions."""
-        return rotate_heads(q, k, self._cursor.cos, self._cursor.sin, norms=norms)
+    def rotate(self, q, k, rotary: Rotary | None, norms: HeadNorms | None = None) -> tuple[Array, Array]:
+        """Apply the optional q/k norms and the optional rotary embedding at the tokens' positions."""
+        return norm_and_rotate(q, k, self._cursor.rope, rotary, norms=norms)
 
-    def attend(self, q, k, v, *, window=None, sinks=None) -> Float[Array, "1 S N H"]:
+    def attend(self, q, k, v, **options: Any) -> Float[Array, "1 S N H"]:
         """Compute attention over each slot's cache, including the new token."""
         cursor = self._cursor
         self.cache = cursor.places.write(self.cache, k[0], v[0])
-        out = paged_attention(q[0], *self.cache, cursor.tables, cursor.positions, window=window, sinks=sinks)
+        out = paged_attention(q[0], *self.cache, cursor.tables, cursor.positions, **options)
         return out[None]

@@ -15,7 +15,6 @@ from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.projection import project
-from jaxglue.ops.rope import rope_tables
 from jaxglue.ops.segments import PackedSegments
 
 NOT_FINITE = -2
@@ -170,17 +169,17 @@ class Programs:
         return _part(trees, "norm"), _part(trees, self._output_name)
 
     def _embed_packed(self, weights: Trees, tokens, segments: PackedSegments):
-        x, cos, sin = self._embed(weights, tokens, segments.positions)
-        return x, PackedContext(segments=segments, cos=cos, sin=sin, backend=self._attention)
+        x, rope = self._embed(weights, tokens, segments.positions)
+        return x, PackedContext(segments=segments, rope=rope, backend=self._attention)
 
     def _embed_last(self, weights: Trees, slots: Slots) -> tuple[Float[Array, "1 S D"], Cursor]:
-        x, cos, sin = self._embed(weights, slots.tokens[None], slots.positions[None])
+        x, rope = self._embed(weights, slots.tokens[None], slots.positions[None])
         places = places_of(slots.tables, jnp.arange(len(slots.positions)), slots.positions)
-        return x, Cursor(places=places, tables=slots.tables, positions=slots.positions, cos=cos, sin=sin)
+        return x, Cursor(places=places, tables=slots.tables, positions=slots.positions, rope=rope)
 
     def _embed(self, weights: Trees, tokens: Int[Array, "1 T"], positions: Int[Array, "1 T"]):
         x = merge_module(self._graphdefs.embed_tokens, *weights)(tokens, self._dtype)
-        return x, *rope_tables(positions, self._config.rope, self._config.head_dim)
+        return x, self._config.rope_tables(positions)
 
     def _sample_next(self, norm_weights: Trees, output_weights: Trees, x: Float[Array, "1 S D"], slots: Slots, stops):
         """Return (slots after their next tokens, these tokens)."""

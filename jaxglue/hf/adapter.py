@@ -38,7 +38,7 @@ from jaxglue.json_file import parse_json, read_json
 from jaxglue.models.lora import is_target
 from jaxglue.models.lora_config import ALL_LINEAR, LoraConfig, VocabularyModule
 from jaxglue.models.vocabulary import ROWS
-from jaxglue.ops.choices import Quantize
+from jaxglue.ops.choices import QUANTIZE, Quantize
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -94,8 +94,8 @@ class Adapter:
     @property
     def storage(self) -> Quantize:
         """Return the format in which the base's linear layers were held in training; none if unrecorded."""
-        found = (self.base or {}).get("quantize")
-        return "nf4" if found == "nf4" else "int8" if found == "int8" else "none"
+        found = (self.base or {}).get("quantize", "none")
+        return found if found in QUANTIZE else "none"
 
 
 def save_adapter(

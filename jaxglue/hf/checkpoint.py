@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,12 +18,11 @@ import numpy as np
 from jaxglue.data.progress import DataProgress, NoProgress, metered
 from jaxglue.hf.experts import Source, find_source
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder
-from jaxglue.hf.fp8_folders import is_cache_scale
 from jaxglue.hf.tensor_files import INDEX, SINGLE, TensorFiles, write_shards
 from jaxglue.json_file import read_json
 from jaxglue.models.file_param import FileParam
 from jaxglue.ops.backend import compute_capability
-from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.formats import Quantized, is_unneeded
 
 HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 5
@@ -157,7 +155,7 @@ def load_tensors(
 
 def _cast(array: Any, dtype: Any) -> Any:
     """Return a parameter in a dtype, without a copy where it has it."""
-    return replace(array, dtype=dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
+    return array.of_dtype(dtype) if isinstance(array, Quantized) else array.astype(dtype, copy=False)
 
 
 def _file_param(maps: TensorFiles, source: Source, spec: jax.ShapeDtypeStruct) -> FileParam:
@@ -216,7 +214,7 @@ def _check_tensors(
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether a tensor is a legacy rotary buffer, a cache's scale or a tied embedding's copy (`_check_tied`)."""
-    return name.endswith(".rotary_emb.inv_freq") or is_cache_scale(name) or (name == HEAD and _EMBEDDING in shapes)
+    return name.endswith(".rotary_emb.inv_freq") or is_unneeded(name) or (name == HEAD and _EMBEDDING in shapes)
 
 
 def _check_tied(files: TensorFiles, rows: int = 4096) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxglue.hf.bitsandbytes import find_quantized
-from jaxglue.hf.fp8_folders import FP8Source, find_fp8
 from jaxglue.hf.tensor_files import TensorFiles
-from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.fp8 import BLOCK as FP8_BLOCK
-from jaxglue.ops.quant.fp8 import E4M3, FP8Weight, dequantize_fp8
+from jaxglue.ops.quant import dequantize
+from jaxglue.ops.quant.formats import Quantized, Stored, find_stored, format_of
 from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize_mxfp4
 
 Index = tuple[int | slice, ...]
@@ -55,8 +52,8 @@ def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
         parts = expert_parts(name, shape)
         if parts and next(iter(parts)) in files.tensors:
             return _stacked(files, parts, shape)
-    elif quantized := find_quantized(files, name, shape) or find_fp8(files, name, shape):
-        return Source(shapes=quantized[0], read=quantized[1], packed=True)
+    elif stored := find_stored(files, name, shape):
+        return Source(shapes=stored.shapes, read=stored.read, packed=True)
     return Source(
         shapes={name: shape},
         read=lambda files: files.read(name),
@@ -99,14 +96,9 @@ def checkpoint_layout(shapes: Mapping[str, Shape], config: Mapping[str, Any]) ->
 def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) -> Source:
     shapes = {tensor: part_shape(shape, index) for tensor, index in parts.items()}
     present = [tensor for tensor in parts if tensor in files.tensors]
-    in_fp8 = {tensor: found for tensor in present if (found := find_fp8(files, tensor, shapes[tensor]))}
-    if in_fp8:
-        if others := [tensor for tensor in present if tensor not in in_fp8]:
-            info = files.tensors[others[0]]
-            raise ValueError(
-                f"{others[0]} in {info.file} is {info.dtype}, but other experts are in FP8: store all alike"
-            )
-        return _stacked_fp8(in_fp8, parts, shapes, shape)
+    quantized = {tensor: found for tensor in present if (found := find_stored(files, tensor, shapes[tensor]))}
+    if quantized:
+        return _stacked_quantized(files, present, quantized, parts, shapes, shape)
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> np.ndarray:
         stack = np.empty((stop - start, *shape[1:]), files.tensors[next(iter(parts))].dtype)
@@ -118,25 +110,36 @@ def _stacked(files: TensorFiles, parts: dict[str, ExpertIndex], shape: Shape) ->
     return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows)
 
 
-def _stacked_fp8(
-    in_fp8: dict[str, FP8Source], parts: dict[str, ExpertIndex], shapes: dict[str, Shape], shape: Shape
+def _stacked_quantized(
+    files: TensorFiles,
+    present: Sequence[str],
+    quantized: Mapping[str, Stored],
+    parts: dict[str, ExpertIndex],
+    shapes: dict[str, Shape],
+    shape: Shape,
 ) -> Source:
-    """Return how to read experts in FP8 as bfloat16, on the default device."""
+    """Return how to read experts, quantized one by one, as bfloat16, on the default device."""
+    if others := [tensor for tensor in present if tensor not in quantized]:
+        info, one = files.tensors[others[0]], next(iter(quantized.values())).read(files)
+        label = format_of(one).label.upper()
+        raise ValueError(
+            f"{others[0]} in {info.file} is {info.dtype}, but other experts are in {label}: store all alike"
+        )
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
-        codes = np.empty((stop - start, *shape[1:]), E4M3)
-        scales = np.empty((stop - start, shape[1], -(-shape[2] // FP8_BLOCK)), np.float32)
-        for tensor, (expert, rows) in parts.items():
-            if start <= expert < stop:
-                weight = in_fp8[tensor][1](files)
-                codes[expert - start, rows] = weight.codes
-                scales[expert - start, rows] = weight.scales.reshape(len(weight.codes), -1)
-        flat = {"codes": codes.reshape(-1, shape[2]), "scales": scales.reshape(-1, scales.shape[2])}
-        weight = FP8Weight(**jax.device_put(flat), dtype=jnp.dtype(jnp.bfloat16))
-        return dequantize_fp8(weight, jnp.bfloat16).reshape(codes.shape)
+        within = sorted(
+            (expert, rows.start, tensor) for tensor, (expert, rows) in parts.items() if start <= expert < stop
+        )
+        matrices = [quantized[tensor].read(files) for *_, tensor in within]
+        made = format_of(matrices[0])
+        if not made.row_wise:
+            raise ValueError(f"{within[0][2]} is in {made.label}, which is not read for experts one by one")
+        # One product on the device instead of one for each expert.
+        stack = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays)), *matrices)
+        return dequantize(stack, jnp.bfloat16).reshape(stop - start, *shape[1:])
 
-    for found, _ in in_fp8.values():
-        shapes = shapes | found
+    for found in quantized.values():
+        shapes = shapes | found.shapes
     return Source(shapes=shapes, read=lambda files: read_rows(files, 0, shape[0]), read_rows=read_rows, packed=True)
 
 

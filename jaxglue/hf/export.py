@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenizer import padding_token
-from jaxglue.hf.bitsandbytes import QuantizedReader, quantization_config, stored_specs
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.experts import checkpoint_layout, part_shape
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, refuse_link_out, write_json
@@ -24,7 +23,7 @@ from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize
-from jaxglue.ops.quant.formats import quantize_matrix
+from jaxglue.ops.quant.formats import FORMATS
 
 
 def save_model(
@@ -86,7 +85,7 @@ def quantize_folder(
     *,
     progress: DataProgress | None = None,
 ) -> None:
-    """Write a model folder with the decoder layers' linear layers in bitsandbytes' NF4 or int8 format.
+    """Write a model folder with the decoder layers' linear layers in a format, such as bitsandbytes' NF4 or int8.
 
     Args:
         base: the model folder.
@@ -105,26 +104,51 @@ def quantize_folder(
             f"{base} is already quantized ({method}) and a folder holds one format: use it unchanged, "
             "or start from the original folder"
         )
-    config, files = config_from_hf(raw).quantized(how), open_checkpoint(base)
+    config, files, made = config_from_hf(raw).quantized(how), open_checkpoint(base), FORMATS[how]
     linears = quantized_names(abstract_model(config))
     specs: dict[str, jax.ShapeDtypeStruct] = {}
     parts: dict[str, str] = {}
     for name, info in files.tensors.items():
-        stored = stored_specs(name, info.shape, how) if name in linears else {}
+        stored = made.specs(name, info.shape) if name in linears else {}
         parts |= dict.fromkeys(stored, name)
         specs |= stored or {name: jax.ShapeDtypeStruct(info.shape, info.dtype)}
 
-    def quantize(name: str) -> Any:
+    def quantize(name: str) -> dict[str, np.ndarray]:
         matrix = files.read(name)
         if not np.isfinite(matrix).all():
             raise ValueError(f"{base}: {name} holds values that are not finite (NaN or infinity): download it again")
-        return quantize_matrix(jnp.asarray(matrix), how)
+        return made.tensors(name, made.quantize(jnp.asarray(matrix)))
 
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, specs)
-        described = read_config(temporary) | {"quantization_config": quantization_config(how, scores=config.scores)}
+        described = read_config(temporary) | {"quantization_config": made.config(scores=config.scores)}
         write_json(temporary / "config.json", described)
-        write_shards(temporary, specs, QuantizedReader(quantize, parts, files.read), max_shard_bytes, progress)
+        write_shards(temporary, specs, _QuantizingReader(quantize, parts, files.read), max_shard_bytes, progress)
+
+
+class _QuantizingReader:
+    """Reader of a quantized folder's tensors that quantizes each matrix when its first part is read.
+
+    Holds the unread parts, at most one shard's worth.
+    """
+
+    def __init__(
+        self,
+        quantize: Callable[[str], Mapping[str, np.ndarray]],
+        parts: Mapping[str, str],
+        read: Callable[[str], Any],
+    ):
+        """Take `quantize`, from a matrix to its parts, `parts`, from these to matrices, and `read` for the others."""
+        self._quantize, self._parts, self._read = quantize, parts, read
+        self._ready: dict[str, np.ndarray] = {}
+
+    def __call__(self, name: str) -> np.ndarray:
+        """Return the named tensor; each part of a matrix can be read once."""
+        if name not in self._parts:
+            return self._read(name)
+        if name not in self._ready:
+            self._ready |= self._quantize(self._parts[name])
+        return self._ready.pop(name)
 
 
 def on_host(tensor: jax.Array) -> np.ndarray:

@@ -23,7 +23,7 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, get_part, hf_name, merge_module
 from jaxglue.models.vocabulary import output_matrix
 from jaxglue.ops.projection import project
-from jaxglue.ops.quant.formats import in_format, is_quantized
+from jaxglue.ops.quant.formats import FORMATS, is_quantized
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
 CHECK_FILE = "export_check.json"
@@ -176,7 +176,7 @@ def _load_values(folder: str | Path, config: DecoderConfig, stored: Mapping[str,
     quantized = {name for name, variable in stored.items() if is_quantized(variable.get_value())}
 
     def put(name: str, array: Any) -> Any:
-        return jax.device_put(in_format(array, config.quantize) if name in quantized else array)
+        return jax.device_put(FORMATS[config.quantize].hold(array) if name in quantized else array)
 
     specs = {name: jax.ShapeDtypeStruct(variable.shape, variable.dtype) for name, variable in stored.items()}
     return load_tensors(folder, specs, put, complete=False)

@@ -1,5 +1,6 @@
 """Models loaded from Hugging Face folders, or initialized with random weights."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,6 @@ from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, load_tensors, open_checkpoint, read_config
-from jaxglue.hf.fp8_folders import require_fp8
 from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -24,8 +24,7 @@ from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.models.vocabulary import vocabulary_modules
 from jaxglue.ops.choices import Storage
-from jaxglue.ops.quant.formats import Quantized, in_format
-from jaxglue.ops.quant.fp8 import FP8Weight
+from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
 from jaxglue.sharding.mesh import put_on_mesh
 
 Placement = Callable[[str, Any], Any]
@@ -77,8 +76,8 @@ def load_model(
         specs = specs | others
         if quantize != "none" and (name := next(filter(mapped, specs), None)):
             raise ValueError(f"{name} is to be quantized and cannot stay in its file: quantize the folder first")
-        if quantize == "none" and config.quantize == "fp8_stored":
-            require_fp8(open_checkpoint(folder), quantized_names(abstract_model(config, dtype=dtype)))
+        if quantize == "none" and config.quantize != "none":
+            require_stored(folder, config)
         if not config.scores:
             return load_tensors(folder, specs, put, mapped=mapped, progress=progress)
         missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
@@ -99,6 +98,30 @@ def random_model(
     return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
 
 
+def require_stored(folder: str | Path, config: DecoderConfig) -> None:
+    """Check that a folder holds all linear layers in its config's format, in which others would be rounded unasked.
+
+    Raises:
+        ValueError: it does not.
+    """
+    model, files, made = abstract_model(config), open_checkpoint(folder), FORMATS[config.quantize]
+    linears, shapes = quantized_names(model), abstract_parameters(model)
+    others = [name for name in files.tensors if name in linears and not made.find(files, name, shapes[name].shape)]
+    if not others:
+        return
+    info, label = files.tensors[others[0]], made.label
+    if len(others) == len(linears):
+        raise ValueError(
+            f"config.json in {folder} says {label} in its quantization_config, but {others[0]} in {info.file.name} is "
+            f"{info.dtype}: take quantization_config out of config.json, or use the folder that it belongs to"
+        )
+    remedy = "round it too with --matmul fp8, or use" if label == "fp8" else "use"
+    raise ValueError(
+        f"{others[0]} in {info.file} is {info.dtype}, and the folder's other linear layers are in {label.upper()}, "
+        f"which is not supported: {remedy} the original model folder"
+    )
+
+
 Put = Callable[[str, Any], jax.Array | Quantized]
 """Quantizes the named parameter's array if the model does, and places it."""
 Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
@@ -107,14 +130,13 @@ Fill = Callable[[dict[str, jax.ShapeDtypeStruct], Put], dict[str, Any]]
 
 def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill: Fill) -> CausalLM:
     model = abstract_model(config, dtype=dtype)
-    quantized = quantized_names(model)
+    quantized, made = quantized_names(model), FORMATS[config.quantize]
 
     def put(name: str, array) -> jax.Array | Quantized:
-        if isinstance(array, FP8Weight) and config.quantize not in ("fp8", "fp8_stored"):
-            entry = '"quantization_config": {"quant_method": "fp8"}'
-            raise ValueError(f"{name} is in FP8, of which config.json says nothing: add {entry} to it")
+        if isinstance(array, Quantized) and made.weight is not type(array):
+            raise _unmentioned(name, array)
         if name in quantized:
-            array = in_format(array, config.quantize)
+            array = made.hold(array)
         return put_on_mesh(array, place and place(name, array))
 
     specs = abstract_parameters(model)
@@ -122,6 +144,12 @@ def _with_parameters(config: DecoderConfig, dtype, place: Placement | None, fill
         parts = {name: place(name, spec) for name, spec in specs.items() if name not in quantized}
         specs |= {name: specs[name].update(sharding=sharding) for name, sharding in parts.items()}
     return set_parameters(model, fill(specs, put))
+
+
+def _unmentioned(name: str, weight: Quantized) -> ValueError:
+    found = format_of(weight)
+    entry = f'"quantization_config": {json.dumps(found.config())}'
+    return ValueError(f"{name} is in {found.label.upper()}, of which config.json says nothing: add {entry} to it")
 
 
 def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, std: float, key: jax.Array) -> dict[str, Any]:

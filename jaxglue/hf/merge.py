@@ -20,17 +20,16 @@ from jaxglue.hf.experts import expert_parts, find_source, read_expanded
 from jaxglue.hf.export import copy_texts, describe_reward_model
 from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, load_rows
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
-from jaxglue.hf.fp8_folders import find_fp8, is_cache_scale
 from jaxglue.hf.identity import identify
-from jaxglue.hf.tensor_files import TensorInfo, write_shards
+from jaxglue.hf.loading import require_stored
+from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
-from jaxglue.ops.quant.formats import in_format
-from jaxglue.ops.quant.fp8 import E4M3
+from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, find_stored, is_unneeded
 from jaxglue.ops.quant.mxfp4 import BLOCK
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
@@ -96,7 +95,10 @@ class _Merge:
         self.adapter = check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
-        stored = _expand_quantized(files.tensors, self._quantized)
+        if how == own.quantize != "none":
+            require_stored(base, own)
+        self._stored = _find_stored(files, self._quantized)
+        stored = _expand_quantized(files.tensors, self._stored, self._quantized)
         self._deltas = adapter_deltas(self.adapter, stored)
         expands = any(f"{name}_blocks" in stored for name in self._deltas)
         self.specs = _merged_specs(stored, expands=expands)
@@ -127,12 +129,12 @@ class _Merge:
     def _read_base(self, name: str) -> np.ndarray:
         if name in self._quantized:
             value: Any = find_source(self._files, name, self._quantized[name]).read(self._files)
-            held = in_format(jax.tree.map(jnp.asarray, value), self.config.quantize)
+            held = FORMATS[self.config.quantize].hold(jax.tree.map(jnp.asarray, value))
             return np.asarray(dequantize(held, self.specs[name].dtype))
         if name not in self._files.tensors:
             return np.asarray(read_expanded(self._files, name))
-        if found := find_fp8(self._files, name, self.specs[name].shape):
-            return np.asarray(dequantize(found[1](self._files), self.specs[name].dtype))
+        if found := self._stored.get(name):
+            return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         return self._files.read(name)
 
     def _read_vocabulary(self, name: str) -> np.ndarray:
@@ -163,22 +165,20 @@ def _copy_vocabulary(adapter: Adapter, output: Path) -> None:
         shutil.copyfile(path, output / path.name)
 
 
-_PARTS = ("SCB", "weight_format", "weight_scale", "weight_scale_inv", "input_scale")
-"""Tensors beside a quantized weight."""
+def _find_stored(files: TensorFiles, quantized: Mapping[str, Shape]) -> dict[str, Stored]:
+    """Return a folder's quantized matrices by name, those of experts too."""
+    shapes = {name: quantized.get(name, info.shape) for name, info in files.tensors.items()}
+    return {name: found for name, shape in shapes.items() if (found := find_stored(files, name, shape))}
 
 
 def _expand_quantized(
-    tensors: Mapping[str, TensorInfo], quantized: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, TensorInfo], stored: Mapping[str, Stored], quantized: Mapping[str, Shape]
 ) -> dict[str, TensorInfo]:
     """Return a folder's tensors with quantized matrices in bfloat16 in place of their parts."""
-    expanded = {name for name in quantized if tensors[name].dtype.kind in "iub"}
-    expanded |= {name for name, info in tensors.items() if info.dtype == E4M3}  # experts, too
-    parts = tuple(f"{name}." for name in expanded)
-    modules = {f"{name.removesuffix('weight')}{part}" for name in expanded for part in _PARTS}
-    modules |= set(filter(is_cache_scale, tensors))
-    kept = {name: info for name, info in tensors.items() if not name.startswith(parts) and name not in modules}
+    parts = {part for found in stored.values() for part in found.shapes}
+    kept = {name: info for name, info in tensors.items() if name not in parts and not is_unneeded(name)}
     dtype = np.dtype(jnp.bfloat16)
-    shapes = {name: quantized.get(name, tensors[name].shape) for name in expanded}
+    shapes = {name: quantized.get(name, tensors[name].shape) for name in stored}
     return kept | {name: replace(tensors[name], shape=shape, dtype=dtype) for name, shape in shapes.items()}
 
 

@@ -1,22 +1,33 @@
 """Values of flags that choose an operation's backend or a storage format; importing them loads no JAX."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from jaxglue.config import Choices
 
 Attention = Literal["auto", "cudnn", "hopper", "triton", "reference"]
 """Backends of packed attention."""
-Quantize = Literal["none", "nf4", "int8"]
-"""Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, or int8."""
+QUANTIZE = ["none", "nf4", "int8"]
+"""Formats that `--quantize` offers; registering one adds it (`ops.quant.formats`)."""
+Quantize = Annotated[str, Choices(QUANTIZE)]
+"""Storage of the decoder layers' linear layers, expanded for each product: the model's dtype, NF4, int8, …"""
 Matmul = Literal["bf16", "fp8"]
 """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8."""
-Storage = Literal["none", "nf4", "int8", "fp8", "fp8_stored", "fp8_trained"]
-"""Every storage of the decoder layers' linear layers; fp8 is multiplied as it is, a folder's fp8_stored expanded for
-each product, and fp8_trained, in the model's dtype, rounded for each product."""
+Storage = str
+"""Name of a format of the decoder layers' linear layers in `ops.quant.formats.FORMATS`. `--quantize` names most; fp8 is
+multiplied as it is, a folder's fp8_stored expanded for each product, and fp8_trained, in the model's dtype, rounded for
+each product."""
 MomentFormat = Literal["float32", "bfloat16", "8bit"]
 """Storage of AdamW's moments."""
 
 
-def choose_storage(quantize: Quantize, matmul: Matmul) -> Storage:
-    """Return the storage that two flags ask for; raise ValueError if they disagree."""
+def choose_storage(quantize: Quantize, matmul: Matmul, *, trains: bool = False) -> Storage:
+    """Return the storage that two flags ask for, of weights that train or are frozen.
+
+    Raises:
+        ValueError: the flags disagree.
+    """
     if matmul == "fp8" and quantize != "none":
         raise ValueError(f"--matmul fp8 stores weights in FP8, not {quantize}: leave out --quantize")
-    return "fp8" if matmul == "fp8" else quantize
+    if matmul == "fp8":
+        return "fp8_trained" if trains else "fp8"
+    return quantize

@@ -13,6 +13,7 @@ from jax_triton.triton_lib import TensorDescMeta
 
 from jaxglue.ops.backend import Capability, triton_capability
 from jaxglue.ops.kernel_cache import cached
+from jaxglue.ops.kernel_cost import KernelCost
 
 # jax-triton 0.4.1 requires a key that Triton 3.7 no longer writes, and has a default for it.
 TensorDescMeta.__required_keys__ -= {"is_im2col"}
@@ -86,14 +87,13 @@ class Launcher:
         constants,
         num_warps: int = 4,
         num_stages: int = 1,
-        flops: int = 0,
+        *,
+        cost: KernelCost,
         registers: int | None = None,
         aliases: dict[int, int] | None = None,
-        moved: int | None = None,
     ):
         """Launch a kernel; `registers` limits those of a thread, `aliases` says which argument becomes which output.
 
-        `moved` are the bytes of a kernel that seldom reads whole arrays.
         Outputs that are arguments come last: jax-triton 0.4.1 passes outputs in order, and these a second time.
         """
         return triton_call(
@@ -104,7 +104,7 @@ class Launcher:
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=self.compute_capability,
-            cost_estimate={"flops": flops} | ({} if moved is None else {"bytes_accessed": moved}),
+            cost_estimate=cost.estimate(),
             input_output_aliases=aliases,
             backend_options={} if registers is None else {"maxnreg": registers},
             **constants,

@@ -1,11 +1,12 @@
-"""Rotary position embeddings: tables once per batch from packed positions, applied in every layer."""
+"""Rotary position embeddings: tables once per batch from packed positions, for each kind of layer."""
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -31,6 +32,7 @@ _ABOVE: dict[str, float] = {
     "beta_slow": 0,
     "mscale": 0,
     "mscale_all_dim": 0,
+    "partial_rotary_factor": 0,
 }
 """Bounds of the numbers; each must be larger, but mscale may be 0, which means none."""
 
@@ -53,6 +55,10 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = field(default=1.0, repr=False)
+    """Share of a head's dimensions that turn, the first ones. Digests of older runs' `repr` have no such field."""
+    interleaved: bool = field(default=False, repr=False)
+    """Pairs are neighboring dimensions (2i, 2i + 1), not those of two halves (i, i + half)."""
 
     def __post_init__(self):
         self._check_values()
@@ -66,7 +72,13 @@ class RopeConfig:
 
     @classmethod
     def from_hf(
-        cls, raw: Mapping[str, Any], *, theta: float = 10_000.0, max_position_embeddings: int = 2048
+        cls,
+        raw: Mapping[str, Any],
+        *,
+        theta: float = 10_000.0,
+        max_position_embeddings: int = 2048,
+        partial: float | None = None,
+        interleaved: bool = False,
     ) -> "RopeConfig":
         """Read `rope_scaling` (transformers 4), which wins as in transformers 5, or `rope_parameters` of a config.json.
 
@@ -74,22 +86,24 @@ class RopeConfig:
             raw: config.json.
             theta: the family's `rope_theta` where config.json has none.
             max_position_embeddings: the family's likewise, which stands for `original_max_position_embeddings`.
+            partial: the family's `partial_rotary_factor` likewise; None for families that turn whole heads.
+            interleaved: the family turns neighboring dimensions.
 
         Raises:
-            ValueError: an unsupported rope type, missing or wrong parameters, or partial rotation.
+            ValueError: an unsupported rope type, missing or wrong parameters, or partial rotation of whole heads.
         """
         given = {name: value for name, value in _scaling(raw).items() if value is not None}
         given.setdefault("rope_type", given.pop("type", "default"))
         top = {name: raw[name] for name in _TOP_LEVEL if raw.get(name) is not None}
-        given = {"rope_theta": theta, "partial_rotary_factor": 1.0} | top | given
+        given = {"rope_theta": theta, "partial_rotary_factor": partial or 1.0} | top | given
         if given["rope_type"] in _LONG_CONTEXT:
             limit = raw.get("max_position_embeddings") or max_position_embeddings
             original = raw.get(_ORIGINAL) or given.get(_ORIGINAL) or limit  # the top level wins, in transformers too
             given[_ORIGINAL] = original
-        if given["partial_rotary_factor"] != 1.0:
+        if partial is None and given["partial_rotary_factor"] != 1.0:
             raise ValueError(f"partial_rotary_factor={given['partial_rotary_factor']} is not supported: only 1.0 is")
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in known})
+        return cls(**{name: value for name, value in given.items() if name in known} | {"interleaved": interleaved})
 
     def _check_values(self) -> None:
         """Raise ValueError for values of another type or outside their range."""
@@ -98,6 +112,8 @@ class RopeConfig:
             absent = value is None or (value == 0 and name.startswith("mscale"))
             if not absent and not (type(value) in (int, float) and above < value < float("inf")):
                 raise ValueError(f"{name} in config.json's rope parameters: expected a number > {above}, got {value!r}")
+        if self.partial_rotary_factor > 1:
+            raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor} in config.json must be at most 1")
         if not isinstance(self.truncate, bool):
             raise ValueError(
                 f"truncate in config.json's rope parameters: expected true or false, got {self.truncate!r}"
@@ -122,8 +138,47 @@ def _scaling(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return scaling or parameters
 
 
+class Rotary(NamedTuple):
+    """Rotary embedding of a kind of layer."""
+
+    config: RopeConfig
+    head_dim: int
+
+    @property
+    def dims(self) -> int:
+        """Return the number of a head's dimensions that turn."""
+        return int(self.head_dim * self.config.partial_rotary_factor)
+
+    @property
+    def turns_whole_halves(self) -> bool:
+        """Return whether all of a head turns, its first half with its second."""
+        return self.dims == self.head_dim and not self.config.interleaved
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RopeTables:
+    """Cosines and sines of a batch's tokens, for each rotary embedding among a model's layers."""
+
+    rotaries: tuple[Rotary, ...] = field(metadata={"static": True})
+    tables: tuple[tuple[Float[Array, "B T half"], Float[Array, "B T half"]], ...]
+
+    @classmethod
+    def at(cls, positions: Int[Array, "B T"], rotaries: Sequence[Rotary]) -> "RopeTables":
+        """Compute the tables of tokens at these positions."""
+        return cls(tuple(rotaries), tuple(rope_tables(positions, *rotary) for rotary in rotaries))
+
+    def of(self, rotary: Rotary) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+        """Return (cosines, sines) of one of the embeddings."""
+        return self.tables[self.rotaries.index(rotary)]
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return inverse frequencies [head_dim / 2] in radians per token, float64, and the factor on cos and sin."""
+    """Return inverse frequencies [half] in radians per token, float64, and the factor on cos and sin.
+
+    Half of the dimensions that turn, `Rotary.dims`.
+    """
+    head_dim = Rotary(config, head_dim).dims
     plain = config.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
     match config.rope_type:
         case "linear":
@@ -182,16 +237,35 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
 def rope_tables(
     positions: Int[Array, "B T"], config: RopeConfig, head_dim: int
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
-    """Compute cosines and sines in float32 for every token of the batch; half = head_dim / 2."""
+    """Compute cosines and sines in float32 for every token of the batch; see `inverse_frequencies`."""
     frequencies, attention_factor = inverse_frequencies(config, head_dim)
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    x: Float[Array, "B T N H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Rotate the two halves of every head in float32; return x's dtype."""
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate the first 2·half dimensions of every head in float32; return x's dtype.
+
+    Pairs are dimensions (i, i + half), or (2i, 2i + 1) where they are interleaved.
+    """
+    turned = 2 * cos.shape[-1]
+    whole = x if turned == x.shape[-1] else x[..., :turned]
+    left, right = _pairs(whole.astype(jnp.float32), interleaved)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+    pairs = [left * cos - right * sin, right * cos + left * sin]
+    out = jnp.stack(pairs, axis=-1).reshape(whole.shape) if interleaved else jnp.concatenate(pairs, axis=-1)
+    out = out.astype(x.dtype)
+    return out if whole is x else jnp.concatenate([out, x[..., turned:]], axis=-1)
+
+
+def _pairs(x: Float[Array, "B T N even"], interleaved: bool) -> tuple[Float[Array, "B T N half"], ...]:
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    left, right = jnp.split(x, 2, axis=-1)
+    return left, right

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.attention.tiles import heads_summed_at_once
+from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import BatchKind
-from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD, KernelCost
+from jaxglue.planner.cost import AttentionCost
 from jaxglue.planner.documents import MicroBatches
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.hopper_attention import Heads, hopper_seconds
@@ -56,8 +57,8 @@ _WORKSPACE_SHARE = 0.12
 """Share of the GPU's memory that the workspace may take."""
 
 
-def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[str, KernelCost]:
-    """Return the costs of a layer's attention, mean over the micro-batches, by the function's name in a trace."""
+def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[KernelKind, AttentionCost]:
+    """Return the costs of a layer's attention, mean over the micro-batches, by the kind of its kernels."""
     forward = backward = 0.0
     workspace, in_place = 0, True
     for batches in workload.micro_batches:
@@ -71,8 +72,8 @@ def attention_costs(workload: Workload, gpu: Gpu, window: int | None) -> dict[st
         workspace = max(workspace, reserved)
         in_place = in_place and backend == "hopper" and _heads_at_once(workload) < workload.config.num_key_value_heads
     return {
-        ATTENTION_FORWARD: KernelCost(seconds=forward),
-        ATTENTION_BACKWARD: KernelCost(seconds=backward, workspace=workspace, in_place=in_place),
+        KernelKind.ATTENTION_FORWARD: AttentionCost(seconds=forward),
+        KernelKind.ATTENTION_BACKWARD: AttentionCost(seconds=backward, workspace=workspace, in_place=in_place),
     }
 
 

@@ -4,20 +4,20 @@ Matmuls, reductions and attention kernels read their operands from memory and wr
 everything else into them, so a value is in memory only if one of them makes or needs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.engine.equations import ATTENTION_BACKWARD, ATTENTION_FORWARD, branch, called, live_program
+from jaxglue.engine.equations import branch, called, live_program
+from jaxglue.ops.kernel_cost import KERNEL, KernelCost, KernelKind, stated_cost
 from jaxglue.planner.gpus import Gpu, find_gpu
 from jaxglue.planner.kernel_times import (
     conversion_seconds,
     fused_seconds,
     kernel_seconds,
     matmul_seconds,
-    padding,
     transposed_seconds,
     with_gap,
 )
@@ -35,7 +35,7 @@ _ALIASES = {
     "new_ref",
     "freeze",
 }
-_CONVERSIONS = {"triton_kernel_call", "convert_element_type", "mul", "broadcast_in_dim", "transpose"}
+_CONVERSIONS = {KERNEL, "convert_element_type", "mul", "broadcast_in_dim", "transpose"}
 """Operations by which kernels' weights are made of quantized ones."""
 _SCALAR, _TABLE = 8, 1024
 """Bytes of constants that XLA finds equal in conversions, outside and inside of loops (NF4's tables of values)."""
@@ -62,8 +62,8 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelCost:
-    """Time and memory of a kernel that is foreseen as a whole."""
+class AttentionCost:
+    """Time and memory of attention's kernels of a pass, together."""
 
     seconds: float
     workspace: int = 0
@@ -76,7 +76,7 @@ def program_cost(
     jaxpr: ClosedJaxpr,
     gpu: Gpu,
     *,
-    attention: dict[str, KernelCost],
+    attention: Mapping[KernelKind, AttentionCost],
     sizes: Sizes | None = None,
     slices: int = 0,
     in_loop: bool = False,
@@ -86,7 +86,7 @@ def program_cost(
     Args:
         jaxpr: the program.
         gpu: that runs it.
-        attention: costs of attention's kernels, by their function's name.
+        attention: costs of kernels whose time the program does not tell, by their kind.
         sizes: of the program; by default its own.
         slices: of a loop's body, the number of last arguments that are slices.
         in_loop: the program is a loop's body.
@@ -119,16 +119,16 @@ def _places(value: Value, *, in_loop: bool) -> list[Value]:
 
 def program_sizes(jaxpr: ClosedJaxpr) -> tuple[int, ...]:
     """Return the numbers that `Sizes` reads from a program."""
-    kernels = dict.fromkeys((ATTENTION_FORWARD, ATTENTION_BACKWARD), KernelCost(seconds=0.0))
+    passes = KernelKind.ATTENTION_FORWARD, KernelKind.ATTENTION_BACKWARD
     sizes = Sizes()
-    program_cost(jaxpr, find_gpu("H100"), attention=kernels, sizes=sizes)  # any GPU
+    program_cost(jaxpr, find_gpu("H100"), attention=dict.fromkeys(passes, AttentionCost(seconds=0.0)), sizes=sizes)
     return tuple(sizes.read)
 
 
 class _Trace:
     """Collects the kernels of a program in order."""
 
-    def __init__(self, gpu: Gpu, attention: dict[str, KernelCost], sizes: Sizes, *, in_loop: bool):
+    def __init__(self, gpu: Gpu, attention: Mapping[KernelKind, AttentionCost], sizes: Sizes, *, in_loop: bool):
         self.seconds, self.matmul, self.launched = 0.0, 0, 0
         self._in_loop, self._constant = in_loop, _TABLE if in_loop else _SCALAR
         self._gpu, self._attention, self._sizes = gpu, attention, sizes
@@ -180,8 +180,10 @@ class _Trace:
         outputs = [Value(self._sizes.of(var)) for var in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, inputs, outputs)
-        if (attention := self._attention.get(eqn.params.get("name"))) is not None:
-            return self._attend(attention, inputs, outputs)
+        if (stated := stated_cost(eqn)) is not None:
+            if (attention := self._attention.get(stated.kind)) is not None:
+                return self._attend(attention, inputs, outputs)
+            return self._opaque(inputs, outputs, self._kernel_seconds(eqn, stated, inputs, outputs))
         if (inner := called(eqn)) is not None:
             return self.run(inner.jaxpr, inputs) if len(inner.jaxpr.invars) == len(inputs) else outputs
         if name == "cond":
@@ -197,8 +199,6 @@ class _Trace:
             seconds = matmul_seconds(flops / self._dot_rate(eqn), moved, self._gpu)
             seconds += transposed_seconds(fp8_to_transpose(eqn), self._gpu)
             return self._opaque(inputs, outputs, seconds)
-        if name == "triton_kernel_call":
-            return self._opaque(inputs, outputs, self._kernel_seconds(eqn, inputs, outputs))
         if name in ("add", "add_any") and any(value.from_matmul for value in inputs):
             return [self._accumulate(*inputs)]
         if name == "gather" and not (self._in_loop and inputs[0].bytes <= _SMALL):
@@ -211,7 +211,7 @@ class _Trace:
             return [self._round_to_fp8(inputs[0], outputs[0])]
         return self._fuse(inputs, outputs)
 
-    def _attend(self, cost: KernelCost, inputs: list[Value], outputs: list[Value]) -> list[Value]:
+    def _attend(self, cost: AttentionCost, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         """Run a kernel of attention as a whole."""
         if cost.in_place:
             outputs = [new if old.is_argument else old for old, new in zip(inputs, outputs, strict=False)]
@@ -227,9 +227,8 @@ class _Trace:
         return root
 
     def _dot_rate(self, eqn) -> float:
-        """Return the FLOP/s of a matmul by its operands' dtypes, or of a kernel by those of its first one."""
-        operands = eqn.invars if eqn.primitive.name == "dot_general" else eqn.invars[:1]
-        return self._gpu.matmul * (self._gpu.fp8_gain if all(is_fp8(var.aval) for var in operands) else 1)
+        """Return the FLOP/s of a matmul by its operands' dtypes."""
+        return self._gpu.matmul * (self._gpu.fp8_gain if all(is_fp8(var.aval) for var in eqn.invars) else 1)
 
     def _fuse(self, inputs: list[Value], outputs: list[Value]) -> list[Value]:
         roots = frozenset(root for value in inputs for root in ([value] if value.in_memory else value.roots))
@@ -237,20 +236,15 @@ class _Trace:
             output.roots = roots
         return outputs
 
-    def _kernel_seconds(self, eqn, inputs: list[Value], outputs: list[Value]) -> float:
-        """Return a Triton kernel's time from its arrays' bytes and its own cost estimate, if any.
+    def _kernel_seconds(self, eqn, stated: KernelCost, inputs: list[Value], outputs: list[Value]) -> float:
+        """Return a Triton kernel's time by the cost that its launch states.
 
         An array that it gets twice, for descriptors of two kinds, counts once.
         """
-        estimate = eqn.params["cost_estimate"] or {}
-        flops = self._sizes(round(estimate.get("flops", 0) * padding(eqn.params["metaparams"])))
-        codes = any(is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
+        flops, codes = self._sizes(stated.flops), any(is_fp8(var.aval) for var in (*eqn.invars, *eqn.outvars))
         whole = sum(value.bytes for value in {*inputs, *outputs})
-        moved = self._sizes(estimate["bytes_accessed"]) if "bytes_accessed" in estimate else whole
-        name = getattr(eqn.params["fn"], "__name__", "")
-        return kernel_seconds(
-            name, eqn.params["metaparams"], flops=flops / self._dot_rate(eqn), moved=moved, codes=codes, gpu=self._gpu
-        )
+        moved = whole if stated.bytes is None else self._sizes(stated.bytes)
+        return kernel_seconds(stated, flops=flops, moved=moved, codes=codes, gpu=self._gpu)
 
     def _accumulate(self, left: Value, right: Value) -> Value:
         """Add a matmul's result to an array already in memory."""

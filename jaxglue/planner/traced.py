@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.models.parameters import Params
+from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.names import LAYER_INPUT, QUERY
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.attention import attention_costs
-from jaxglue.planner.cost import ATTENTION_FORWARD, Cost, KernelCost, program_cost
+from jaxglue.planner.cost import AttentionCost, Cost, program_cost
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.layer_programs import SizedProgram
 from jaxglue.planner.programs import Programs, shared_programs
@@ -21,7 +23,7 @@ from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
 from jaxglue.sharding.rules import Layout
 
 _FEW_VALUES_GAIN = 1.03
-"""Rate of matmuls with NF4's weights by that with bf16's: 16 values in a block draw less power."""
+"""Rate of matmuls with weights of few values (NF4's 16) by that with bf16's: they draw less power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class TracedModel:
 
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool, programs: Programs | None = None):
         self._workload, self._gpu = workload, gpu
-        few_values = workload.config.quantize == "nf4"
+        few_values = FORMATS[workload.config.quantize].few_values
         self._layer_gpu = replace(gpu, matmul=_FEW_VALUES_GAIN * gpu.matmul) if few_values else gpu
         self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)
@@ -141,7 +143,7 @@ class TracedModel:
         config, work = self._workload.config, self._workload
         copied = self.attention_bytes + 4 * work.tokens * config.num_attention_heads
         costs = attention_costs(work, self._gpu, config.layer_windows[-1])
-        return costs[ATTENTION_FORWARD].seconds > copied / self._gpu.link
+        return costs[KernelKind.ATTENTION_FORWARD].seconds > copied / self._gpu.link
 
     @cached_property
     def input_bytes(self) -> int:
@@ -193,13 +195,15 @@ class TracedModel:
         program = self.programs.reference(self._alike[kind])
         return program_cost(program, self._gpu, attention=self._attention(kind)).seconds
 
-    def _attention(self, kind: int) -> dict[str, KernelCost]:
+    def _attention(self, kind: int) -> dict[KernelKind, AttentionCost]:
         return attention_costs(self._workload, self._gpu, self._workload.config.layer_windows[kind])
 
-    def _cost(self, program: SizedProgram, attention: dict[str, KernelCost]) -> Cost:
+    def _cost(self, program: SizedProgram, attention: dict[KernelKind, AttentionCost]) -> Cost:
         return program_cost(program.program, self._layer_gpu, attention=attention, sizes=Sizes(program.scaled))
 
-    def _program_cost(self, program: SizedProgram, roomy: SizedProgram, attention: dict[str, KernelCost]) -> Cost:
+    def _program_cost(
+        self, program: SizedProgram, roomy: SizedProgram, attention: dict[KernelKind, AttentionCost]
+    ) -> Cost:
         """Combine the time of one program with the memory and exchange of a roomier one."""
         cost = self._cost(program, attention)
         memory = cost if roomy is program else self._cost(roomy, attention)

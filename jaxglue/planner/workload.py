@@ -18,8 +18,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
-from jaxglue.ops.quant.formats import is_quantized
-from jaxglue.ops.rope import RopeConfig, rope_tables
+from jaxglue.ops.quant.formats import FORMATS, is_quantized
+from jaxglue.ops.rope import RopeTables
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.documents import MicroBatches, sample_micro_batches
 from jaxglue.planner.flops import mean_visible_keys
@@ -61,7 +61,7 @@ class Workload:
     """The frozen layers run once more, without adapters, for the objective."""
 
     def __post_init__(self):
-        if self.lora is None and self.config.quantize not in ("none", "fp8_trained"):
+        if self.lora is None and not FORMATS[self.config.quantize].trains:
             raise ValueError(f"quantize={self.config.quantize} holds frozen weights, and all train: use adapters")
         trains = self.lora is None or "embed_tokens" in self.lora.modules_to_save
         if self.host_embeddings and (trains or self.config.tie_word_embeddings):
@@ -162,10 +162,10 @@ def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedCon
     """Return the shapes of a layer's input [B, T, D] and its context."""
     config, segments = workload.config, abstract_batch(workload).segments
     x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
-    cos, sin = _rope_shapes(segments.positions.shape, config.rope, config.head_dim)
-    return x, PlannedContext(segments=segments, cos=cos, sin=sin, tile=workload.tile)
+    rope = _rope_shapes(segments.positions.shape, config)
+    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile)
 
 
 @lru_cache(maxsize=64)
-def _rope_shapes(shape: tuple[int, ...], rope: RopeConfig, head_dim: int) -> tuple[Any, Any]:
-    return jax.eval_shape(lambda p: rope_tables(p, rope, head_dim), jax.ShapeDtypeStruct(shape, jnp.int32))
+def _rope_shapes(shape: tuple[int, ...], config: DecoderConfig) -> RopeTables:
+    return jax.eval_shape(config.rope_tables, jax.ShapeDtypeStruct(shape, jnp.int32))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.collectives import BATCH_AXES
-from jaxglue.ops.quant.formats import format_name
+from jaxglue.ops.quant.formats import FORMATS
 
 AUTO = "auto"
 
@@ -99,7 +99,9 @@ class MeshShape:
         if config.moe is not None:
             raise ValueError(f"--mesh {self}: tensor is for dense models, {config.model_type} has experts; use expert")
         if config.quantize != "none":
-            raise ValueError(f"--mesh {self}: tensor cannot split weights in {format_name(config.quantize)}; {remedy}")
+            raise ValueError(
+                f"--mesh {self}: tensor cannot split weights in {FORMATS[config.quantize].label}; {remedy}"
+            )
         if config.attention_bias or config.mlp_bias:
             raise ValueError(f"--mesh {self}: tensor cannot split projections with biases; {remedy}")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -6,7 +6,10 @@ import hashlib
 import json
 import logging
 import math
+import os
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,14 +18,16 @@ from typing import Any, NamedTuple, Self
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
+from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
+from jaxglue.data.store import sync
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.training.array_checks import check_arrays
-from jaxglue.training.differences import check_fingerprint
-from jaxglue.training.durable import DurablePath
-from jaxglue.training.orbax_errors import quiet_orbax, reason_of, silence_abandoned_writes
+from jaxglue.training.fingerprint import check_fingerprint
 
 _log = logging.getLogger(__name__)
+_SHORTEST = 8
+"""Characters of a cause that says something by itself."""
 
 
 class Restored(NamedTuple):
@@ -297,3 +302,65 @@ def check_digests(saved: Mapping[str, str], state: PyTree) -> None:
     found = {name: check.digest for name, check in check_arrays(state).items()}
     if wrong := [name for name in {**saved, **found} if saved.get(name) != found.get(name)]:
         raise ValueError(f"{len(wrong)} of {len(found)} arrays differ from their digests, the first of them {wrong[0]}")
+
+
+class DurablePath(AtomicRenameTemporaryPath):
+    """Orbax's temporary folder, synced to disk file by file before the rename that publishes it."""
+
+    async def finalize(self) -> None:
+        """Complete the folder under a temporary name, sync it, and rename it."""
+        final = self.get_final()
+        self._final_path: Any = final.parent / f"{final.name}.synced{self._tmp_path.suffix}"
+        try:
+            await super().finalize()
+            sync_tree(Path(self._final_path))
+            os.rename(self._final_path, final)
+        finally:
+            self._final_path = final
+        sync(Path(final.parent))
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync all files and folders below a folder, and the folder itself."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            sync(Path(parent, file))
+        sync(Path(parent))
+
+
+def reason_of(error: Exception) -> str:
+    """Shorten an error to its cause, without the paths that the storage library adds."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    message = re.split(r"\n| \[(?:os_error_code|tensorstore_spec)|\. See full", str(error), maxsplit=1)[0]
+    cause = message.rpartition(": ")[2]
+    return (cause if len(cause) >= _SHORTEST and cause[0] != "(" else message)[:200] or type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Silence Orbax's background threads, which log and print tracebacks of errors that it raises anyway."""
+    hook = sys.unraisablehook
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = partial(_print_unless_abandoned, hook)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def silence_abandoned_writes() -> None:
+    """Silence reports of abandoned writes, which are collected as late as the process's exit."""
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    sys.unraisablehook = partial(_print_unless_abandoned, sys.unraisablehook)
+
+
+def _print_unless_abandoned(hook: Callable[[Any], Any], unraisable: Any) -> None:
+    """Drop the error of a write that ends after its event loop, and pass on all others."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        hook(unraisable)

@@ -16,13 +16,11 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import Params
 from jaxglue.recipe import load_config
 from jaxglue.spelling import nearest
-from jaxglue.training.checkpoint import check_digests, check_meta
+from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.export_check import require_equal
-from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
-from jaxglue.training.orbax_errors import quiet_orbax, reason_of
+from jaxglue.training.result import export_result, require_equal
 from jaxglue.training.setup import read_model
-from jaxglue.training.weights import export_result
+from jaxglue.training.vocabulary import Vocabulary, read_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

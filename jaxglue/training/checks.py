@@ -1,12 +1,17 @@
-"""Checks of a run's settings against its model."""
+"""Checks of a run's settings against its model and its GPU."""
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import jax
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import ALL_LINEAR
-from jaxglue.ops.quant.formats import format_name
+from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.backend import compute_capability
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.config import TrainConfig
 
@@ -86,10 +91,33 @@ def check_dropout(folder: str, raw: Mapping[str, Any]) -> None:
 def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
     if config.model.method != "full":
         return
-    if model.quantize not in ("none", "fp8_trained"):
+    if not FORMATS[model.quantize].trains:
         raise ValueError(
-            f"{config.model.model} is quantized to {format_name(model.quantize)}, and --method full cannot train "
+            f"{config.model.model} is quantized to {FORMATS[model.quantize].label}, and --method full cannot train "
             "quantized weights: use --method lora, or the folder of the original"
         )
     if model.moe and model.moe.mxfp4:
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
+
+
+def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
+    """Return why no attention kernel serves forked segments, empty if one does."""
+    if jax.default_backend() == "cpu":
+        return ""
+    plain = AttentionShape(
+        dtype=config.model.compute_dtype,
+        head_dim=model.head_dim,
+        query_heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        seq_len=config.data.row_tokens,
+        segment_slots=2,
+        window=next((window for window in model.layer_windows if window), None),
+    )
+    try:
+        choices = [
+            ATTENTION.choose(compute_capability(), shape, backend=config.model.attention)
+            for shape in (plain, replace(plain, forked=True))
+        ]
+    except ValueError as error:
+        return str(error)
+    return choices[1].reason if choices[1].name == "reference" != choices[0].name else ""

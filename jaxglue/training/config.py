@@ -1,15 +1,336 @@
 """Configuration of a training run: every field is a flag and a key of a recipe."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from jaxglue.config import Config
+from jaxglue.config import (
+    Alias,
+    CommaSeparated,
+    Config,
+    Instead,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Overrules,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Synonyms,
+)
 from jaxglue.data.config import DataConfig
 from jaxglue.distributed import DistributedConfig
+from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.training.model_config import ModelConfig
-from jaxglue.training.optimizer_config import RATE_FACTORS, OptimizerConfig
-from jaxglue.training.run_config import RunConfig
+from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
+
+    from jaxglue.models.context import RouterLosses
+
+RATE_FACTORS = {"lion": 0.1}
+"""Factors on those of optimizers whose updates are larger than AdamW's; Muon's are scaled to them."""
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+    "lion_32bit": "lion",
+}
+_BETA2 = {"lion": 0.99}
+_Share = Annotated[float, Range(ge=0, le=1)]
+_Decay = Annotated[float, Range(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """The model to start from, and how it runs."""
+
+    model: Annotated[str, Alias("base_model", "model_name_or_path", "model_name")]
+    """A Hugging Face model folder with config.json, tokenizer and safetensors, or owner/name on the hub."""
+    revision: Annotated[str | None, Alias("model_revision", "revision_of_model")] = None
+    """Branch, tag or commit of a model on the hub; a run records the commit."""
+    random_weights: bool = False
+    """Start from random weights, so that the folder needs no safetensors; up to 1 GiB of them go to base/ beside the
+    adapter."""
+    method: Annotated[
+        Literal["lora", "full"],
+        Alias("finetuning_type"),
+        Alias("use_peft", values={True: "lora"}),
+        Alias("full_finetuning", values={True: "full"}),
+        Instead(qlora="give --method lora --quantize nf4"),
+    ] = "lora"
+    """Train adapters on frozen weights, or all weights."""
+    adapter: Annotated[Path | None, Alias("lora_model_dir", "adapter_name_or_path")] = None
+    """Train on from this PEFT adapter, with its rank, alpha and targets."""
+    new_tokens: Path | None = None
+    """Text file with a token a line to add to the vocabulary, each with the mean of the others' rows; with --method
+    lora only the new rows train, unless --modules-to-save names embed_tokens and lm_head."""
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        Alias("torch_dtype"),
+        Alias("bf16", values={True: "bfloat16", "full": "bfloat16", "auto": "auto"}),
+        Instead(float16="its range is too small for training; use bfloat16"),
+    ] = "auto"
+    """Of activations, matmuls and frozen weights; auto is bfloat16 on GPUs, float32 on CPUs. Trainable weights are
+    always float32."""
+    attention: Attention = "auto"
+    """Attention backend; auto picks by GPU and shape, and reports its choice."""
+    remat: str = "auto"
+    """Remat policy of the layers: none (recompute nothing), dots, full (recompute everything), offload, a mix such as
+    "dots; offload:gate,up", or auto, the fastest that fits the GPU (see docs/memory.md)."""
+    tile: PositiveInt | None = None
+    """Tokens that pass through a layer at a time, apart from attention; by default all, or as many as fit where whole
+    rows do not."""
+    layers_per_program: PositiveInt | None = None
+    """Consecutive layers dispatched as one program, which with all of them has embedding and head too; by default one,
+    or all where dispatch takes longer than a small model's layers and everything stays on one GPU."""
+    memory_limit: PositiveFloat | None = None
+    """GPU memory for auto to plan with, GiB; by default all of JAX's share."""
+    weights: str = "device"
+    """Place of the layers' frozen weights: device; host, streamed layer by layer from its memory; mapped, read from
+    their files; or several, such as "20 x device & 12 x host". auto streams as few layers as memory allows."""
+    embeddings: Literal["device", "host", "auto"] = "device"
+    """Place of frozen embedding table and output projection: on the GPU, or in host memory, from which each step reads
+    its tokens' rows and copies the projection. auto moves them there where layers' weights would be streamed, if this
+    is predicted to be faster."""
+    expand_experts: bool = False
+    """Expand MXFP4 experts on loading: four times their memory, faster steps."""
+    quantize: Annotated[
+        Quantize,
+        Alias("quantise"),
+        Alias("load_in_4bit", values={True: "nf4"}),
+        Alias("load_in_8bit", values={True: "int8"}),
+        Alias("load_in_16bit", values={True: "none"}),
+        Alias("quantization_bit", values={"4": "nf4", "8": "int8"}),
+    ] = "none"
+    """Quantize the frozen linear layers of the decoder layers to NF4 (QLoRA, 0.52 bytes a weight) or int8 (1 byte),
+    with bitsandbytes' values. Already-quantized folders are detected."""
+    matmul: Matmul = "bf16"
+    """Products of the decoder layers' linear layers: in the activations' dtype, or in FP8 (about twice the rate, and 1
+    byte a frozen weight; Ada, Hopper and newer GPUs). With --method full, weights and their gradients stay wider."""
+    fp8_max_error: PositiveFloat = 0.2
+    """Relative error of a layer's output or of the head's gradient, measured on the first batch, above which
+    --matmul fp8 multiplies there in the activations' dtype; says so."""
+    fp8_head: bool = False
+    """With --matmul fp8, multiply the frozen output projection in FP8 too."""
+    fp8_experts: bool = False
+    """With --matmul fp8, multiply experts in MXFP4 in FP8 too, which holds their values."""
+    neftune_alpha: Annotated[NonNegativeFloat, Alias("neftune_noise_alpha", "noisy_embedding_alpha")] = 0.0
+    """Train with uniform noise within ± alpha / √(length · hidden size) on each document's embeddings (NEFTune, arXiv
+    2310.05914); 5 is usual, 0 adds none."""
+    router_balance_loss: NonNegativeFloat = 0.0
+    """Weight of the routers' load-balancing loss; 0, usual in fine-tuning, omits it. The loss shown excludes it."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of the routers' z-loss, which keeps their logits small; the loss shown excludes it too."""
+
+    def validate(self) -> None:
+        """Refuse an unknown remat policy, and options for frozen weights where all weights train."""
+        from jaxglue.engine.policy import check_remat
+        from jaxglue.engine.residency import DEVICE, check_weights
+
+        check_remat(self.remat)
+        check_weights(self.weights)
+        for name, values in (
+            ("weights", {self.weights} - {DEVICE, "auto"}),
+            ("embeddings", ("host",)),
+            ("quantize", {*QUANTIZE} - {"none"}),
+        ):
+            if self.method == "full" and getattr(self, name) in values:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} needs frozen weights, and --method full trains all: "
+                    f"use --method lora, or leave out --{name}"
+                )
+        if self.adapter and self.new_tokens:
+            raise ValueError("--adapter and --new-tokens are both given: merge the adapter first (jaxglue export)")
+        choose_storage(self.quantize, self.matmul)
+        if self.fp8_head and self.method == "full":
+            raise ValueError("--fp8-head needs a frozen output projection, and --method full trains it: leave it out")
+        for name, given in self.fp8_products.items():
+            if given and self.matmul != "fp8":
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is a part of --matmul fp8, got --matmul {self.matmul}: give both, or neither")
+
+    @property
+    def folder(self) -> Path:
+        """Return the model's folder, downloaded if it is on the hub."""
+        return model_path(self.model, self.revision, weights=not self.random_weights)
+
+    @property
+    def pinned(self) -> "ModelConfig":
+        """Return the configuration with the commit of a model on the hub."""
+        return replace(self, revision=base_reference(self.folder).revision) if is_hub_id(self.model) else self
+
+    @property
+    def storage(self) -> Storage:
+        """Return the storage of the decoder layers' linear layers."""
+        return choose_storage(self.quantize, self.matmul, trains=self.method == "full")
+
+    @property
+    def fp8_products(self) -> dict[str, bool]:
+        """Return whether output projection and experts are multiplied in FP8, as `DecoderConfig.quantized` takes it."""
+        return {"fp8_head": self.fp8_head, "fp8_experts": self.fp8_experts}
+
+    @property
+    def router_losses(self) -> "RouterLosses | None":
+        """Weights of the routers' auxiliary losses; None when all are 0."""
+        from jaxglue.models.context import RouterLosses
+
+        losses = RouterLosses(balance=self.router_balance_loss, z=self.router_z_loss)
+        return losses if any(losses) else None
+
+    @property
+    def compute_dtype(self) -> "jnp.dtype":
+        """Return the dtype chosen by `dtype` on this machine."""
+        import jax
+        import jax.numpy as jnp
+
+        if self.dtype == "auto":
+            return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+        return jnp.dtype(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """The optimizer, its learning-rate schedule and clipping."""
+
+    optimizer: Annotated[
+        Literal["adamw", "adamw_8bit", "muon", "adafactor", "lion"],
+        Alias("optim"),
+        Synonyms(**_OPTIMIZERS),
+        Instead(sgd="adafactor, which stores as little"),
+    ] = "adamw"
+    """AdamW; with its moments in 8 bits; Muon for the matrices of the decoder layers beside AdamW for the rest, with
+    --method full; Adafactor; or Lion."""
+    learning_rate: Annotated[PositiveFloat, Alias("lr")] | None = None
+    """Peak learning rate; by default 2e-4 with --method lora, 2e-5 with --method full, of Lion a tenth."""
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant", "wsd"],
+        Alias("lr_scheduler_type", "lr_scheduler"),
+        Synonyms(warmup_stable_decay="wsd"),
+        Instead(constant_with_warmup="constant, which follows --warmup-ratio or --warmup-steps"),
+    ] = "cosine"
+    """Learning rate after the warm-up: decay to min_lr_ratio along a cosine or a line, constant, or wsd (warm-up,
+    stable, decay): constant up to a last decay along a line."""
+    decay_ratio: _Share = 0.1
+    """Share of all steps over which --schedule wsd decays."""
+    warmup_ratio: _Share = 0.03
+    """Share of all steps over which the learning rate rises linearly to its peak; the first of W has peak / W."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps over which it rises, in place of the share."""
+    min_lr_ratio: Annotated[_Share, Alias("cosine_min_lr_ratio")] = 0.0
+    """Learning rate at the end, as a share of the peak."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: Annotated[_Decay, Alias("adam_beta1")] = 0.9
+    """Decay of the first moment, the mean of gradients."""
+    beta2: Annotated[_Decay, Alias("adam_beta2")] | None = None
+    """Decay of the second moment, the mean of squared gradients; by default 0.999. Of Lion, decay of its momentum; by
+    default 0.99."""
+    epsilon: Annotated[NonNegativeFloat, Alias("adam_epsilon")] = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: Annotated[NonNegativeFloat, Alias("max_grad_norm")] = 1.0
+    """Gradients are scaled down to this global norm; 0 clips nothing."""
+    moments: MomentFormat = "float32"
+    """Storage of AdamW's moments: float32; bfloat16 (first moment; the second stays in float32); or 8bit, in
+    bitsandbytes' blocks of 256. Muon and Lion have one moment, in float32 or bfloat16, Adafactor none."""
+    update_in_backward: bool = False
+    """Update each layer inside the backward pass, so that gradients of only one layer exist at a time."""
+
+    def validate(self) -> None:
+        """Settle 8-bit AdamW; refuse unsuitable moments, and clipping by the global norm where updates precede it."""
+        if self.optimizer == "adamw_8bit":
+            if self.moments == "bfloat16":
+                raise ValueError("--optimizer adamw_8bit and --moments bfloat16 are both given: leave one out")
+            object.__setattr__(self, "optimizer", "adamw")
+            object.__setattr__(self, "moments", "8bit")
+        known = {"adamw": ("float32", "bfloat16", "8bit"), "adafactor": ("float32",)}
+        if self.moments not in known.get(self.optimizer, ("float32", "bfloat16")):
+            raise ValueError(f"--moments {self.moments} is not for --optimizer {self.optimizer}: leave it out")
+        if self.update_in_backward and self.clip_norm:
+            raise ValueError("--update-in-backward needs --clip-norm 0: the global norm is known only after it")
+
+    @property
+    def second_decay(self) -> float:
+        """Return beta2, by default the optimizer's own."""
+        return _BETA2.get(self.optimizer, 0.999) if self.beta2 is None else self.beta2
+
+
+def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Return the steps over which the learning rate rises."""
+    return round(config.warmup_ratio * total_steps) if config.warmup_steps is None else config.warmup_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """How long to train, what to watch, and where the results go."""
+
+    output: Annotated[Path, Alias("output_dir")] = Path("runs/latest")
+    """Folder for the adapter, checkpoints, metrics and curve."""
+    batch_size: PositiveInt = 1
+    """B: packed rows in a micro-batch, over all GPUs."""
+    per_device_batch_size: Annotated[PositiveInt, Alias("per_device_train_batch_size", "micro_batch_size")] | None = (
+        None
+    )
+    """Packed rows on each GPU instead; those of a tensor axis share theirs."""
+    gradient_accumulation_steps: Annotated[PositiveInt, Alias("accumulation")] = 1
+    """Micro-batches in an optimizer step."""
+    mesh: str = "auto"
+    """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
+    for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
+    epochs: Annotated[PositiveInt, Alias("num_train_epochs", "num_epochs")] = 1
+    """Passes over the data, unless steps is given."""
+    steps: Annotated[PositiveInt, Alias("max_steps")] | None = None
+    """Optimizer steps; by default those of all epochs."""
+    log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10
+    """Optimizer steps between lines of metrics."""
+    log_to: Annotated[tuple[str, ...], Alias("report_to"), CommaSeparated()] = ("tensorboard",)
+    """Trackers of the metrics beside metrics.jsonl, separated by commas: tensorboard, wandb, trackio, mlflow; or
+    none."""
+    eval_every: Annotated[PositiveInt, Alias("eval_steps")] | None = None
+    """Optimizer steps between evaluations, and between readings of expert load; by default one epoch."""
+    save_every: Annotated[PositiveInt, Alias("save_steps")] | None = None
+    """Optimizer steps between checkpoints; by default as many as between evaluations."""
+    keep_checkpoints: Annotated[PositiveInt, Alias("save_total_limit")] = 2
+    """Latest checkpoints to keep, besides the best one; at least 2, as the latest may precede a divergence."""
+    keep: Annotated[Literal["last", "best", "both"], Alias("load_best_model_at_end", values={True: "best"})] = "last"
+    """Weights to export at the end: those of the last step, those with the lowest eval loss, or both (the best in
+    `adapter` or `model`, the last in `adapter-last` or `model-last`)."""
+    early_stopping: Annotated[PositiveInt, Alias("early_stopping_patience")] | None = None
+    """Evaluations in a row without a lower eval loss after which the run ends."""
+    on_spike: Literal["nothing", "skip", "rewind"] = "nothing"
+    """When loss or gradient norm of a step is a spike: leave out its update; or also return to the last checkpoint's
+    weights and go on with the rows after it. The host then waits for each step."""
+    spike_sigma: PositiveFloat = 6.0
+    """Standard deviations above the mean of the latest 128 steps that make a spike."""
+    resume: Annotated[bool, Overrules("overwrite")] = False
+    """Continue the run in the output folder; as a flag, also one that a recipe would overwrite."""
+    overwrite: Annotated[bool, Alias("overwrite_output_dir")] = False
+    """Replace the run in the output folder: its files are deleted once the new run has a checkpoint, others stay."""
+    dry_run: bool = False
+    """Check everything, print the plan and train nothing."""
+    profile: NonNegativeInt = 0
+    """Steps to trace with the JAX profiler, after the first three."""
+    sample_prompt: tuple[str, ...] = ()
+    """Prompts to answer before and after training, and at each evaluation."""
+    sample_tokens: PositiveInt = 48
+    """Longest answer to a sample prompt, in tokens."""
+    compilation_cache: Path | None = Path("~/.cache/jaxglue/xla")
+    """Folder on a local disk that keeps compiled programs for the next run, unless JAX_COMPILATION_CACHE_DIR names one;
+    none keeps none."""
+
+    def validate(self) -> None:
+        """Refuse a malformed mesh and two batch sizes."""
+        if self.per_device_batch_size and self.batch_size > 1:
+            raise ValueError("--batch-size and --per-device-batch-size are both given: leave one out")
+        from jaxglue.sharding.mesh import AUTO, MeshShape
+
+        if self.mesh != AUTO:
+            MeshShape.parse(self.mesh)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Return the names in `log_to`, each once."""
+        return tuple(dict.fromkeys(name for name in self.log_to if name not in ("", "none")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,43 @@
-"""Evaluation between steps: loss on held-out data, and load of experts."""
+"""Evaluation between steps: loss on held-out data, load of experts, and answers to sample prompts."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Float
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+from rich.console import Console
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
+from jaxglue.engine import transfer
+from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
-from jaxglue.models.parameters import Params
+from jaxglue.generation.chat import in_order, stop_tokens
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.generator import Generator, Request
+from jaxglue.generation.prompts import encode_prompt
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import PackedContext
+from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
+from jaxglue.ops.collectives import per_device
+from jaxglue.ops.moe import Routing, routing_statistics
+from jaxglue.sharding.gather import gather
 from jaxglue.sharding.mesh import place_batch
-from jaxglue.training.expert_load import ExpertLoadProbe
+from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN
 from jaxglue.training.setup import Setup
 
 _LARGEST_EXPONENT = 700.0
 """Of a float64, whose exponential is finite."""
+_AT_ONCE = 8
+"""Prompts answered together: training leaves little memory."""
 
 
 class Evaluation:
@@ -32,7 +50,7 @@ class Evaluation:
         mesh: devices that share the work; None for one device.
     """
 
-    def __init__(self, setup: Setup, executor: Executor, probe: ExpertLoadProbe, mesh: Mesh | None):
+    def __init__(self, setup: Setup, executor: Executor, probe: "ExpertLoadProbe", mesh: Mesh | None):
         self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
         self._sources = setup.data.eval_sources
         self._objective = setup.workload.objective
@@ -131,3 +149,119 @@ def evaluation_lines(values: Mapping[str, float]) -> Iterator[str]:
     for name, loss in values.items():
         if name.startswith("eval_loss/"):
             yield f"  {name.removeprefix('eval_loss/')}: {loss:.4f}"
+
+
+class _ObservingContext:
+    """Layer context of packed rows that records routing statistics."""
+
+    dropout_key = router_losses = tile = None
+    fp8 = True
+
+    def __init__(self, packed: PackedContext):
+        self.rotate, self.attend, self.token_mask = packed.rotate, packed.attend, packed.token_mask
+        self.statistics: dict[str, Array] = {}
+
+    def observe_routing(self, routing: Routing) -> None:
+        """Record the statistics of the tokens that are not padding."""
+        self.statistics = routing_statistics(routing, self.token_mask)
+
+
+class ExpertLoadProbe:
+    """Forward pass over a batch, layer by layer, that measures how evenly the routers load the experts.
+
+    Args:
+        graphdefs: the model's modules, from `split_model`.
+        config: the model's shape.
+        dtype: of activations and matmuls.
+        attention: the attention backend.
+        layout: placement of the parameters on the mesh.
+    """
+
+    def __init__(
+        self,
+        graphdefs: ModelGraphDefs,
+        config: DecoderConfig,
+        *,
+        dtype=jnp.bfloat16,
+        attention="auto",
+        layout: Layout = SINGLE_DEVICE,
+    ):
+        self._embed_head = EmbedHead(graphdefs, config, dtype=dtype, attention=attention, layout=layout)
+        types = {graph: jax.jit(partial(_run, graph, layout)) for graph in graphdefs.layers}
+        self._layers = [types[graph] for graph in graphdefs.layers]
+
+    def read(self, trainable: Params, frozen: Params, batch: Batch) -> dict[str, float]:
+        """Measure a batch over all layers with experts.
+
+        Returns:
+            expert_load_max: the largest share of assignments of one expert, times E: 1 when even, E at worst.
+            expert_load_entropy: entropy of the shares over log E, averaged over layers: 1 when even, 0 at worst.
+        """
+        x, contexts = self._embed_head.embed(trainable, frozen, batch, None)
+        observed = []
+        for i, layer in enumerate(self._layers):
+            x, statistics = layer(trainable["layers"][i], transfer.to_device(frozen["layers"][i]), x, contexts[i])
+            observed += [statistics] if statistics else []
+        observed = jax.device_get(observed)
+        return {
+            "expert_load_max": max(float(layer["load_max"]) for layer in observed),
+            "expert_load_entropy": sum(float(layer["load_entropy"]) for layer in observed) / len(observed),
+        }
+
+
+def _run(graph, layout: Layout, trainable: Params, frozen: Params, x, packed: PackedContext):
+    stored = layout.param_specs((trainable, frozen))
+
+    def program(weights, x, packed):
+        trainable, frozen = gather(layout, weights, stored)
+        return _apply(graph, trainable, frozen, x, packed)
+
+    specs = (stored, layout.batch_spec, layout.context_specs(packed))
+    return per_device(program, layout.mesh, specs, (layout.batch_spec, PartitionSpec()))((trainable, frozen), x, packed)
+
+
+def _apply(graph, trainable: Params, frozen: Params, x, packed: PackedContext):
+    context = _ObservingContext(packed)
+    return merge_module(graph, trainable, frozen)(x, context), context.statistics
+
+
+class Samples:
+    """Answers the sample prompts of a run, on the console and in `samples.jsonl`."""
+
+    def __init__(self, setup: Setup, graphdefs: ModelGraphDefs, folder: Path | None, console: Console):
+        """Encode the prompts.
+
+        Args:
+            setup, graphdefs: the run and its model.
+            folder: of `samples.jsonl`; None on processes that write nothing.
+            console: where to print.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or its template refuses a prompt.
+        """
+        model, run = setup.config.model, setup.config.run
+        self._tokenizer, self._console, self._path = setup.tokenizer, console, folder and folder / "samples.jsonl"
+        self._prompts = {prompt: encode_prompt(setup.tokenizer, prompt) for prompt in run.sample_prompt}
+        self._stops = stop_tokens(setup.tokenizer)
+        self._generator = Generator(graphdefs, setup.model, dtype=model.compute_dtype, attention=model.attention)
+        self._sampling = SamplingConfig(max_tokens=run.sample_tokens, temperature=0.0)
+
+    def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
+        """Answer every prompt greedily."""
+        lines, requests = [], [Request(tokens, self._sampling) for tokens in self._prompts.values()]
+        if not requests:
+            return
+        plan = self._generator.plan(requests, _AT_ONCE)
+        answers = self._generator.answers(trainable, frozen, requests, self._stops, plan=plan)
+        for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
+            self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
+            lines.append({"step": step, "prompt": prompt, "answer": answer})
+        if self._path:
+            _append(self._path, step, lines)
+
+
+def _append(path: Path, step: int, lines: list[dict]) -> None:
+    """Write the lines of a step after those of earlier ones; a resumed run may write them again."""
+    before = read_steps(path)
+    lines = [*(line for line in before.intact if line["step"] < step), *lines]
+    rewrite_lines(path, lines, before.damaged, ensure_ascii=False)

@@ -1,12 +1,18 @@
-"""The fingerprint by which a resumed run is known to continue the same one."""
+"""The fingerprint by which a resumed run is known to continue the same one, and differences of settings, key by key."""
 
 import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxglue.config import stable_repr
 from jaxglue.hf.identity import weights_digest
 from jaxglue.models.config import DecoderConfig
-from jaxglue.recipe import as_dict, defaults_of
+from jaxglue.recipe import as_dict, defaults_of, read_tables
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.secrets import masked
 from jaxglue.training.setup import Setup
 
 _DIGESTED = (
@@ -18,6 +24,17 @@ _DIGESTED = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Fields of a model in the digests of earlier checkpoints, which have no mapping by field; none is ever added here."""
+_MAY_CHANGE = ("steps",)
+"""Entries of a fingerprint in which a resumed run may differ: its length."""
+_PER_START = ("run.resume", "run.overwrite")
+"""Settings of one start of a run, not of the run."""
+_DIGESTS = {
+    "data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed, or an "
+    "older version left parts of the rows unread)"
+}
+"""Explanations of entries whose values are digests."""
+_SHOWN = 80
+"""Longest value shown, in characters."""
 
 
 def fingerprint(setup: Setup) -> dict[str, Any]:
@@ -57,3 +74,69 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
 def model_digest(model: DecoderConfig) -> str:
     """Return the digest that stands for a model in earlier checkpoints, whichever fields it has been given since."""
     return hashlib.sha256(stable_repr(model, _DIGESTED).encode()).hexdigest()[:16]
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return "saved …, now …" for each entry in which two nested dictionaries differ, by dotted key."""
+    pairs = _differing(saved, json.loads(json.dumps(current)))
+    return {key: f"saved {_shown(old)}, now {_shown(new)}" for key, old, new in pairs}
+
+
+def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return the differences of two fingerprints.
+
+    A setting that one side's version did not have is no difference where the other side has its default, and a model
+    saved as a digest is compared by its digest.
+    """
+    old, new = dict(saved), dict(current)
+    old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
+    _, digest = (values.pop("model_digest", None) for values in (old, new))
+    if digest and isinstance(old.get("model"), str):
+        new["model"] = digest
+    return differences(_filled(old, new_defaults), _filled(new, old_defaults))
+
+
+def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming each entry, other than the steps, in which a resumed run differs from the saved one."""
+    found = {key: text for key, text in fingerprint_differences(saved, current).items() if key not in _MAY_CHANGE}
+    if found:
+        raise ValueError(
+            "cannot resume, this run differs from the one that wrote the checkpoint:\n"
+            + "\n".join(f"  {key}: {text}{_DIGESTS.get(key, '')}" for key, text in found.items())
+            + "\nUse the saved values, or start a new run in another output folder."
+        )
+
+
+def changed_settings(recipe: Path, config: TrainConfig) -> dict[str, str]:
+    """Return the settings that differ from a run's `config.toml`; none if it cannot be read."""
+    try:
+        saved = read_tables(recipe)
+    except (OSError, ValueError):
+        return {}
+    settings = config.shared
+    found = differences(_filled(saved, defaults_of(settings)), masked(as_dict(settings), os.environ))
+    return {key: text for key, text in found.items() if key not in _PER_START}
+
+
+def _filled(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with absent ones at their defaults, in groups too."""
+    groups = [key for key in settings if isinstance(settings[key], dict) and isinstance(defaults.get(key), dict)]
+    return {**defaults, **settings, **{key: _filled(settings[key], defaults[key]) for key in groups}}
+
+
+def _differing(
+    saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in {**saved, **current}:
+        old, new = saved.get(key), current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differing(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield prefix + key, old, new
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "given"
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -1,13 +1,17 @@
-"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, exit."""
+"""What stops a run from outside: Ctrl-C, SIGTERM, a closed terminal, and the end of the reader of its output."""
 
 import contextlib
+import errno
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CLOSED = {errno.EPIPE, errno.EIO, errno.EBADF}
 
 
 class Interrupt:
@@ -50,3 +54,47 @@ class Interrupt:
         line = f"\n{name}: saving a checkpoint and exiting after this step; once more to exit at once\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
+
+
+class Output:
+    """Standard output of now, however redirected later; once its reader is gone, calls `closed` and writes to nowhere.
+
+    Lines that a full disk refuses are dropped.
+    """
+
+    def __init__(self, closed: Callable[[], None]):
+        self._closed, self._stream = closed, sys.stdout
+
+    @property
+    def rich_proxied_file(self) -> "Output":
+        """Return itself to rich, which would write past it while a bar is shown."""
+        return self
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it."""
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the text, or drop it."""
+        with self._dropping():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _dropping(self):
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _CLOSED:
+                self._discard()
+                self._closed()
+
+    def _discard(self) -> None:
+        """Point the stream to nowhere, so that later writes and the exit succeed."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)

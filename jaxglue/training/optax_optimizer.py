@@ -14,8 +14,8 @@ from jaxglue.models.parameters import Params
 from jaxglue.ops.adam import StepScalars
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer, decays, param_keys
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 _MUON_MOMENTUM = 0.95
 _MUON_RMS = 0.2

@@ -18,7 +18,7 @@ from jaxglue.objectives.objective import Objective
 from jaxglue.ops.adam import ADAM, AdamW, StepScalars, is_moment
 from jaxglue.sharding.gather import constrain_params
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.optimizer_config import OptimizerConfig, warmup_steps
+from jaxglue.training.config import OptimizerConfig, warmup_steps
 
 if TYPE_CHECKING:
     from jaxglue.ops.adam.triton import TritonAdam

@@ -1,12 +1,17 @@
-"""Progress of a run: lines, above a bar on a terminal."""
+"""Progress of a run: the start-up by stage, the compilation, then lines above a bar on a terminal."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from jaxglue.engine.program_cache import COMPILED
 
 SHOWN = {
     "rewards/accuracies": "accuracy",
@@ -21,6 +26,7 @@ _BAR = 20
 """Width of the bar, in characters."""
 _NOTABLE_WAIT = 0.01
 """Share of time spent waiting for data above which it is shown."""
+_SECONDS_BETWEEN_LINES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,3 +148,80 @@ def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Compiling:
+    """Context that shows each compiled program until the first step is done.
+
+    Args:
+        progress: of the run; a bar on a terminal, else a line now and then.
+        predicted: seconds of compiling everything; 0 if unknown.
+        is_over: tells whether the first step is done.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        progress: TrainingProgress,
+        predicted: float,
+        is_over: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._progress, self._predicted, self._is_over, self._clock = progress, predicted, is_over, clock
+        self._programs, self._begun = 0, clock()
+        self._printed = self._begun
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._count)
+
+    def _count(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event != COMPILED or self._is_over():
+            return
+        self._programs += 1
+        now = self._clock()
+        line = self._line(now - self._begun)
+        self._progress.describe(line)
+        if not self._progress.console.is_terminal and now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            self._progress.say(line)
+
+    def _line(self, seconds: float) -> str:
+        line = f"compiling: {self._programs} programs in {format_duration(seconds)}"
+        left = self._predicted - seconds
+        return f"{line}, at most {format_duration(left)} left" if left > 0 else line
+
+
+class StartupTimer:
+    """Measures the stages of a start-up."""
+
+    def __init__(self, begun: float | None = None):
+        """Begin the first stage now, or at `begun`, in seconds since the epoch."""
+        self._mark = time.time() if begun is None else begun
+        self.stages: dict[str, float] = {}
+        """Seconds by stage, in order."""
+
+    @classmethod
+    def since_process_start(cls) -> Self:
+        """Return a timer whose first stage, the imports, ends now."""
+        timer = cls(time.time() - _process_age())
+        timer.stage("imports")
+        return timer
+
+    def stage(self, name: str) -> None:
+        """End a stage, which began with the end of the previous one."""
+        now = time.time()
+        self.stages[name], self._mark = now - self._mark, now
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stages.items())
+        return f"{sum(self.stages.values()):.1f} s ({stages})"
+
+
+def _process_age() -> float:
+    """Return the seconds since this process began; psutil's time of creation is off by up to one."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")

@@ -18,9 +18,8 @@ from jaxglue.hf.export import on_host
 from jaxglue.hf.files import atomic_file
 from jaxglue.hf.identity import weights_digest
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
-from jaxglue.training.reference import caches_reference
 from jaxglue.training.setup import Setup
-from jaxglue.training.train_step import TrainStep
+from jaxglue.training.step import TrainStep, caches_reference
 
 LogProbs = Float32[np.ndarray, "units 2"]
 

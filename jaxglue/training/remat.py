@@ -1,17 +1,24 @@
-"""Choice of the remat policy, checked against the GPU's memory before weights are loaded."""
+"""The plan of a run: its workload, the remat policy checked against the GPU's memory, and the host memory it pins."""
 
+import gc
+import math
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import jax
+from jax.extend.backend import clear_backends
 
+from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
-from jaxglue.engine.residency import DEVICE, MAPPED, is_streamed, parse_weights
+from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
@@ -19,16 +26,20 @@ from jaxglue.planner.embeddings import embedding_places, fastest_place
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
 from jaxglue.planner.host_memory import available_memory
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Plan, pinned_memory
+from jaxglue.planner.plans import DEFAULT_PINNED_GIB, HOST_LIMIT, DoesNotFit, Plan, gib, pinned_memory
 from jaxglue.planner.rates import device_gpu, measure_files
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import refuse_mapped
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.workload import make_workload
+from jaxglue.training.optax_optimizer import state_bytes
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
+PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+"""Environment variable by which JAX pins its whole limit at once, for arrays and again for copies to them."""
+_SLACK, _LOST = GIB, 0.03
+"""Bytes of pinned memory for batches and results, and the share lost between values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,3 +226,105 @@ def _programs(plan: Plan) -> str:
     if plan.whole:
         return "a micro-batch is one program, "
     return f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
+
+
+def make_workload(
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
+) -> Workload:
+    """Return a run's workload on one GPU of a mesh.
+
+    Args:
+        config: of the run.
+        model: the model's shape.
+        document_lengths: of `Workload`.
+        mesh: how GPUs share the work.
+    """
+    optimizer = config.optimizer
+    workload = Workload(
+        config=model,
+        batch_size=config.run.batch_size // mesh.batch_shards,
+        seq_len=config.data.row_tokens,
+        lora=config.lora if config.model.method == "lora" else None,
+        document_lengths=document_lengths,
+        gradient_accumulation_steps=config.run.gradient_accumulation_steps,
+        update_in_backward=optimizer.update_in_backward,
+        moment_bytes=MOMENT_BYTES[optimizer.moments],
+        host_embeddings=config.model.embeddings == "host",
+        mesh=mesh,
+        dtype=config.model.compute_dtype,
+        attention=config.model.attention,
+        tile=config.model.tile,
+        objective=config.objective.make(),
+        reference=config.objective.kind.needs_reference and _runs_beside(config),
+    )
+    if optimizer.optimizer == "adamw":
+        return workload
+    return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
+
+
+def _runs_beside(config: TrainConfig) -> bool:
+    """Tell whether the reference's layers run beside the model's, as far as flags decide."""
+    several = config.run.epochs > 1 and config.run.steps is None
+    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
+    return config.model.method == "lora" and config.model.adapter is None and not cached
+
+
+def open_buffers(workload: Workload, remat: RematChoice) -> AbstractContextManager[HostBuffers | None]:
+    """Return a context with page-locked buffers for a run's offloaded values; None on CPUs, and on several GPUs.
+
+    Raises:
+        ValueError: the host's memory was taken by others since the run was planned.
+    """
+    if not remat.offloaded_bytes or not _is_alone(workload):
+        return nullcontext()
+    if remat.offloaded_bytes > (free := available_memory()):
+        raise ValueError(
+            f"--remat {remat.remat} offloads {gib(remat.offloaded_bytes)} to host memory, of which {gib(free)} are "
+            "free: end other programs, or choose a policy that offloads less"
+        )
+    return HostBuffers(jax.local_devices()[0], remat.offloaded_bytes)
+
+
+def size_pool(workload: Workload, remat: RematChoice, environ: MutableMapping[str, str]) -> int:
+    """Renew JAX's client with the limit that streamed weights need; return its GiB, 0 where the limit stays.
+
+    JAX's pool doubles up to its limit, which a client reads when it begins. The limit stays where no weights are
+    streamed, on several GPUs, where the caller set `PREALLOCATE`, and where arrays exist, which would not survive.
+
+    Raises:
+        ValueError: the old client is still in use and holds the GPU's memory.
+    """
+    if HOST not in remat.weights or not _is_alone(workload) or PREALLOCATE in environ:
+        return 0
+    gc.collect()
+    if jax.live_arrays():
+        return 0
+    size = pool_gib(workload, remat, float(environ.get(HOST_LIMIT, DEFAULT_PINNED_GIB)))
+    environ[HOST_LIMIT] = str(size)
+    _renew_client()
+    return size
+
+
+def pool_gib(workload: Workload, remat: RematChoice, limit: float) -> int:
+    """Return the whole GiB to pin: the plan's and one of the largest arrays more, or the plan's within a limit."""
+    frozen = abstract_parts(workload)[2]
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(frozen))
+    least = remat.host_bytes - remat.offloaded_bytes + _SLACK
+    return math.ceil(max(least, min((1 + _LOST) * least + largest, limit * GIB)) / GIB)
+
+
+def _is_alone(workload: Workload) -> bool:
+    """Return whether one process trains on one GPU."""
+    return workload.mesh.devices == 1 and jax.process_count() == 1 and jax.default_backend() != "cpu"
+
+
+def _renew_client() -> None:
+    client = weakref.ref(jax.local_devices()[0].client)
+    clear_backends()
+    for _ in range(4):  # JAX's own check of a leak takes as many, for cycles through tracebacks
+        gc.collect()
+    if client() is not None:
+        raise ValueError(
+            "JAX's pool of pinned memory cannot be sized for the streamed weights, as its first client is in use: "
+            f"set {PREALLOCATE}=false to let it grow"
+        )

@@ -1,21 +1,53 @@
-"""The result of a run: weights of the last step, those with the lowest eval loss, or both."""
+"""The result of a run: weights of the last step, the best ones or both, and the check that the files hold them."""
 
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 from rich.console import Console
 
 from jaxglue.data.batch import Batch
+from jaxglue.data.progress import DataProgress
 from jaxglue.distributed import Processes
-from jaxglue.hf.export_check import ROWS_FILE
+from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter, save_adapter
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.hf.export import describe_reward_model, on_host, save_model
+from jaxglue.hf.export_check import (
+    ROWS_FILE,
+    ExportCheck,
+    Part,
+    Parts,
+    Rows,
+    compare,
+    first_rows,
+    folder_parts,
+    live_parts,
+    predict,
+    random_rows,
+    rounding_limit,
+)
+from jaxglue.hf.files import write_json
+from jaxglue.hf.identity import identify
+from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.file_param import FileParam
+from jaxglue.models.lora import LoraConfig
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, flatten_names, hf_name
+from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.training.checkpoint import Checkpoints
-from jaxglue.training.export_check import check_export
+from jaxglue.training.config import TrainConfig
 from jaxglue.training.run_folder import RunFolder
 from jaxglue.training.setup import Setup
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.weights import export_result, keep_base, why_not_kept
+from jaxglue.training.step import TrainStep
+from jaxglue.training.vocabulary import Vocabulary, base_identity
+
+_MOST_KEPT = 2**30
+"""Largest random model that is written beside its adapter, in bytes."""
 
 
 class Result(NamedTuple):
@@ -87,3 +119,193 @@ class ResultWriter:
 def abstract_state(state: PyTree) -> PyTree:
     """Return shapes, dtypes and shardings of a state."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def check_export(
+    setup: Setup,
+    graphdefs: ModelGraphDefs,
+    trainable: Params,
+    frozen: Params,
+    result: Path,
+    last_batch: Batch | None = None,
+    *,
+    compares: bool = True,
+) -> ExportCheck | None:
+    """Compare exported files with the trained model; write the result beside them.
+
+    The rows are held-out ones, else of the last trained batch, else random.
+
+    Tensors of adapters are compared to the bit, and predictions on one device, to which a layer's weights come at a
+    time from wherever the run has them. All processes must call it; one of them compares.
+
+    Args:
+        setup: the run.
+        graphdefs, trainable, frozen: its model.
+        result: the exported folder.
+        last_batch: of training.
+        compares: False on processes that only contribute their shards.
+
+    Returns:
+        the comparison of predictions; None on the other processes.
+
+    Raises:
+        ValueError: the files differ from the trained model.
+    """
+    rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
+    origin = predict(setup.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
+    if not compares:
+        return None
+    lora = setup.config.model.method == "lora"
+    adapter = load_adapter(result) if lora else None
+    if adapter is not None and setup.model.tie_word_embeddings:
+        adapter = fit_tied(adapter)
+    if adapter is not None:
+        require_equal(adapter, setup.config.lora, trainable)
+    config, parts = _files(setup, graphdefs, trainable, frozen, result, adapter)
+    written = dtype if lora else jnp.dtype(jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16)
+    made = FORMATS[setup.model.quantize]
+    # Rounded masters may round to other FP8 values.
+    rounded = [written, dtype, *([E4M3] if made.fp8 and made.trains else [])]
+    check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, rounded))
+    check.require(result)
+    check.save(result)
+    rows.save(result.parent / ROWS_FILE)
+    return check
+
+
+def _on_one_device(parts: Parts) -> Parts:
+    """Return parts whose arrays are gathered from other devices, the host and files."""
+
+    def local(leaf: Any) -> Any:
+        if isinstance(leaf, FileParam):
+            return jax.tree.map(jnp.asarray, leaf.read())
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1 and leaf.sharding.memory_kind == "device":
+            return leaf
+        return jnp.asarray(on_host(leaf) if isinstance(leaf, jax.Array) else leaf)
+
+    def part(key: ParamKey) -> Part:
+        graphdef, trees = parts(key)
+        return graphdef, jax.tree.map(local, trees)
+
+    return part
+
+
+def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
+    """Return (config, parts) of the model in the files; of random weights, the frozen ones are those in memory."""
+    if adapter is None:
+        config = config_from_hf(read_config(result)).quantized(setup.config.model.storage)
+        return config, folder_parts(result, config, dtype=setup.config.model.compute_dtype)
+    if setup.config.model.random_weights:
+        return setup.model, _on_one_device(live_parts(graphdefs, _with_values(trainable, adapter), frozen))
+    folder, dtype = setup.config.model.folder, setup.workload.weight_dtype
+    parts: Parts = folder_parts(folder, setup.base, dtype=dtype, adapter=adapter)
+    return setup.model, parts
+
+
+def _with_values(trainable: Params, adapter: Adapter) -> Params:
+    def value(path, leaf):
+        return jnp.asarray(adapter.tensors[hf_name(jax.tree_util.keystr(path, simple=True, separator="."))])
+
+    return jax.tree_util.tree_map_with_path(value, trainable)
+
+
+def require_equal(adapter: Adapter, lora: LoraConfig, trainable: Params) -> None:
+    """Raise `ValueError` unless an adapter's files hold the trained tensors, and the scales of their configuration."""
+    trained = flatten_names(trainable)
+    if differing := sorted(trained.keys() ^ adapter.tensors.keys()):
+        raise ValueError(f"{adapter.folder} lacks, or adds, {differing[0]}; the export failed")
+    for name, tensor in trained.items():
+        if tensor.is_fully_addressable and not np.array_equal(adapter.tensors[name], np.asarray(tensor)):
+            raise ValueError(f"{adapter.folder}: {name} differs from the trained one; the export failed")
+    for path in adapter.modules:
+        if adapter.config.scale_of(path) != lora.scale_of(path):
+            raise ValueError(f"{adapter.folder}: the scale of {path} differs from the trained one; the export failed")
+
+
+def _rows(setup: Setup, last_batch: Batch | None) -> Rows:
+    batch = last_batch if setup.eval_batches is None else next(iter(setup.eval_batches))
+    if batch is None or not np.any(batch.segments.segment_ids):
+        return random_rows(setup.model.vocab_size)
+    source = "trained" if setup.eval_batches is None else "held-out"
+    return first_rows(np.asarray(batch.tokens), batch.segments, source)
+
+
+class Exportable(Protocol):
+    """The parts of a run that its exported weights need."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Return the run's settings."""
+
+    @property
+    def base(self) -> DecoderConfig:
+        """Return the base's shape."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Return the tokenizer, with the run's chat template, and the model's rows."""
+
+
+def export_result(
+    run: Exportable, trainable: Params, output: Path, kept_base: Path | None = None, *, write: bool = True
+) -> Path:
+    """Write the adapter, or the whole model, to a folder; return it.
+
+    All processes must call it, as each has a part of the arrays; one of them writes.
+
+    Args:
+        run: the weights' run.
+        trainable: its trained parameters.
+        output: the folder.
+        kept_base: folder of random base weights, from `keep_base`.
+        write: False on processes that only contribute their shards.
+    """
+    tensors, base, config = flatten_names(trainable), run.config.model.folder, run.config
+    if config.model.method == "full":
+        dtype = jnp.float32 if config.model.dtype == "float32" else jnp.bfloat16
+        finish = partial(_finish_folder, run)
+        save_model(output, tensors, base, dtype=dtype, write=write, finish=finish, progress=DataProgress())
+        return output
+    adapter = {name: on_host(tensor) for name, tensor in tensors.items()}
+    if write:
+        identity = identify(kept_base) if kept_base else base_identity(config, run.base)
+        tied = run.base.tie_word_embeddings
+        save_adapter(output, adapter, config.lora, kept_base or base, identity, tied=tied)
+        run.vocabulary.tokenizer.save_pretrained(output)
+    return output
+
+
+def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True) -> Path | None:
+    """Write an adapter's random base weights to a folder; None for other bases."""
+    if not _has_random_base(setup):
+        return None
+    save_model(folder, flatten_names(frozen), setup.config.model.folder, write=write)
+    return folder
+
+
+def why_not_kept(setup: Setup, frozen: Params) -> str:
+    """Return why an adapter's random base weights are not written; empty where they are, or are not random."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
+    reasons = {
+        "weights in host memory": setup.remat.streams_weights or setup.workload.host_embeddings,
+        "quantized weights": setup.model.quantize != "none",
+        "new tokens": setup.vocabulary.changes,
+        "--modules-to-save": setup.config.lora.modules_to_save,
+        "a reward model": setup.model.scores,
+        f"{size / 1e9:.1f} GB": size > _MOST_KEPT,
+    }
+    return next((reason for reason, holds in reasons.items() if holds and _has_random_base(setup)), "")
+
+
+def _has_random_base(setup: Setup) -> bool:
+    return setup.config.model.random_weights and setup.config.model.method == "lora"
+
+
+def _finish_folder(run: Exportable, folder: Path) -> None:
+    """Describe a reward model in a model folder; write a changed vocabulary's tokenizer, and its number of tokens."""
+    vocabulary = run.vocabulary
+    if run.config.objective.kind.trains_scores:
+        describe_reward_model(folder, vocabulary.tokenizer)
+    if vocabulary.changes:
+        write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})
+        vocabulary.tokenizer.save_pretrained(folder)

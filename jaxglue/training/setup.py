@@ -1,7 +1,9 @@
 """Set-up of a run: everything that is read, checked and decided before weights are loaded."""
 
+import math
 from dataclasses import dataclass, replace
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.iterator import BatchIterator, EvalBatches
@@ -9,25 +11,23 @@ from jaxglue.data.prepare import PreparedData, prepare_data
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.stream import StreamIterator
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.documents import sample_lengths
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
-from jaxglue.sharding.mesh import MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_dropout, check_model, warn_of_peft
+from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
+from jaxglue.training.checks import check_dropout, check_model, refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.devices import agree_on_mesh, with_global_batch
-from jaxglue.training.new_tokens import Vocabulary, read_vocabulary
-from jaxglue.training.reference_place import runs_beside
-from jaxglue.training.remat import RematChoice
-from jaxglue.training.row_length import with_seq_len
-from jaxglue.training.shared_prompt import refuse_shared_prompt
-from jaxglue.training.start_adapter import read_start
+from jaxglue.training.remat import RematChoice, choose_remat, make_workload
 from jaxglue.training.trackers import check_trackers
-from jaxglue.training.workload import make_workload
+from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,11 @@ def read_model(config: TrainConfig) -> DecoderConfig:
     return model
 
 
+def with_seq_len[C: TrainConfig](config: C, model: DecoderConfig) -> C:
+    """Return the configuration with a length of rows; a given one stays."""
+    return replace(config, data=config.data.within(model.max_position_embeddings))
+
+
 def _make_batches(
     config: TrainConfig, data: PreparedData, mesh: MeshShape
 ) -> tuple[BatchIterator | StreamIterator, EvalBatches | None]:
@@ -167,3 +172,118 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
         return StreamIterator(data.stream, data.window, steps=run.steps, **sizes)
     epochs = None if run.steps else run.epochs
     return BatchIterator(data.train, seq_len=config.data.row_tokens, seed=config.data.seed, epochs=epochs, **sizes)
+
+
+def choose_mesh(
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], steps: int | None = None
+) -> tuple[MeshShape, RematChoice]:
+    """Return the run's mesh, or the first of `auto`'s candidates that fits, with the remat policy on it.
+
+    Args:
+        config: of the run.
+        model: the model's shape.
+        document_lengths: of `Workload`.
+        steps: of the run, about; None for many.
+
+    Raises:
+        ValueError: the mesh does not fit the devices, the batch or the model.
+        DoesNotFit: nothing fits the GPUs' memory.
+    """
+    devices = jax.device_count()
+    if devices > 1 and config.model.embeddings == "host":
+        raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
+    shapes = _candidates(config, model, devices) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    for shape in shapes:
+        shape.check(model, batch_size=config.run.batch_size, devices=devices)
+    *others, last = shapes
+    for shape in others:
+        try:
+            return shape, choose_remat(config, model, document_lengths, shape, steps)
+        except DoesNotFit:
+            continue
+    return last, choose_remat(config, model, document_lengths, last, steps)
+
+
+def with_global_batch(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with `batch_size` for all devices, if it is given for each."""
+    run = config.run
+    if run.per_device_batch_size is None:
+        return config
+    shards = jax.device_count() if run.mesh == AUTO else MeshShape.parse(run.mesh).batch_shards
+    batch_size = run.per_device_batch_size * shards
+    return replace(config, run=replace(run, batch_size=batch_size, per_device_batch_size=None))
+
+
+def agree_on_mesh(
+    config: TrainConfig,
+    model: DecoderConfig,
+    document_lengths: tuple[int, ...],
+    processes: Processes,
+    steps: int | None = None,
+) -> tuple[MeshShape, RematChoice]:
+    """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
+    if processes.is_main:
+        mesh, remat = choose_mesh(config, model, document_lengths, steps)
+        processes.all_gather_object(
+            [str(mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
+        )
+        return mesh, remat
+    chosen, remat_text, weights, attention, tile = processes.all_gather_object(None)[0]
+    agreed = replace(
+        config,
+        model=replace(config.model, remat=remat_text, weights=weights, attention=attention, tile=tile),
+        run=replace(config.run, mesh=chosen),
+    )
+    return choose_mesh(agreed, model, document_lengths)
+
+
+def _candidates(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
+    """Return candidates: for adapters, copies of the weights, then parts; for full fine-tuning, parts.
+
+    Experts are spread over as few devices as they fit, since tokens then travel the least.
+    """
+    experts = math.gcd(devices, model.moe.num_experts if model.moe else 1)
+    if config.model.method == "full":
+        return [MeshShape(expert=experts, fsdp=devices // experts)]
+    sizes = [size for size in range(2, experts + 1) if experts % size == 0]
+    spread = [MeshShape(expert=size, data=devices // size) for size in sizes]
+    return [MeshShape(data=devices), *(spread or [MeshShape(fsdp=devices)])]
+
+
+def runs_beside(
+    config: TrainConfig, workload: Workload, remat: RematChoice, *, epochs: float, frozen: bool, processes: Processes
+) -> bool:
+    """Return whether the reference's layers run beside the model's in every step; `auto` takes the faster.
+
+    Args:
+        config: of the run.
+        workload: as `remat` runs it.
+        remat: places of the weights, and the policies.
+        epochs: how often the steps read each document.
+        frozen: the reference is the frozen weights alone.
+        processes: of the run, which take process 0's choice.
+
+    Raises:
+        ValueError: `--reference-cache off` where the reference must be computed before training.
+    """
+    how = config.objective.reference_cache
+    if how == "off" and not frozen:
+        raise ValueError(
+            "--reference-cache off runs the frozen weights without adapter as the reference, and this run begins with "
+            f"other weights (--method {config.model.method}, --adapter {config.model.adapter}): use auto or on"
+        )
+    if how != "auto" or not frozen:
+        return how == "off"
+    faster = processes.is_main and _is_faster_beside(workload, remat, epochs)
+    return processes.all_gather_object(faster)[0]
+
+
+def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> bool:
+    """Compare predicted times; with no weights to stream, both passes over a row take the same."""
+    if epochs <= 1 or not remat.streams_weights or jax.default_backend() == "cpu":
+        return epochs <= 1
+    gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
+    workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
+    planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
+    beside, alone = planner.reference_seconds(remat.policies, remat.weights)
+    return epochs * beside <= alone

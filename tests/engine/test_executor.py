@@ -99,14 +99,14 @@ def test_update_gets_every_gradient_last_layer_first(split_parts, random_batch):
 def test_gradient_of_the_last_output_is_freed(split_parts, random_batch, monkeypatch):
     parts = split_parts("lora")
     executor, batch, seen = parts.executor("full"), random_batch(LENGTHS, 14), []
-    head_backward = executor._entry_head.head_backward
+    head_backward = executor.entry_head.head_backward
 
     def watched(*arguments):
         loss, dx, head = head_backward(*arguments)
         seen.append(weakref.ref(dx))
         return loss, dx, head
 
-    monkeypatch.setattr(executor._entry_head, "head_backward", watched)
+    monkeypatch.setattr(executor.entry_head, "head_backward", watched)
     freed = {}
     arguments = (parts.trainable, parts.frozen, [batch], total_weight([batch]))
     executor.loss_and_update(*arguments, lambda part, _: freed.update({part: seen[0]() is None}))

@@ -103,7 +103,7 @@ def test_one_program_of_all_layers_skips_the_gradient_to_frozen_inputs(entry_lea
 
 
 def test_layers_of_a_group_keep_their_own_choice_of_fp8():
-    contexts = [PackedContext(segments=None, cos=1.0, sin=2.0, fp8=fp8) for fp8 in (True, False)]
+    contexts = [PackedContext(segments=None, rope=1.0, fp8=fp8) for fp8 in (True, False)]
     assert contexts == layer_groups._contexts(*layer_groups._share(contexts))
 
 

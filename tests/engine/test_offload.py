@@ -119,7 +119,7 @@ def events(four_layers, batches, monkeypatch):
         monkeypatch.setattr(executor._passes, "_prefetch_depth", prefetch_depth)
         monkeypatch.setattr(executor._passes, "_stream_weights", stream_weights)
         with monkeypatch.context() as patch:
-            layer = executor._layers[0]
+            layer = executor.layers[0]
             patch.setattr(layer, "forward", _recorded(layer.forward, lambda _: log.append("F")))
             patch.setattr(layer, "backward", _recorded(layer.backward, lambda _: log.append("B")))
             frozen = layers_on_host(parts.frozen) if stream_weights else parts.frozen

@@ -98,9 +98,9 @@ def residuals_of(split_parts, random_batch):
     def make(policy: str):
         parts, batch = split_parts("lora"), random_batch([[5, 1, 7], [12]], 14)
         executor = parts.executor(policy)
-        x, contexts = executor._entry_head.embed(parts.trainable, parts.frozen, batch, None)
+        x, contexts = executor.entry_head.embed(parts.trainable, parts.frozen, batch, None)
         layers = parts.trainable["layers"][0], parts.frozen["layers"][0]
-        return executor._layers[0].forward.eval_shape(*layers, x, contexts[0])[1]
+        return executor.layers[0].forward.eval_shape(*layers, x, contexts[0])[1]
 
     return make
 

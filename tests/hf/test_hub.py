@@ -14,7 +14,7 @@ from jaxglue.hf.adapter import find_base
 from jaxglue.hf.hub import base_reference, model_path, push_folder
 from jaxglue.recipe import from_settings
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.trainer import pinned_model
+from jaxglue.training.train import pinned_model
 
 FILES = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")
 OTHERS = ("pytorch_model.bin", "README.md", "original/model.safetensors", "modeling.py")

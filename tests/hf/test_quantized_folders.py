@@ -12,7 +12,6 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxglue.hf.adapter import save_adapter
-from jaxglue.hf.bitsandbytes import stored_specs, stored_tensors
 from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.identity import identify
@@ -22,7 +21,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import abstract_parameters, flatten_names, quantized_names, split_model
 from jaxglue.ops.quant import dequantize
-from jaxglue.ops.quant.formats import is_quantized, quantize_matrix
+from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.segments import pack_segments
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -63,8 +62,9 @@ def test_reading_then_writing_is_lossless(how):
     assert len(weights(model)) == 2 * 7
     assert model.config.quantize == how
     for name, weight in weights(model).items():
-        for part, ours in stored_tensors(name, weight).items():
-            assert (ours.dtype, ours.shape) == (stored_specs(name, weight.shape, how)[part].dtype, ours.shape)
+        for part, ours in FORMATS[how].tensors(name, weight).items():
+            spec = FORMATS[how].specs(name, weight.shape)[part]
+            assert (ours.dtype, ours.shape) == (spec.dtype, spec.shape)
             if "quant_state" in part:
                 assert json.loads(ours.tobytes()) == json.loads(theirs[part].tobytes())
             else:

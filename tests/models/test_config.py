@@ -1,6 +1,14 @@
-import pytest
+from dataclasses import replace
 
-from jaxglue.models import config_from_hf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.decoder import packed_context
+from jaxglue.ops.rope import RopeConfig
+from jaxglue.ops.segments import pack_segments
 
 RAW = {
     "vocab_size": 24,
@@ -128,3 +136,28 @@ def test_gpt_oss_without_rope_fields_has_the_defaults_of_transformers():
     rope = config_from_hf(raw).rope
     assert (rope.rope_type, rope.factor, rope.truncate, rope.rope_theta) == ("yarn", 32.0, False, 150_000.0)
     assert config_from_hf({**raw, "rope_parameters": {}}).rope.rope_type == "default"
+
+
+def test_layers_of_one_kind_share_window_rope_and_feed_forward():
+    config = config_from_hf({**RAW, "model_type": "llama", "num_hidden_layers": 4})
+    ropes = RopeConfig(), RopeConfig(rope_theta=5.0), None, RopeConfig()
+    config = replace(config, layer_ropes=ropes, layer_windows=(None, None, None, 7))
+    assert config.first_of_kind == (0, 1, 2, 3)
+    assert [rotary.config for rotary in config.rotaries] == [RopeConfig(), RopeConfig(rope_theta=5.0)]
+    assert config.with_layers([3, 1]).layer_ropes == ropes[3::-2]
+    assert replace(config, layer_windows=(None,) * 4).first_of_kind == (0, 1, 2, 0)
+
+
+@pytest.mark.parametrize("rope", [None, RopeConfig(rope_theta=3.0), RopeConfig(interleaved=True)])
+def test_layers_rotate_by_their_own_tables(tiny_model, rope):
+    config = tiny_model("llama").config
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, config.hidden_size)), jnp.float32)
+
+    def last_layer(*ropes):
+        changed = replace(config, layer_ropes=ropes)
+        context = packed_context(changed, pack_segments([[6]], seq_len=6))
+        return build_model(changed, dtype=jnp.float32, rngs=nnx.Rngs(0)).layers[2](x, context)
+
+    mixed = last_layer(config.rope, config.rope, rope)
+    np.testing.assert_array_equal(mixed, last_layer(rope, rope, rope))
+    assert not np.allclose(mixed, last_layer(config.rope, config.rope, config.rope))

@@ -75,11 +75,11 @@ def test_loss_and_gradients_match_expanded_weights(pair, random_batch, policy):
 @pytest.mark.parametrize("policy", ["none", "dots", "full"])
 def test_no_expanded_weight_is_kept_for_the_backward_pass(pair, random_batch, policy):
     stored, expanded = pair.executors(policy)
-    x, contexts = stored._entry_head.embed(pair.trainable, pair.frozen, random_batch(LENGTHS, 14), None)
+    x, contexts = stored.entry_head.embed(pair.trainable, pair.frozen, random_batch(LENGTHS, 14), None)
 
     def kept(executor, frozen):
         arguments = pair.trainable["layers"][0], frozen["layers"][0], x, contexts[0]
-        residuals = executor._layers[0].forward.eval_shape(*arguments)[1]
+        residuals = executor.layers[0].forward.eval_shape(*arguments)[1]
         return [(value.shape, value.dtype) for value in residuals.saved]
 
     assert sorted(kept(stored, pair.frozen), key=str) == sorted(kept(expanded, pair.expanded_frozen), key=str)

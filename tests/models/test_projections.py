@@ -34,7 +34,7 @@ def linears():
 
 
 def context(key=None):
-    return PackedContext(segments=None, cos=None, sin=None, dropout_key=key)
+    return PackedContext(segments=None, rope=None, dropout_key=key)
 
 
 def by_definition(linear, x):
@@ -106,7 +106,7 @@ class _Neighbor:
     dropout_key = router_losses = tile = None
     fp8 = False
 
-    def rotate(self, q, k, norms):
+    def rotate(self, q, k, rotary, norms):
         return q, k
 
     def attend(self, q, k, v, *, window, sinks):

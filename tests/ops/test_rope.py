@@ -95,3 +95,19 @@ def test_a_hidden_theta_is_reported(caplog):
 def test_parameters_by_layer_type_are_refused():
     with pytest.raises(ValueError, match=r"rope_parameters by layer type \(full_attention\)"):
         RopeConfig.from_hf({"rope_parameters": {"full_attention": {"rope_type": "default"}}})
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_partial_rotation_turns_the_first_dimensions_alone(interleaved):
+    config = RopeConfig(rope_theta=50.0, partial_rotary_factor=0.5, interleaved=interleaved)
+    cos, sin = rope_tables(jnp.arange(5)[None], config, 12)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 12)), jnp.float32)
+    got = np.asarray(apply_rope(x, cos, sin, interleaved=interleaved))
+    pairs = [(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)]
+    expected = np.array(x)
+    for i, pair in enumerate(pairs):
+        turned = (x[..., pair[0]] + 1j * x[..., pair[1]]) * np.exp(1j * np.arange(5) * 50.0 ** (-2 * i / 6))[
+            None, :, None
+        ]
+        expected[..., pair[0]], expected[..., pair[1]] = turned.real, turned.imag
+    np.testing.assert_allclose(got, expected, atol=1e-6)

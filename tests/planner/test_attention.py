@@ -8,8 +8,8 @@ import pytest
 from jaxglue.models import config_from_hf
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import has_jax_triton
+from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.planner.attention import attention_backend, attention_costs, visible_pairs, with_fitting_attention
-from jaxglue.planner.cost import ATTENTION_BACKWARD, ATTENTION_FORWARD
 from jaxglue.planner.documents import sample_lengths, sample_micro_batches
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.planner.workload import Workload
@@ -54,7 +54,7 @@ def test_micro_batches_are_told_apart_by_their_kernels():
 def test_time_grows_with_documents_lengths(workload):
     lengths = [64, 512, 2048, 16_384]
     costs = [attention_costs(replace(workload, document_lengths=(n,)), H200, None) for n in lengths]
-    for name in (ATTENTION_FORWARD, ATTENTION_BACKWARD):
+    for name in (KernelKind.ATTENTION_FORWARD, KernelKind.ATTENTION_BACKWARD):
         seconds = [cost[name].seconds for cost in costs]
         assert seconds == sorted(seconds)
         rates = [visible_pairs([n] * (16_384 // n)) / time for n, time in zip(lengths, seconds, strict=True)]
@@ -77,7 +77,7 @@ def test_long_documents_are_costed_as_their_kernels(workload):
 def test_workspaces_are_costed(workload):
     def backward(**changes):
         work = replace(workload, document_lengths=(8192,), **changes)
-        return attention_costs(work, H200, None)[ATTENTION_BACKWARD]
+        return attention_costs(work, H200, None)[KernelKind.ATTENTION_BACKWARD]
 
     def workspace(**changes):
         return backward(**changes).workspace
@@ -98,7 +98,10 @@ def test_workspaces_are_bounded_by_the_gpus_memory(workload):
 def test_short_rows_wait_for_the_longest_program(workload):
     def seconds(tokens: int, **config) -> list[float]:
         work = replace(workload, seq_len=tokens, config=replace(workload.config, **config))
-        return [attention_costs(work, H200, None)[name].seconds for name in (ATTENTION_FORWARD, ATTENTION_BACKWARD)]
+        return [
+            attention_costs(work, H200, None)[name].seconds
+            for name in (KernelKind.ATTENTION_FORWARD, KernelKind.ATTENTION_BACKWARD)
+        ]
 
     (forward, backward), few = seconds(1024), seconds(1024, num_key_value_heads=2)
     assert few[0] == forward and few[1] > 2 * backward  # a program has the gradients of all queries of a key
@@ -110,7 +113,7 @@ def test_few_long_programs_leave_multiprocessors_idle(workload):
     def seconds(kv_heads: int, seq_len: int) -> float:
         config = replace(workload.config, num_key_value_heads=kv_heads)
         work = replace(workload, seq_len=seq_len, config=config, attention="hopper")
-        return attention_costs(work, H200, None)[ATTENTION_BACKWARD].seconds
+        return attention_costs(work, H200, None)[KernelKind.ATTENTION_BACKWARD].seconds
 
     ratios = [seconds(4, length) / seconds(8, length) for length in (8192, 65_536)]
     assert ratios[0] > 1.2 > 1.1 > ratios[1] > 1  # 256 programs, the first of a head 64 times the last one

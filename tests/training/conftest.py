@@ -9,10 +9,7 @@ import pytest
 
 from jaxglue.data.config import DataConfig
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.model_config import ModelConfig
-from jaxglue.training.optimizer_config import OptimizerConfig
-from jaxglue.training.run_config import RunConfig
+from jaxglue.training.config import ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
 SHAPE = {
     "model_type": "qwen3",

@@ -22,9 +22,9 @@ import jax
 
 from jaxglue.recipe import load_config
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.trainer import train
+from jaxglue.training.record import read_metrics
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
 
 _LATEST = 160
 """The last event before which a run is killed, unless it ends before."""

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 
 from jaxglue.commands import run
-from jaxglue.training.train_step import TrainStep
+from jaxglue.training.step import TrainStep
 
 
 def train_or_die(die_before: int, arguments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ import jax
 from jaxglue.commands import run
 from jaxglue.recipe import load_config, to_toml
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.train_step import TrainStep
+from jaxglue.training.step import TrainStep
 
 _AT = 3
 """The step before which a run is stopped."""

@@ -9,10 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxglue.training import durable
-from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training import checkpoint as checkpoint_module
+from jaxglue.training.checkpoint import Checkpoints, reason_of
 from jaxglue.training.checkpoint_export import choose_step
-from jaxglue.training.orbax_errors import reason_of
 
 FINGERPRINT = {"model": "tiny", "data": "0a1b", "seed": 0}
 
@@ -141,8 +140,8 @@ def test_flipped_bits_never_restore_another_state(tmp_path, pytestconfig):
 
 
 def test_published_checkpoint_is_synced_before_its_name(tmp_path, monkeypatch):
-    synced, sync = [], durable.sync
-    monkeypatch.setattr(durable, "sync", lambda path: (synced.append(path), sync(path)))
+    synced, sync = [], checkpoint_module.sync
+    monkeypatch.setattr(checkpoint_module, "sync", lambda path: (synced.append(path), sync(path)))
     save_all(tmp_path, {1: None})
     published = synced.index(tmp_path)
     names = {path.name for path in synced[:published]}

@@ -5,8 +5,7 @@ import pytest
 from rich.console import Console
 
 from jaxglue.engine.program_cache import COMPILED
-from jaxglue.training.compiling import Compiling
-from jaxglue.training.progress import TrainingProgress
+from jaxglue.training.progress import Compiling, TrainingProgress
 
 
 @pytest.mark.parametrize(("predicted", "left"), [(60, ", at most 0:49 left"), (0, "")])

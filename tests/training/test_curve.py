@@ -1,8 +1,8 @@
 import matplotlib.image
 import pytest
 
-from jaxglue.training.curve import save_loss_curve, smooth
-from jaxglue.training.loggers import open_loggers
+from jaxglue.training.record import save_loss_curve, smooth
+from jaxglue.training.trackers import open_loggers
 
 
 @pytest.mark.parametrize("with_eval", [False, True])

@@ -5,7 +5,7 @@ import pytest
 
 from jaxglue.models import config_from_hf
 from jaxglue.planner.plans import DoesNotFit
-from jaxglue.training import devices
+from jaxglue.training import setup
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -20,10 +20,10 @@ def choose(make_config, tiny_config, monkeypatch):
                 raise DoesNotFit(f"{mesh} does not fit")
             return "dots"
 
-        monkeypatch.setattr(devices, "choose_remat", choose_remat)
+        monkeypatch.setattr(setup, "choose_remat", choose_remat)
         monkeypatch.setattr(jax, "device_count", lambda: 8)
         model = config_from_hf({**tiny_config, "model_type": "qwen3", **changes})
-        mesh, remat = devices.choose_mesh(make_config(method=method, batch_size=8), model, 32.0)
+        mesh, remat = setup.choose_mesh(make_config(method=method, batch_size=8), model, 32.0)
         assert remat == "dots"
         return str(mesh)
 
@@ -51,8 +51,8 @@ def test_other_errors_try_no_further_mesh(make_config, tiny_config, monkeypatch)
     def choose_remat(config, model, document_lengths, mesh, steps):
         raise ValueError(f"bad policy on {mesh}")
 
-    monkeypatch.setattr(devices, "choose_remat", choose_remat)
+    monkeypatch.setattr(setup, "choose_remat", choose_remat)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     model = config_from_hf({**tiny_config, "model_type": "qwen3"})
     with pytest.raises(ValueError, match="bad policy on data=8"):
-        devices.choose_mesh(make_config(batch_size=8), model, 32.0)
+        setup.choose_mesh(make_config(batch_size=8), model, 32.0)

@@ -8,8 +8,7 @@ from jaxglue.config import stable_repr
 from jaxglue.data.config import AnswerTask
 from jaxglue.models import config_from_hf
 from jaxglue.recipe import as_dict, defaults_of
-from jaxglue.training.differences import check_fingerprint, differences, fingerprint_differences
-from jaxglue.training.fingerprint import model_digest
+from jaxglue.training.fingerprint import check_fingerprint, differences, fingerprint_differences, model_digest
 
 SAVED = {"optimizer": {"learning_rate": 2e-4, "clip_norm": 1.0}, "lora": {"rank": 8}, "steps": 10}
 

@@ -12,10 +12,9 @@ import pytest
 from jaxglue.data.iterator import BatchIterator, Step
 from jaxglue.ops.segments import BatchKind, pack_segments
 from jaxglue.training.array_checks import check_arrays, non_finite
-from jaxglue.training.failed_step import load_step, save_step
-from jaxglue.training.metrics import Diverged, read_metrics
-from jaxglue.training.spikes import Spikes
-from jaxglue.training.trainer import train
+from jaxglue.training.record import Diverged, read_metrics
+from jaxglue.training.recovery import Spikes, load_step, save_step
+from jaxglue.training.train import train
 
 
 def checkpoints(run):

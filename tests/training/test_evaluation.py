@@ -9,10 +9,10 @@ import pytest
 from jaxglue.data.config import short_names
 from jaxglue.data.dataset import token_values
 from jaxglue.training.evaluation import evaluation_lines, held_out_metrics
-from jaxglue.training.metrics import read_metrics
+from jaxglue.training.record import read_metrics
 from jaxglue.training.setup import prepare
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.trainer import train
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
 
 
 def test_tokens_know_their_source():

@@ -20,8 +20,8 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.training import result as result_module
 from jaxglue.training.checkpoint_export import export_checkpoint
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.trainer import train
-from jaxglue.training.weights import export_result
+from jaxglue.training.result import export_result
+from jaxglue.training.train import train
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import pytest
 
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.fp8_errors import FP8Errors
-from jaxglue.training import train_step
-from jaxglue.training.fp8_check import choose_fp8
-from jaxglue.training.model_config import ModelConfig
-from jaxglue.training.trainer import train
+from jaxglue.training import step
+from jaxglue.training.config import ModelConfig
+from jaxglue.training.step import choose_fp8
+from jaxglue.training.train import train
 
 
 def test_only_inaccurate_layers_leave_fp8():
@@ -29,7 +29,7 @@ def test_nothing_changes_below_the_threshold():
 def test_a_resumed_run_keeps_the_choice_unless_the_limit_changed(make_config, monkeypatch, xla_cache):
     options = {"matmul": "fp8", "compilation_cache": xla_cache}
     errors, chosen = [FP8Errors([0.1, 0.3], None), FP8Errors([0.3, 0.1], None)], []
-    monkeypatch.setattr(train_step, "fp8_errors", lambda *_: errors.pop(0))
+    monkeypatch.setattr(step, "fp8_errors", lambda *_: errors.pop(0))
     monkeypatch.setattr(Executor, "multiply_in_fp8", lambda _, layers, head: chosen.append(layers))
     train(make_config(**options, steps=2))
     train(make_config(**options, steps=3, resume=True))

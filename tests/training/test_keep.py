@@ -10,7 +10,7 @@ from jaxglue import commands
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.training.checkpoint_export import choose_step, export_checkpoint
 from jaxglue.training.evaluation import Evaluation
-from jaxglue.training.trainer import train
+from jaxglue.training.train import train
 
 
 @pytest.fixture

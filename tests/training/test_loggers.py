@@ -5,8 +5,8 @@ import resource
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxglue.training.loggers import JsonLinesLogger, TensorBoardLogger, open_loggers
-from jaxglue.training.metrics import check_finite, read_metrics
+from jaxglue.training.record import check_finite, read_metrics
+from jaxglue.training.trackers import JsonLinesLogger, TensorBoardLogger, open_loggers
 
 
 def write(folder, losses, **options):

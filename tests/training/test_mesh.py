@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.trainer import train
+from jaxglue.training.record import read_metrics
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
 
 pytestmark = pytest.mark.skipif(jax.device_count() != 8, reason="run by test_devices.py in a process of eight devices")
 

@@ -9,11 +9,11 @@ from jaxglue.hf.adapter import load_adapter
 from jaxglue.models.parameters import split_model
 from jaxglue.planner.workload import parameter_counts
 from jaxglue.training.checks import warn_of_peft
-from jaxglue.training.expert_load import ExpertLoadProbe
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.plan_view import plan_rows
+from jaxglue.training.evaluation import ExpertLoadProbe
+from jaxglue.training.record import read_metrics
+from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import prepare
-from jaxglue.training.trainer import train
+from jaxglue.training.train import train
 
 
 def test_mxfp4_run_learns(make_config, moe_folder, tmp_path):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxglue.models.vocabulary import grow_vocabulary
-from jaxglue.training.new_tokens import add_tokens, read_vocabulary
 from jaxglue.training.setup import read_model
+from jaxglue.training.vocabulary import add_tokens, read_vocabulary
 
 
 def vocabulary(config, path, text):

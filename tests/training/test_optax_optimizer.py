@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optax_optimizer import make_optimizer, state_bytes
-from jaxglue.training.optimizer_config import OptimizerConfig
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.trainer import train
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
 
 SHAPES = {
     "embed_tokens": {"weight": (256, 128)},

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from jaxglue.ops.adam import ADAM, AdamW, EightBit
 from jaxglue.ops.backend import tracing_for
 from jaxglue.training import optimizer as optimizer_module
+from jaxglue.training.config import OptimizerConfig
 from jaxglue.training.optimizer import Optimizer, learning_rate_schedule
-from jaxglue.training.optimizer_config import OptimizerConfig
 
 
 def random_tree(seed, layers=10):

@@ -4,12 +4,12 @@ import jax
 import pytest
 
 from jaxglue.planner.gpus import find_gpu
-from jaxglue.training import out_of_memory
-from jaxglue.training.out_of_memory import OutOfMemory, explained_out_of_memory
+from jaxglue.training import recovery
+from jaxglue.training.record import Memory
+from jaxglue.training.recovery import OutOfMemory, explained_out_of_memory
 from jaxglue.training.setup import prepare
-from jaxglue.training.throughput import Memory
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.trainer import train
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
 
 
 def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
@@ -24,8 +24,8 @@ def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
 
 
 def test_gpu_out_of_memory_names_a_plan_that_fits(make_config, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "memory_use", lambda devices: Memory(0, 2**34, "device"))
-    monkeypatch.setattr(out_of_memory, "device_gpu", lambda *_: find_gpu("H200"))
+    monkeypatch.setattr(recovery, "memory_use", lambda devices: Memory(0, 2**34, "device"))
+    monkeypatch.setattr(recovery, "device_gpu", lambda *_: find_gpu("H200"))
     setup = prepare(make_config(remat="none", batch_size=4096))
     line = (
         r"the GPU ran out of memory, with 16.0 GiB .*planned was --remat 'none'.* --remat '.*' .*or lower --batch-size"

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from jaxglue.training.output import check_inputs, output_folder
-from jaxglue.training.run_files import RunFiles
+from jaxglue.training.run_folder import RunFiles, check_inputs, output_folder
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_folder_in_use_names_its_process(tmp_path):
 
 def test_crash_frees_the_folder(tmp_path):
     crash = (
-        "import os, pathlib, sys; from jaxglue.training.output import output_folder\n"
+        "import os, pathlib, sys; from jaxglue.training.run_folder import output_folder\n"
         "with output_folder(pathlib.Path(sys.argv[1])) as f: (f / 'x').touch(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", crash, str(tmp_path / "run")], check=False)

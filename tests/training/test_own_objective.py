@@ -60,7 +60,7 @@ def registered(monkeypatch):
 def run(make_config, write_jsonl, tmp_path):
     def start(name, rows, objective, **options):
         data = (write_jsonl(rows, f"{name}.jsonl"),)
-        config = make_config(data=data, output=tmp_path / name, **{"steps": 1, "batch_size": 2, **options})
+        config = make_config(data=data, output=tmp_path / name, **{"steps": 1, "batch_size": 4, **options})
         train(dataclasses.replace(config, objective=objective))
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 

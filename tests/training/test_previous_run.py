@@ -5,10 +5,8 @@ import os
 
 import pytest
 
-from jaxglue.training import previous_run
-from jaxglue.training.output import output_folder
-from jaxglue.training.run_files import MANIFEST, RunFiles
-from jaxglue.training.run_folder import RunFolder
+from jaxglue.training import run_folder
+from jaxglue.training.run_folder import MANIFEST, RunFiles, RunFolder, output_folder
 
 
 def write_run(folder, text, *, checkpoint=True):
@@ -123,8 +121,7 @@ def _replace_until(moment, folder, monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("replace", "rename", "unlink", "rmdir", "mkdir", "fsync"):
             patch.setattr(os, name, dying(getattr(os, name)))
-        patch.setattr(previous_run, "restore_previous", dying(lambda folder: None))
-        patch.setattr("jaxglue.training.run_folder.restore_previous", lambda folder: None)
+        patch.setattr(run_folder, "restore_previous", lambda folder: None)
         try:
             output = RunFolder(folder, overwrite=True)
             with output.replacing():
@@ -168,7 +165,7 @@ def test_entries_of_other_forms_are_damage(run, name):
     with (run / MANIFEST).open("a") as file:
         file.write(json.dumps({"path": name}) + "\n")
     assert len(RunFiles(run)._lines.damaged) == 1
-    previous_run.set_aside(run)
+    run_folder.set_aside(run)
     assert contents(run).items() >= {"chats.jsonl": "mine", "adapter/notes.txt": "mine"}.items()
 
 
@@ -177,5 +174,5 @@ def test_files_behind_a_link_stay(run, tmp_path):
     (tmp_path / "elsewhere" / "mine").touch()
     (run / "linked").symlink_to(tmp_path / "elsewhere")
     RunFiles(run).claim(run / "linked" / "mine")
-    previous_run.set_aside(run)
+    run_folder.set_aside(run)
     assert (tmp_path / "elsewhere" / "mine").exists()

@@ -12,8 +12,8 @@ from training.one_process import train_or_die
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.recipe import to_toml
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.trainer import train
+from jaxglue.training.record import read_metrics
+from jaxglue.training.train import train
 
 NEVER = -1
 OPTIONS = {"steps": 8, "save_every": 2, "batch_size": 2, "gradient_accumulation_steps": 2, "eval_fraction": 0.2}

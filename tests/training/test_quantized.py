@@ -17,9 +17,9 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.planner.resident import resident_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
-from jaxglue.training.plan_view import plan_rows
+from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import prepare
-from jaxglue.training.trainer import train
+from jaxglue.training.train import train
 from jaxglue.training.weights import build_parameters
 
 

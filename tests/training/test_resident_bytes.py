@@ -11,7 +11,7 @@ from jaxglue.planner.resident import resident_bytes
 from jaxglue.sharding import plan
 from jaxglue.sharding.mesh import MeshShape, make_mesh
 from jaxglue.sharding.rules import Layout
-from jaxglue.training import plan_view
+from jaxglue.training import report
 from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.setup import prepare
 from jaxglue.training.weights import build_parameters
@@ -68,11 +68,11 @@ def test_planned_bytes_are_allocated(setup_of, mesh, fields):
 
 
 def test_panel_shows_bytes_of_full_fine_tuning(setup_of, monkeypatch):
-    monkeypatch.setattr(plan_view, "GIB", 1)
+    monkeypatch.setattr(report, "GIB", 1)
     monkeypatch.setattr(plan, "_GIB", 1)
     setup = setup_of("fsdp=8", method="full")
     trainable, _, state = (min(device_bytes(tree)) for tree in allocate(setup))
-    rows = plan_view.plan_rows(setup)
+    rows = report.plan_rows(setup)
     gradients = trainable
     assert rows["memory"].startswith(f"{trainable + gradients + state:.2f} GiB for weights, gradients and optimizer")
     shares = re.findall(r"([\d.]+) GiB (?:whole|split)", str(rows["mesh"]))

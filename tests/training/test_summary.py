@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxglue.training.summary import RunSummary, print_panel, summary_rows
+from jaxglue.training.report import RunSummary, print_panel, summary_rows
 
 SUMMARY = RunSummary(
     startup_seconds={"data": 1.0},

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxglue.training.throughput import Meter, memory_use
+from jaxglue.training.record import Meter, memory_use
 
 
 class Clock:

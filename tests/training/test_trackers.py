@@ -6,12 +6,11 @@ import logging
 import pytest
 
 from jaxglue.training import trackers
-from jaxglue.training.loggers import open_loggers
-from jaxglue.training.masking import masked
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.run_config import RunConfig
-from jaxglue.training.trackers import IDS, check_trackers
-from jaxglue.training.trainer import train
+from jaxglue.training.config import RunConfig
+from jaxglue.training.record import read_metrics
+from jaxglue.training.secrets import masked
+from jaxglue.training.trackers import IDS, check_trackers, open_loggers
+from jaxglue.training.train import train
 
 SECRET = "a-secret-of-the-environment"
 SETTINGS = {"run": {"steps": 4}, "model": {"model": "m"}}

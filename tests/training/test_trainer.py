@@ -22,11 +22,11 @@ from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.adam import reference as adam
 from jaxglue.recipe import load_config
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.plan_view import plan_rows
+from jaxglue.training.record import read_metrics
+from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import prepare
-from jaxglue.training.train_step import TrainStep
-from jaxglue.training.trainer import train
+from jaxglue.training.step import TrainStep
+from jaxglue.training.train import train
 
 
 def modification_times(folder):

@@ -9,8 +9,8 @@ import pytest
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.objectives.config import ObjectiveConfig
-from jaxglue.training.metrics import read_metrics
-from jaxglue.training.trainer import train
+from jaxglue.training.record import read_metrics
+from jaxglue.training.train import train
 
 ANSWERS = {
     "dpo": {"prompt": "What is 1? ", "chosen": "It is 1.", "rejected": "Good"},

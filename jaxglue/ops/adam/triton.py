@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.adam.kernels import adam_8bit_kernel, adam_kernel, square_norm_kernel
 from jaxglue.ops.adam.reference import BLOCK, AdamW, EightBit, StepScalars
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code, midpoints
 
@@ -22,6 +23,7 @@ _ADDRESSES = 480
 """Most arrays in a launch: their addresses fit the 4 KiB of arguments that every driver takes, and more compile slowly
 without running faster."""
 _PARTS = ("codes", "absmax")
+_COST = KernelCost(kind=KernelKind.ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class TritonAdam(Launcher):
         for some in batched(gradients, _per_launch(len(gradients), 1)):
             tiles = _tiles(some, [True] * len(some))
             out = jax.new_ref(jax.lax.empty((len(tiles),), jnp.float32))
-            self._launch(square_norm_kernel, (jnp.asarray(tiles), some, out), (), (len(tiles),), {"TILE": _TILE})
+            arrays = jnp.asarray(tiles), some, out
+            self._launch(square_norm_kernel, arrays, (), (len(tiles),), {"TILE": _TILE}, cost=_COST)
             parts.append(jax.freeze(out))
         return jnp.sum(jnp.concatenate(parts))
 
@@ -58,14 +61,15 @@ class TritonAdam(Launcher):
     def _update_whole(self, tiles, scalars, gradients, parameters, mus, nus) -> None:
         kind = tl.bfloat16 if self.adam.moments == "bfloat16" else tl.float32
         arrays = (tiles, scalars, gradients, parameters, tuple(mus), tuple(nus))
-        self._launch(adam_kernel, arrays, (), (len(tiles),), {**self._constants, "MU": kind})
+        self._launch(adam_kernel, arrays, (), (len(tiles),), {**self._constants, "MU": kind}, cost=_COST)
 
     def _update_eight(self, tiles, scalars, gradients, parameters, mus, nus) -> None:
         codes = dynamic_code(), dynamic_code(signed=False)
         tables = jnp.asarray(np.stack([row for code in codes for row in (code, np.append(midpoints(code), code[-1]))]))
         moments = (tuple(getattr(moment, part) for moment in some) for some in (mus, nus) for part in _PARTS)
         arrays = (tiles, scalars, tables, gradients, parameters, *moments)
-        self._launch(adam_8bit_kernel, arrays, (), (len(tiles),), {**self._constants, "BLOCK": BLOCK})
+        constants = {**self._constants, "BLOCK": BLOCK}
+        self._launch(adam_8bit_kernel, arrays, (), (len(tiles),), constants, cost=_COST)
 
     @property
     def _constants(self) -> dict[str, float]:

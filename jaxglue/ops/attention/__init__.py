@@ -53,6 +53,8 @@ class AttentionShape:
     window: int | None = None
     forked: bool = False
     """Segments have two continuations of one beginning (`pack_forks`)."""
+    softcap: float | None = None
+    """Bound of the scores (Gemma 2)."""
 
     def __post_init__(self):
         if self.query_heads % self.kv_heads:
@@ -61,8 +63,14 @@ class AttentionShape:
             )
 
 
+def _check_uncapped(shape: AttentionShape) -> None:
+    if shape.softcap is not None:
+        raise NotImplementedError("scores are capped")
+
+
 def _check_cudnn(capability: Capability | None, shape: AttentionShape) -> None:
     check_capability(capability, HOPPER)
+    _check_uncapped(shape)
     if shape.head_dim > 256 or shape.head_dim % 8:
         raise NotImplementedError(f"head dim must be a multiple of 8 up to 256, got {shape.head_dim}")
     check_half(shape.dtype)
@@ -78,6 +86,7 @@ def _load_cudnn(_: Capability, shape: AttentionShape) -> AttentionBackend:
 
 def _check_hopper(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
+    _check_uncapped(shape)
     if capability is None or capability != HOPPER:
         got = ".".join(map(str, capability or ()))
         raise NotImplementedError(f"its instructions need compute capability 9.0, got {got}")
@@ -95,6 +104,7 @@ def _load_hopper(capability: Capability, shape: AttentionShape) -> AttentionBack
 
 def _check_triton(capability: Capability | None, shape: AttentionShape) -> None:
     check_triton(capability, shape.dtype)
+    _check_uncapped(shape)
     if shape.head_dim not in _TRITON_HEAD_DIMS:
         raise NotImplementedError(f"head dim must be one of {_TRITON_HEAD_DIMS}, got {shape.head_dim}")
 
@@ -140,6 +150,7 @@ def packed_attention(
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Compute causal attention, with scores over √H, inside each segment; padding gives zeros and gets no gradient.
@@ -151,14 +162,15 @@ def packed_attention(
         segments: bounds of the segments.
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
+        softcap: c of scores c·tanh(score / c) (Gemma 2); None for none.
         backend: one of `jaxglue.ops.choices.Attention`; see `ATTENTION.choose`.
 
     Raises:
         ValueError: arguments that do not fit together, or a named backend that cannot serve them.
     """
     _check(q, k, v, segments, window, sinks)
-    kernels = ATTENTION.load(_shape(q, k, segments, window), backend=backend)
-    return _attend(kernels, q, k, v, sinks, segments, window)
+    kernels = ATTENTION.load(_shape(q, k, segments, window, softcap), backend=backend)
+    return _attend(kernels, q, k, v, sinks, segments, window, softcap)
 
 
 def rotated_attention(
@@ -184,14 +196,25 @@ def rotated_attention(
     return _attend(kernels, queries, keys, values, None, segments, window)
 
 
-def _attend(kernels: AttentionBackend | None, q, k, v, sinks, segments: PackedSegments, window: int | None) -> Array:
+def _attend(
+    kernels: AttentionBackend | None,
+    q,
+    k,
+    v,
+    sinks,
+    segments: PackedSegments,
+    window: int | None,
+    softcap: float | None = None,
+) -> Array:
     if kernels is None:
-        out = reference_attention(q, k, v, segments, window=window, sinks=sinks)
+        out = reference_attention(q, k, v, segments, window=window, sinks=sinks, softcap=softcap)
         return checkpoint_name(out, ATTENTION_OUT)
     return flash_attention(FlashSpec(backend=kernels, window=window), q, k, v, sinks, segments)
 
 
-def _shape(q: _Shaped, k: _Shaped, segments: PackedSegments, window: int | None) -> AttentionShape:
+def _shape(
+    q: _Shaped, k: _Shaped, segments: PackedSegments, window: int | None, softcap: float | None = None
+) -> AttentionShape:
     return AttentionShape(
         dtype=q.dtype,
         head_dim=q.shape[3],
@@ -202,6 +225,7 @@ def _shape(q: _Shaped, k: _Shaped, segments: PackedSegments, window: int | None)
         long=segments.long,
         window=window,
         forked=segments.gap_starts is not None,
+        softcap=softcap,
     )
 
 

@@ -14,6 +14,7 @@ def reference_attention(
     *,
     window: int | None,
     sinks: Float[Array, " N"] | None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute causal attention inside each segment, softmax in float32; padding gives zeros."""
     B, T, N, H = q.shape
@@ -29,6 +30,8 @@ def reference_attention(
     visible = visible[:, None, None]
     grouped = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, -jnp.inf)
     sink = jnp.full((N,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
     sink = sink.reshape(1, K, N // K, 1, 1)

@@ -15,6 +15,7 @@ from jaxglue.ops.attention.kernels import KernelSpec
 from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.attention.tiles import AttentionKernelTiles, AttentionTiles
 from jaxglue.ops.attention.vjp import Gradients
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.segments import UNIT, PackedSegments
 
@@ -47,6 +48,7 @@ class TritonAttention(Launcher):
             (count * sizes.packs, sizes.B),
             tiles,
             replace(_spec(sizes, v, window, segments), has_sinks=sinks is not None, q_descriptor=by_descriptor, **unit),
+            KernelKind.ATTENTION_FORWARD,
         )
 
     def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window) -> Gradients:
@@ -84,6 +86,7 @@ class TritonAttention(Launcher):
             (count * sizes.packs, sizes.B),
             tiles,
             replace(spec, q_descriptor=by_descriptor, **unit),
+            KernelKind.ATTENTION_BACKWARD,
         )
 
     def _key_value_gradients(self, kernel, out_type, arrays, segments, given, spec: KernelSpec):
@@ -100,6 +103,7 @@ class TritonAttention(Launcher):
             (count * sizes.K, sizes.B),
             tiles,
             replace(spec, **unit),
+            KernelKind.ATTENTION_BACKWARD,
         )
 
     def _query_tile(self, q, tiles: AttentionTiles, sizes: "KernelSizes"):
@@ -117,11 +121,12 @@ class TritonAttention(Launcher):
         """Return the arrays as descriptors of [tokens, heads] tiles where the GPU has them."""
         return tuple(_descriptor(x, tokens, heads) for x in arrays) if self.descriptors else arrays
 
-    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, spec: KernelSpec):
+    def _launch_tiles(self, kernel, arrays, out_type, grid, tiles: AttentionTiles, spec: KernelSpec, kind: KernelKind):
         block_m, block_n, late = tiles.block_m, tiles.block_n, tiles.late
         spec = replace(spec, descriptors=self.descriptors, block_m=block_m, block_n=block_n, late=late)
-        compiled = tiles.num_warps, tiles.num_stages
-        return self._launch(kernel, arrays, out_type, grid, {"spec": spec}, *compiled, registers=tiles.registers)
+        constants, compiled = {"spec": spec}, (tiles.num_warps, tiles.num_stages)
+        cost, registers = KernelCost(kind=kind), tiles.registers
+        return self._launch(kernel, arrays, out_type, grid, constants, *compiled, cost=cost, registers=registers)
 
 
 @dataclass(frozen=True, kw_only=True)

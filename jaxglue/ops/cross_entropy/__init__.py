@@ -10,13 +10,14 @@ from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec
 from jaxglue.ops.cross_entropy.fp8 import fp8_cross_entropy, reference_scaled_cross_entropy
 from jaxglue.ops.cross_entropy.log_probs import chunked_log_probs, chunked_log_sum_squares
-from jaxglue.ops.cross_entropy.reference import reference_cross_entropy
+from jaxglue.ops.cross_entropy.reference import CappedCrossEntropy, cap_logits, reference_cross_entropy
 from jaxglue.ops.cross_entropy.scores import chunked_scores as linear_scores
 from jaxglue.ops.cross_entropy.vjp import Rows, chunked_cross_entropy
 
 __all__ = [
     "CROSS_ENTROPY",
     "LOGITS_BYTES",
+    "cap_logits",
     "chunk_size",
     "linear_cross_entropy",
     "linear_log_probs",
@@ -29,7 +30,13 @@ LOGITS_BYTES = 2**30
 """Memory for the float32 logits of a chunk."""
 
 
-def _load(capability: Capability, dtype) -> Any:
+def _check_call(capability: Capability | None, dtype, softcap: float | None = None) -> None:
+    check_triton(capability, dtype)
+    if softcap is not None:
+        raise NotImplementedError("logits are capped")
+
+
+def _load(capability: Capability, *call: Any) -> Any:
     from jaxglue.ops.cross_entropy.triton import TritonCrossEntropy
 
     return TritonCrossEntropy.of(capability)
@@ -37,7 +44,7 @@ def _load(capability: Capability, dtype) -> Any:
 
 CROSS_ENTROPY = Operation(
     name="cross-entropy",
-    backends={"triton": Backend(check=check_triton, load=_load, advantage="logits are read once, or never written")},
+    backends={"triton": Backend(check=_check_call, load=_load, advantage="logits are read once, or never written")},
 )
 
 
@@ -50,6 +57,7 @@ def linear_cross_entropy(
     *,
     fp8: bool = False,
     rows: Rows | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, ""]:
     """Compute Σ loss_weights · cross-entropy(x·Wᵀ, targets), accumulated in float32.
@@ -66,6 +74,7 @@ def linear_cross_entropy(
         fp8: multiply in e4m3, with scales by token and by row of a frozen weight, which is quantized on every call; the
             gradient to the logits is quantized by token, the weight's scales folded into it.
         rows: values that replace rows of `weight`, with these rows' indices; only the values get a gradient.
+        softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
@@ -73,9 +82,12 @@ def linear_cross_entropy(
     """
     _check(x, weight, targets, loss_weights)
     if not fp8:
-        return chunked_cross_entropy(_spec(x, weight, chunk, backend), x, weight, targets, loss_weights, rows)
+        spec = _spec(x, weight, chunk, backend, softcap=softcap)
+        return chunked_cross_entropy(spec, x, weight, targets, loss_weights, rows)
     if rows is not None:
         raise ValueError("a head in FP8 has no rows of its own: leave out fp8, or rows")
+    if softcap is not None:
+        raise ValueError("a head in FP8 caps no logits: leave out fp8")
     return fp8_cross_entropy(_spec(x, weight, chunk, backend, fp8=True), x, weight, targets, loss_weights)
 
 
@@ -86,6 +98,7 @@ def linear_log_probs(
     counted: Float[Array, " M"],
     chunk: int | None = None,
     *,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, " M"]:
     """Return each token's counted · log softmax(x·Wᵀ)[target], float32.
@@ -99,19 +112,27 @@ def linear_log_probs(
         targets: the token to predict at each position.
         counted: 1, or 0 for positions without a prediction. Not differentiated.
         chunk: tokens whose logits exist at a time; `chunk_size` by default.
+        softcap: c of logits c·tanh(logit / c) (Gemma 2); None for none.
         backend: `auto`, `reference` or `triton`; see `CROSS_ENTROPY.choose`.
 
     Raises:
         ValueError: a named backend that cannot serve.
     """
-    return chunked_log_probs(_spec(x, weight, chunk, backend), x, weight, targets, counted)
+    return chunked_log_probs(_spec(x, weight, chunk, backend, softcap=softcap), x, weight, targets, counted)
 
 
 def log_sum_squares(
-    x: Float[Array, "M D"], weight: Float[Array, "V D"], counted: Float[Array, " M"], chunk: int | None = None
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    counted: Float[Array, " M"],
+    chunk: int | None = None,
+    *,
+    softcap: float | None = None,
 ) -> Float[Array, " M"]:
     """Return each token's counted · log Σ softmax(x·Wᵀ)² over the vocabulary, float32, without a gradient."""
-    return chunked_log_sum_squares(_spec(x, weight, chunk, "reference"), x, lax.stop_gradient(weight), counted)
+    return chunked_log_sum_squares(
+        _spec(x, weight, chunk, "reference", softcap=softcap), x, lax.stop_gradient(weight), counted
+    )
 
 
 def _check(x: Array, weight: Array, targets: Array, loss_weights: Array) -> None:
@@ -123,12 +144,16 @@ def _check(x: Array, weight: Array, targets: Array, loss_weights: Array) -> None
         raise ValueError(f"loss_weights must be [M] = [{len(x)}], got {loss_weights.shape}")
 
 
-def _spec(x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False) -> ChunkSpec:
-    kernels = CROSS_ENTROPY.load(x.dtype, backend=backend)
+def _spec(
+    x: Array, weight: Array, chunk: int | None, backend: str, *, fp8: bool = False, softcap: float | None = None
+) -> ChunkSpec:
+    kernels = CROSS_ENTROPY.load(x.dtype, softcap, backend=backend)
     chunk = chunk or chunk_size(len(weight))
     if fp8:
         scaled = kernels.scaled if kernels else reference_scaled_cross_entropy
         return ChunkSpec(cross_entropy=scaled, chunk=chunk)
+    if softcap is not None:
+        return ChunkSpec(cross_entropy=CappedCrossEntropy(softcap), chunk=chunk, softcap=softcap)
     wide = x.dtype != jnp.float16  # whose exponents are too few for numerators
     return ChunkSpec(
         cross_entropy=kernels or reference_cross_entropy,

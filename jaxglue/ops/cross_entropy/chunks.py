@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxglue.ops.cross_entropy.reference import cap_logits
+
 CrossEntropy = Callable[..., tuple[Float[Array, " M"], Float[Array, "M V"]]]
 """(float32 logits [M, V], targets, weights, dtype) → each token's loss and the gradient to the logits in `dtype`."""
 
@@ -28,6 +30,8 @@ class ChunkSpec:
     """Most tokens whose logits exist at a time."""
     softmax_gradient: SoftmaxGradient | None = None
     product_gradient: ProductGradient | None = None
+    softcap: float | None = None
+    """Bound of the logits, to which `cross_entropy` takes the gradient back."""
 
     def loss_and_input_gradient(
         self, x: Float[Array, "M D"], w: Float[Array, "V D"], targets, weights
@@ -43,6 +47,10 @@ class ChunkSpec:
         losses, numerators, factors = self.softmax_gradient(logits, targets, weights, x.dtype)
         products = jnp.matmul(numerators, w, preferred_element_type=jnp.float32)
         return losses, (products * factors[:, None]).astype(x.dtype)
+
+    def capped_logits(self, x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:
+        """Return the logits x·wᵀ of losses, within their bound."""
+        return cap_logits(times_transposed(x, w), self.softcap)
 
 
 def times_transposed(x: Float[Array, "M D"], w: Float[Array, "V D"]) -> Float[Array, "M V"]:

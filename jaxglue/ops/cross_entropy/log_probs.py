@@ -31,7 +31,7 @@ def _scan(spec: ChunkSpec, x, weight, targets, counted, *, x_needs_grad: bool) -
     def step(_, inputs):
         x_chunk, target, count = inputs
         if not x_needs_grad:
-            return None, (-count * token_losses(times_transposed(x_chunk, w), target)[0], None)
+            return None, (-count * token_losses(spec.capped_logits(x_chunk, w), target)[0], None)
         losses, dx = spec.loss_and_input_gradient(x_chunk, w, target, count)
         return None, (-losses, -dx)
 
@@ -59,7 +59,7 @@ def chunked_log_sum_squares(spec: ChunkSpec, x, weight, counted) -> Float[Array,
 
     def step(_, inputs):
         x_chunk, count = inputs
-        logits = times_transposed(x_chunk, w)
+        logits = spec.capped_logits(x_chunk, w)
         return None, count * (jax.nn.logsumexp(2 * logits, -1) - 2 * jax.nn.logsumexp(logits, -1))
 
     return lax.scan(step, None, split_chunks(spec.chunk, lax.stop_gradient(x), counted))[1].ravel()[: len(x)]

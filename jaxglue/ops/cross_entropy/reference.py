@@ -1,5 +1,7 @@
 """Cross-entropy of logits and its gradient by XLA, in three passes over the logits."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,24 @@ def token_losses(
     """Return (cross-entropy, log-sum-exp) of every token."""
     lse = jax.nn.logsumexp(logits, axis=-1)
     return lse - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], lse
+
+
+def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:
+    """Return c·tanh(logits / c); the logits where there is no cap."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+@dataclass(frozen=True)
+class CappedCrossEntropy:
+    """`reference_cross_entropy` of logits that `cap_logits` bounds."""
+
+    softcap: float
+
+    def __call__(self, logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:
+        """Return each token's weighted loss and the gradient to the logits before their cap, in `dtype`."""
+        capped = cap_logits(logits, self.softcap)
+        losses, gradient = reference_cross_entropy(capped, targets, weights, jnp.float32)
+        return losses, (gradient * (1 - jnp.square(capped / self.softcap))).astype(dtype)
 
 
 def reference_cross_entropy(logits, targets, weights, dtype) -> tuple[Float[Array, " M"], Float[Array, "M V"]]:

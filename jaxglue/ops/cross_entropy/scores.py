@@ -5,11 +5,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxglue.ops.cross_entropy.chunks import split_chunks
-from jaxglue.ops.cross_entropy.reference import token_losses
+from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
 
 
 def chunked_scores(
-    x: Float[Array, "M D"], weight: Float[Array, "V D"], targets: Int[Array, " M"], chunk: int
+    x: Float[Array, "M D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, " M"],
+    chunk: int,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, " M"], Bool[Array, " M"]]:
     """Return each token's cross-entropy, and whether its target has the largest logit.
 
@@ -18,13 +22,14 @@ def chunked_scores(
         weight: the output projection.
         targets: the token to predict at each position.
         chunk: tokens whose logits exist at a time.
+        softcap: bound of the logits; None for none.
     """
     w = weight.astype(x.dtype)
 
     def step(_, inputs):
         x_chunk, target = inputs
         logits = lax.dot_general(x_chunk, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return None, (token_losses(logits, target)[0], jnp.argmax(logits, axis=-1) == target)
+        return None, (token_losses(cap_logits(logits, softcap), target)[0], jnp.argmax(logits, axis=-1) == target)
 
     _, (losses, hits) = lax.scan(step, None, split_chunks(chunk, x, targets))
     return losses.ravel()[: len(targets)], hits.ravel()[: len(targets)]

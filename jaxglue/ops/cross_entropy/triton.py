@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from jaxglue.ops.cross_entropy import hopper, kernels
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.tile_ring import GROUP_ROWS
@@ -78,9 +79,9 @@ class TritonCrossEntropy(Launcher):
         out_type = jax.ShapeDtypeStruct((M, V), x.dtype), partial, partial
         programs = min(tiles.programs, triton.cdiv(M, tiles.block_m) * count)
         sizes = {"M": M, "V": V, "D": D, "PROGRAMS": programs, "STAGES": tiles.num_stages}
-        flops = 2 * M * V * D
+        cost = KernelCost(kind=KernelKind.ROWS, flops=2 * M * V * D)
         arrays = self._tiled(x, tiles.block_m), self._tiled(w, tiles.block_n), references
-        return self._launch(hopper.exponentials_kernel, arrays, out_type, (programs,), sizes, flops=flops)
+        return self._launch(hopper.exponentials_kernel, arrays, out_type, (programs,), sizes, cost=cost)
 
     def _losses(self, x, w, references, sums, tops, weights, numerators) -> tuple[Array, Array, Array]:
         """Return (losses, factors, numerators), with rows of too large exponentials computed again."""
@@ -89,7 +90,8 @@ class TritonCrossEntropy(Launcher):
         constants = {"V": V, "D": D, "TILES": tiles, "BLOCK_TILES": triton.next_power_of_2(tiles)}
         constants |= {"BLOCK": 64, "BLOCK_D": min(128, triton.next_power_of_2(D))}
         arrays = x, w, references, sums, tops, weights, *refs
-        self._launch(kernels.exponentials_loss_kernel, arrays, (), (M,), constants, moved=2 * sums.size * 4)
+        cost = KernelCost(kind=KernelKind.ROWS, bytes=2 * sums.size * 4)  # rows computed again are few
+        self._launch(kernels.exponentials_loss_kernel, arrays, (), (M,), constants, cost=cost)
         numerators, losses, factors = map(jax.freeze, refs)
         return losses, factors, numerators
 
@@ -109,4 +111,5 @@ class TritonCrossEntropy(Launcher):
     def _call(self, kernel, arrays, out_type, num_warps: int | None = None, moved: int | None = None):
         M, V = arrays[0].shape
         constants, warps = {"V": V, "BLOCK": self.block}, num_warps or self.num_warps
-        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2, moved=moved)
+        cost = KernelCost(kind=KernelKind.ROWS, bytes=moved)
+        return self._launch(kernel, arrays, out_type, (M,), constants, num_warps=warps, num_stages=2, cost=cost)

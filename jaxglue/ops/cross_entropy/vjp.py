@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.cross_entropy.chunks import ChunkSpec, split_chunks, times_transposed
-from jaxglue.ops.cross_entropy.reference import token_losses
+from jaxglue.ops.cross_entropy.reference import cap_logits, token_losses
 
 Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
 """Values in place of rows of the output projection, and these rows' distinct indices."""
@@ -56,7 +56,11 @@ def _scan_chunks(
         if values is not None:
             logits = logits.at[:, indices].set(times_transposed(x_chunk, values))
         if not any(needs):
-            return (loss + jnp.sum(token_weight * token_losses(logits, target)[0]), dweight, drows), None
+            return (
+                loss + jnp.sum(token_weight * token_losses(cap_logits(logits, spec.softcap), target)[0]),
+                dweight,
+                drows,
+            ), None
         losses, dlogits = spec.cross_entropy(logits, target, token_weight, x.dtype)
         loss += jnp.sum(losses)
         dx = None

@@ -13,6 +13,7 @@ from jaxglue.ops.gated_mlp.tiles import (
     SCALED_FORWARD_TILES,
     LoraSwigluTiles,
 )
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.projection.tiles import block_constants
 
@@ -32,7 +33,8 @@ class TritonLoraSwiglu(Launcher):
         out_type = shape_dtype_of(gate), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
         grid, length = (triton.cdiv(M, tiles.block_m), parts), {"COLUMNS": tiles.length}
         arrays = gate, up, hidden, *matrices
-        out, ranks = self._call(kernels.forward_kernel, arrays, out_type, grid, tiles, length, 6 * M * F * R)
+        cost = _forward_cost(M, F, R, tiles)
+        out, ranks = self._call(kernels.forward_kernel, arrays, out_type, grid, tiles, length, cost)
         return out, ranks.sum(axis=0).astype(gate.dtype)
 
     def scaled_forward(self, products, hidden, matrices):
@@ -43,8 +45,8 @@ class TritonLoraSwiglu(Launcher):
         out_type = jax.ShapeDtypeStruct((M, F), hidden.dtype), *partials
         grid, length = (triton.cdiv(M, tiles.block_m), parts), {"COLUMNS": tiles.length}
         arrays = products.gate, products.up, hidden, *matrices, *products.scales
-        kernel, flops = kernels.scaled_forward_kernel, 6 * M * F * R
-        out, ranks, absmax = self._call(kernel, arrays, out_type, grid, tiles, length, flops)
+        kernel, cost = kernels.scaled_forward_kernel, _forward_cost(M, F, R, tiles)
+        out, ranks, absmax = self._call(kernel, arrays, out_type, grid, tiles, length, cost)
         return out, ranks.sum(axis=0).astype(out.dtype), absmax.max(axis=0)[:, None]
 
     def scaled_backward(self, products, hidden, matrices, dout, dout_scales, dranks):
@@ -54,8 +56,8 @@ class TritonLoraSwiglu(Launcher):
         partials = jax.ShapeDtypeStruct((parts, F, R), jnp.float32), jax.ShapeDtypeStruct((blocks, M), jnp.float32)
         out_type = *(jax.ShapeDtypeStruct((M, F), hidden.dtype) for _ in range(2)), *partials
         arrays = products.gate, products.up, hidden, *matrices, dout, dranks, *products.scales, dout_scales
-        kernel, length, flops = kernels.scaled_backward_kernel, {"ROWS": tiles.length}, 8 * M * F * R
-        dgate, dup, ddown, absmax = self._call(kernel, arrays, out_type, (blocks, parts), tiles, length, flops)
+        kernel, length, cost = kernels.scaled_backward_kernel, {"ROWS": tiles.length}, _backward_cost(M, F, R, tiles)
+        dgate, dup, ddown, absmax = self._call(kernel, arrays, out_type, (blocks, parts), tiles, length, cost)
         return dgate, dup, ddown.sum(axis=0).T, absmax.max(axis=0)[:, None]
 
     def backward(self, gate, up, hidden, matrices, dout, dranks):
@@ -65,15 +67,28 @@ class TritonLoraSwiglu(Launcher):
         out_type = shape_dtype_of(gate), shape_dtype_of(up), jax.ShapeDtypeStruct((parts, F, R), jnp.float32)
         grid, length = (triton.cdiv(F, tiles.block_n), parts), {"ROWS": tiles.length}
         arrays = gate, up, hidden, *matrices, dout, dranks
-        dgate, dup, ddown = self._call(kernels.backward_kernel, arrays, out_type, grid, tiles, length, 8 * M * F * R)
+        cost = _backward_cost(M, F, R, tiles)
+        dgate, dup, ddown = self._call(kernels.backward_kernel, arrays, out_type, grid, tiles, length, cost)
         return dgate, dup, ddown.sum(axis=0).T
 
-    def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], flops: int):
+    def _call(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, length: dict[str, int], cost: KernelCost):
         (M, F), R = arrays[0].shape, arrays[3].shape[1]
         sizes = {"M": M, "F": F, "R": R} | length
-        return self._compile(kernel, arrays, out_type, grid, tiles, sizes, flops, arrays[2].dtype)
+        return self._compile(kernel, arrays, out_type, grid, tiles, sizes, cost, arrays[2].dtype)
 
-    def _compile(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, sizes, flops: int, dtype=None):
+    def _compile(self, kernel, arrays, out_type, grid, tiles: LoraSwigluTiles, sizes, cost: KernelCost, dtype=None):
         blocks = block_constants(tiles, sizes["R"], dtype or arrays[0].dtype)
         constants = sizes | {"STAGES": tiles.num_stages} | blocks
-        return self._launch(kernel, arrays, out_type, grid, constants, tiles.num_warps, tiles.num_stages, flops)
+        return self._launch(kernel, arrays, out_type, grid, constants, tiles.num_warps, tiles.num_stages, cost=cost)
+
+
+def _forward_cost(M: int, F: int, R: int, tiles: LoraSwigluTiles) -> KernelCost:
+    """Return the cost of three products with the ranks, by programs that pass over columns."""
+    passed = turns(min(tiles.length, F), tiles.block_n)
+    return KernelCost(kind=KernelKind.ROWS, flops=6 * M * F * R, turns=passed)
+
+
+def _backward_cost(M: int, F: int, R: int, tiles: LoraSwigluTiles) -> KernelCost:
+    """Return the cost of four products with the ranks, by programs that pass over rows."""
+    passed = turns(min(tiles.length, M), tiles.block_m)
+    return KernelCost(kind=KernelKind.ROWS, flops=8 * M * F * R, turns=passed)

@@ -1,12 +1,11 @@
 """Mixture of experts: routing by one sort, grouped matmuls over its rows, and the experts' feed-forward."""
 
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.moe.expert_parallel import expert_parallel
-from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.losses import auxiliary_loss, routing_statistics, z_loss
 from jaxglue.ops.moe.reference import (
     GPT_OSS_LIMIT,
@@ -16,7 +15,7 @@ from jaxglue.ops.moe.reference import (
     reference_grouped_matmul,
     reference_mlp,
 )
-from jaxglue.ops.moe.routing import Routing, make_routing, route
+from jaxglue.ops.moe.routing import GroupMetadata, Routing, make_routing, route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -26,10 +25,11 @@ __all__ = [
     "Activation",
     "Adapter",
     "ExpertLora",
+    "ExpertProjection",
     "GroupMetadata",
     "Routing",
     "auxiliary_loss",
-    "expert_parallel",
+    "experts",
     "grouped_matmul",
     "make_routing",
     "moe_mlp",
@@ -143,6 +143,53 @@ def moe_mlp(
     if kernels is None:
         return reference_mlp(*operands, activation=activation, transpose_rhs=transpose_rhs)
     return fused_mlp(kernels, *operands, activation=activation, transpose_rhs=transpose_rhs, fp8=fp8)
+
+
+class ExpertProjection(NamedTuple):
+    """Parameters of one projection of this device's experts."""
+
+    weight: Float[Array, "E a b"] | MXFP4
+    bias: Float[Array, "E out"] | None = None
+    adapter: Adapter | None = None
+
+
+def experts(
+    x: Float[Array, "M D"],
+    routing: Routing,
+    gate_up: ExpertProjection,
+    down: ExpertProjection,
+    *,
+    activation: Activation,
+    transpose_rhs: bool,
+    lora_scale: float = 1.0,
+    fp8: bool = False,
+) -> Float[Array, "M D"]:
+    """Compute `moe_mlp` of this device's tokens, with an equal share of the experts on each device along `expert`.
+
+    Args:
+        x: this device's tokens.
+        routing: of these tokens to all experts.
+        gate_up, down: of this device's experts.
+        activation, transpose_rhs, fp8: see `moe_mlp`.
+        lora_scale: of both adapters.
+    """
+
+    def apply(x, routing: Routing, adapters: ExpertLora) -> Float[Array, "M D"]:
+        return moe_mlp(
+            x,
+            routing,
+            gate_up.weight,
+            down.weight,
+            activation=activation,
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            transpose_rhs=transpose_rhs,
+            lora=adapters,
+            fp8=fp8,
+        )
+
+    adapters = ExpertLora(gate_up=gate_up.adapter, down=down.adapter, scale=lora_scale)
+    return expert_parallel(apply, x, routing, adapters)
 
 
 def _check_operands(

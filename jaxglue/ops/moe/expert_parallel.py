@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.collectives import axis_size
-from jaxglue.ops.moe.grouped import ROW_TILES
 from jaxglue.ops.moe.reference import ExpertLora
-from jaxglue.ops.moe.routing import Routing, make_routing
+from jaxglue.ops.moe.routing import ROW_TILES, Routing, make_routing
 
 Mlp = Callable[[Float[Array, "M D"], Routing, ExpertLora], Float[Array, "M D"]]
 _gather = partial(jax.lax.all_gather, axis_name="expert", tiled=True)

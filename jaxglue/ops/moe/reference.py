@@ -10,9 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxglue.ops import names
-from jaxglue.ops.moe.exchange import combine, dispatch, weighted_bias
-from jaxglue.ops.moe.grouped import GroupMetadata
-from jaxglue.ops.moe.routing import Routing
+from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, weighted_bias
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
@@ -78,8 +76,8 @@ def reference_grouped_matmul(
     out = _matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
         return out
-    hidden = _matmul(lhs, adapter.A.mT, groups, None)
-    return out + _matmul(hidden, adapter.B.mT, groups, None)
+    low_rank = _matmul(lhs, adapter.A.mT, groups, None)
+    return out + _matmul(low_rank, adapter.B.mT, groups, None)
 
 
 def _matmul(lhs, rhs, groups: GroupMetadata, bias) -> Float[Array, "S N"]:

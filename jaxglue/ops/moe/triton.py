@@ -8,10 +8,11 @@ import jax
 import triton
 from jax_triton.triton_lib import TensorDescriptor
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.moe import kernels
-from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import GPT_OSS_ALPHA, GPT_OSS_LIMIT, Activation
+from jaxglue.ops.moe.routing import GroupMetadata
 from jaxglue.ops.moe.tiles import GroupedTiles, fit, row_block, row_blocks
 from jaxglue.ops.moe.vjp import LowRank, Rows, Scales
 
@@ -66,8 +67,7 @@ class TritonMoe(Launcher):
             | {"DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
             tiles.num_warps,
             tiles.num_stages,
-            flops=2 * S * K * N,
-            moved=moved,
+            cost=_cost(2 * S * K * N * _tile_rows(E, table.shape[1]), moved, fp8=scales is not None),
         )
         return out
 
@@ -89,8 +89,7 @@ class TritonMoe(Launcher):
             | {"GATHER_LHS": lhs.tokens is not None, "GATHER_RHS": rhs.tokens is not None},
             tiles.num_warps,
             tiles.num_stages,
-            flops=2 * S * K * N,
-            moved=_moved((lhs, rhs), out_type),
+            cost=_cost(2 * S * K * N, _moved((lhs, rhs), out_type)),
         )
         return out
 
@@ -119,7 +118,8 @@ class TritonMoe(Launcher):
     def _launch_rows(self, kernel, arrays, out_type, rows: int, columns: int, constants):
         """Launch a program for each row."""
         block = row_block(columns)
-        return self._launch(kernel, arrays, out_type, (rows,), constants | {"BLOCK": block}, max(1, block // 128))
+        constants, cost = constants | {"BLOCK": block}, KernelCost(kind=KernelKind.ROWS)
+        return self._launch(kernel, arrays, out_type, (rows,), constants, max(1, block // 128), cost=cost)
 
     def _descriptors(self, *arrays) -> bool:
         """Return whether loops load through TMA, which needs rows of whole 16 bytes."""
@@ -131,6 +131,15 @@ def _moved(rows: Sequence[Rows], *others) -> int:
     """Return the bytes that a kernel reads and writes; gathered rows are read once for each of their assignments."""
     gathered = sum(x.size * x.array.shape[1] * x.array.dtype.itemsize for x in rows)
     return gathered + sum(math.prod(x.shape) * x.dtype.itemsize for x in others)
+
+
+def _tile_rows(experts: int, tiles: int) -> float:
+    """Return the rows that tiles multiply by those given: a quarter of each expert's last one is empty."""
+    return 1 + experts / (4 * (tiles - experts)) if tiles > experts else 1.0
+
+
+def _cost(flops: float, moved: int, *, fp8: bool = False) -> KernelCost:
+    return KernelCost(kind=KernelKind.EXPERTS_MATMUL, flops=round(flops), bytes=moved, fp8=fp8)
 
 
 def _activation_constants(F: int, groups: GroupMetadata, activation: Activation) -> dict:

@@ -11,10 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from jaxglue.ops import names
-from jaxglue.ops.moe.exchange import weighted_bias_gradients
-from jaxglue.ops.moe.grouped import GroupMetadata
 from jaxglue.ops.moe.reference import Activation, Adapter
-from jaxglue.ops.moe.routing import Routing
+from jaxglue.ops.moe.routing import GroupMetadata, Routing, weighted_bias_gradients
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
 from jaxglue.ops.quant.mxfp4 import MXFP4
@@ -35,9 +33,9 @@ class Rows(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """The term hidden[s] · expand[group of s] of a sum."""
+    """The term values[s] · expand[group of s] of a sum."""
 
-    hidden: Float[Array, "S R"]
+    values: Float[Array, "S R"]
     expand: Float[Array, "E R N"]
     """[E, N, R] if transposed."""
     transposed: bool
@@ -125,27 +123,27 @@ def _multiply(spec, rows: Rows, rhs, bias, groups: GroupMetadata, low_rank, *, t
     if not (spec.fp8 and isinstance(rhs, MXFP4)):
         matrices = _dense(rhs, rows.array.dtype)
         return spec.kernels.matmul(rows, matrices, bias, groups, transpose_rhs=transpose_rhs, low_rank=low_rank)
-    codes, row_scales = encode(rows.array)
+    fp8_values, row_scales = encode(rows.array)
     # FP8 tensor cores multiply along last axes only.
     matrices, factors = mxfp4_to_fp8(rhs, transposed=not transpose_rhs)
     scales = Scales(row_scales, factors, rows.array.dtype)
     options: dict[str, Any] = {"transpose_rhs": True, "low_rank": low_rank, "scales": scales}
-    return spec.kernels.matmul(Rows(codes, rows.tokens), matrices, bias, groups, **options)
+    return spec.kernels.matmul(Rows(fp8_values, rows.tokens), matrices, bias, groups, **options)
 
 
 def _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights):
-    """Return (out, hidden); hidden is lhs · Aᵀ, None without an adapter."""
+    """Return (out, low_rank); low_rank is lhs · Aᵀ, None without an adapter."""
     matmul, rows = partial(spec.kernels.matmul, groups=groups), _rows(spec, "dispatch", lhs, routing)
-    hidden, low_rank = None, None
+    low_rank, term = None, None
     if adapter is not None:
         A, B = (x.astype(lhs.dtype) for x in adapter)
-        hidden = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LORA_HIDDEN)
-        low_rank = LowRank(hidden, B, True)
+        low_rank = checkpoint_name(matmul(rows, A, None, transpose_rhs=True), names.LORA_HIDDEN)
+        term = LowRank(low_rank, B, True)
     own_bias = None if spec.exchange == "combine" else bias
-    out = _multiply(spec, rows, rhs, own_bias, groups, low_rank, transpose_rhs=spec.transpose_rhs)
+    out = _multiply(spec, rows, rhs, own_bias, groups, term, transpose_rhs=spec.transpose_rhs)
     if spec.exchange != "combine":
-        return out, hidden
-    return spec.kernels.combine(out, routing.inverse, weights, routing.expert_ids, bias), hidden
+        return out, low_rank
+    return spec.kernels.combine(out, routing.inverse, weights, routing.expert_ids, bias), low_rank
 
 
 def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> Rows:
@@ -158,7 +156,7 @@ def _rows(spec: GroupedSpec, exchange: str, array, routing: Routing | None) -> R
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["lhs", "hidden", "rhs", "bias", "adapter", "groups", "routing"],
+    data_fields=["lhs", "low_rank", "rhs", "bias", "adapter", "groups", "routing"],
     meta_fields=["rhs_needs_grad"],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +165,7 @@ class _Residuals:
 
     lhs: Array | None
     """For the gradients to rhs and adapter."""
-    hidden: Array | None
+    low_rank: Array | None
     """lhs · Aᵀ, for the gradient to the adapter."""
     rhs: Array | MXFP4
     bias: Array | None
@@ -181,10 +179,10 @@ class _Residuals:
 def _forward(spec, *primals):
     lhs, rhs, bias, adapter, groups, routing, weights = jax.tree.map(lambda primal: primal.value, primals)
     rhs_needs_grad, bias_needs_grad, adapter_needs_grad = (_perturbed(tree) for tree in primals[1:4])
-    out, hidden = _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights)
+    out, low_rank = _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights)
     return out, _Residuals(
         lhs=lhs if rhs_needs_grad or adapter_needs_grad else None,
-        hidden=hidden if adapter_needs_grad else None,
+        low_rank=low_rank if adapter_needs_grad else None,
         rhs=rhs,
         bias=bias if bias_needs_grad or _perturbed(primals[6]) else None,
         adapter=adapter,
@@ -202,8 +200,8 @@ def _backward(spec, r: _Residuals, dout):
     if isinstance(dout, SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
     lhs, drows = _rows(spec, "dispatch", r.lhs, r.routing), _rows(spec, "combine", dout, r.routing)
-    low_rank, dadapter = _adapter_backward(spec, r, lhs, drows)
-    dlhs = _multiply(spec, drows, r.rhs, None, r.groups, low_rank, transpose_rhs=not spec.transpose_rhs)
+    term, dadapter = _adapter_backward(spec, r, lhs, drows)
+    dlhs = _multiply(spec, drows, r.rhs, None, r.groups, term, transpose_rhs=not spec.transpose_rhs)
     if spec.exchange == "dispatch":
         assert r.routing is not None
         dlhs = spec.kernels.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)
@@ -230,13 +228,13 @@ def _adapter_backward(spec, r: _Residuals, lhs: Rows, drows: Rows):
     if r.adapter is None:
         return None, None
     A, B = (x.astype(drows.array.dtype) for x in r.adapter)
-    dhidden = spec.kernels.matmul(drows, B, None, r.groups, transpose_rhs=False)
-    low_rank = LowRank(dhidden, A, False)
-    if r.hidden is None:
-        return low_rank, None
-    dA = spec.kernels.outer(Rows(dhidden), lhs, r.groups, r.adapter.A.dtype)
-    dB = spec.kernels.outer(drows, Rows(r.hidden), r.groups, r.adapter.B.dtype)
-    return low_rank, Adapter(dA, dB)
+    dlow_rank = spec.kernels.matmul(drows, B, None, r.groups, transpose_rhs=False)
+    term = LowRank(dlow_rank, A, False)
+    if r.low_rank is None:
+        return term, None
+    dA = spec.kernels.outer(Rows(dlow_rank), lhs, r.groups, r.adapter.A.dtype)
+    dB = spec.kernels.outer(drows, Rows(r.low_rank), r.groups, r.adapter.B.dtype)
+    return term, Adapter(dA, dB)
 
 
 fused_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)

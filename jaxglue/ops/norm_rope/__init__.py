@@ -5,13 +5,39 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
-from jaxglue.ops.norm_rope.reference import HeadNorms, ReferenceNorm, reference_rotate, rms_norm
+from jaxglue.ops.norm_rope.reference import (
+    LLAMA_NORM,
+    HeadNorms,
+    NormStyle,
+    ReferenceNorm,
+    reference_rotate,
+    rms_norm,
+)
 from jaxglue.ops.norm_rope.vjp import NormSpec, RotateSpec, fused_branch_norm, fused_rotate
+from jaxglue.ops.rope import RopeTables, Rotary
 
-__all__ = ["NORM_ROPE", "HeadNorms", "branch_norm", "coded_branch_norm", "rms_norm", "rotate_heads"]
+__all__ = [
+    "LLAMA_NORM",
+    "NORM_ROPE",
+    "HeadNorms",
+    "NormStyle",
+    "branch_norm",
+    "coded_branch_norm",
+    "norm_and_rotate",
+    "rms_norm",
+    "rotate_heads",
+]
 
 
-def _load(capability: Capability, dtype) -> Any:
+def _check_call(capability: Capability | None, dtype, whole_halves: bool = True, style: NormStyle = LLAMA_NORM) -> None:
+    check_triton(capability, dtype)
+    if not whole_halves:
+        raise NotImplementedError("only a part of each head turns, or neighboring dimensions")
+    if style != LLAMA_NORM:
+        raise NotImplementedError("its norms round before the product with their weights, to which they add nothing")
+
+
+def _load(capability: Capability, *call: Any) -> Any:
     from jaxglue.ops.norm_rope.triton import TritonNormRope
 
     return TritonNormRope.of(capability)
@@ -19,14 +45,17 @@ def _load(capability: Capability, dtype) -> Any:
 
 NORM_ROPE = Operation(
     name="norm and rotation",
-    backends={
-        "triton": Backend(check=check_triton, load=_load, advantage="queries and keys are read and written once")
-    },
+    backends={"triton": Backend(check=_check_call, load=_load, advantage="queries and keys are read and written once")},
 )
 
 
 def branch_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, *, backend: str = "auto"
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    style: NormStyle = LLAMA_NORM,
+    *,
+    backend: str = "auto",
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
     """Return a residual stream x and its `rms_norm`, whose gradients are added in one pass.
 
@@ -34,9 +63,9 @@ def branch_norm(
         ValueError: a weight that does not fit, or a named backend that cannot serve.
     """
     _check_norm(x, weight)
-    kernels = NORM_ROPE.load(x.dtype, backend=backend)
+    kernels = NORM_ROPE.load(x.dtype, True, style, backend=backend)
     if kernels is None:
-        return x, rms_norm(x, weight, eps)
+        return x, rms_norm(x, weight, eps, style)
     stream, normed = fused_branch_norm(NormSpec(backend=kernels, eps=eps), x, weight)
     return stream, normed
 
@@ -72,6 +101,7 @@ def rotate_heads(
     sin: Float[Array, "B T half"],
     *,
     norms: HeadNorms | None = None,
+    interleaved: bool = False,
     backend: str = "auto",
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Norm every head, where there are norms, and apply the rotary embedding.
@@ -80,19 +110,36 @@ def rotate_heads(
 
     Args:
         q, k: projections, in one dtype.
-        cos, sin: `rope_tables` of the tokens; no gradient from a fused backend.
+        cos, sin: `rope_tables` of the tokens, for the first dimensions of a head; no gradient from a fused backend.
         norms: weights and ε of the norms; None for none.
+        interleaved: neighboring dimensions turn; see `apply_rope`.
         backend: `auto`, `reference` or `triton`; see `NORM_ROPE.choose`.
 
     Raises:
         ValueError: shapes that do not fit, or a named backend that cannot serve.
     """
     _check(q, k, cos, sin, norms)
-    kernels = NORM_ROPE.load(q.dtype, backend=backend)
+    whole_halves = 2 * cos.shape[-1] == q.shape[-1] and not interleaved
+    style = LLAMA_NORM if norms is None else norms.style
+    kernels = NORM_ROPE.load(q.dtype, whole_halves, style, backend=backend)
     if kernels is None:
-        return reference_rotate(q, k, cos, sin, norms)
+        return reference_rotate(q, k, cos, sin, norms, interleaved=interleaved)
     spec = RotateSpec(backend=kernels, eps=0.0 if norms is None else norms.eps)
     return fused_rotate(spec, (q, k), None if norms is None else norms.weights, cos, sin)
+
+
+def norm_and_rotate(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    tables: RopeTables,
+    rotary: Rotary | None,
+    *,
+    norms: HeadNorms | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Do as `rotate_heads` with a batch's tables; without a rotary embedding apply the norms alone."""
+    if rotary is not None:
+        return rotate_heads(q, k, *tables.of(rotary), norms=norms, interleaved=rotary.config.interleaved)
+    return (q, k) if norms is None else norms(q, k)
 
 
 def _check(q, k, cos, sin, norms: HeadNorms | None) -> None:
@@ -101,8 +148,10 @@ def _check(q, k, cos, sin, norms: HeadNorms | None) -> None:
     B, T, _, H = q.shape
     if k.ndim != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (B, T, H) or k.dtype != q.dtype:
         raise ValueError(f"k must be [B, T, K, H] = [{B}, {T}, K, {H}] {q.dtype} to fit q, got {k.shape} {k.dtype}")
-    if cos.shape != (B, T, H // 2) or sin.shape != cos.shape:
-        raise ValueError(f"cos and sin must be [{B}, {T}, {H // 2}] to fit q, got {cos.shape} and {sin.shape}")
+    if cos.shape[:2] != (B, T) or not 0 < 2 * cos.shape[-1] <= H or sin.shape != cos.shape:
+        raise ValueError(
+            f"cos and sin must be [{B}, {T}, {H // 2}] or narrower to fit q, got {cos.shape} and {sin.shape}"
+        )
     for weight in () if norms is None else norms.weights:
         if weight.shape != (H,):
             raise ValueError(f"norms must have weights of the head dim, [{H}], got shape {weight.shape}")

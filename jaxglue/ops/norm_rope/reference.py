@@ -1,6 +1,7 @@
 """Norms and rotation by XLA, in float32: the definitions."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,18 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.quant.fp8 import quantize_rows
 from jaxglue.ops.rope import apply_rope
+
+
+class NormStyle(NamedTuple):
+    """What an RMS norm multiplies with its weight, and where it rounds."""
+
+    offset: float = 0.0
+    """Added to the weight: 1 in families that store weights around 0."""
+    rounds_first: bool = True
+    """Normalized values are rounded to x's dtype before the weight's product, not the float32 product after it."""
+
+
+LLAMA_NORM = NormStyle()
 
 
 @jax.tree_util.register_dataclass
@@ -18,16 +31,29 @@ class HeadNorms:
     q_weight: Float[Array, " H"]
     k_weight: Float[Array, " H"]
     eps: float = field(metadata={"static": True})
+    style: NormStyle = field(default=LLAMA_NORM, metadata={"static": True})
 
     @property
     def weights(self) -> tuple[Float[Array, " H"], Float[Array, " H"]]:
         """Return the weights of queries and of keys."""
         return self.q_weight, self.k_weight
 
+    def __call__(
+        self, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """Norm queries and keys."""
+        return rms_norm(q, self.q_weight, self.eps, self.style), rms_norm(k, self.k_weight, self.eps, self.style)
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Divide x by its root mean square, round to x's dtype, multiply by the weight (transformers' `LlamaRMSNorm`)."""
-    return (x.astype(jnp.float32) * inverse_rms(x, eps)).astype(x.dtype) * weight.astype(x.dtype)
+
+def rms_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, style: NormStyle = LLAMA_NORM
+) -> Float[Array, "*B D"]:
+    """Divide x by its root mean square and multiply by the weight, by default as transformers' `LlamaRMSNorm`."""
+    normed = x.astype(jnp.float32) * inverse_rms(x, eps)
+    if style == LLAMA_NORM:
+        return normed.astype(x.dtype) * weight.astype(x.dtype)
+    weight = style.offset + weight.astype(jnp.float32)
+    return (normed.astype(x.dtype) * weight if style.rounds_first else normed * weight).astype(x.dtype)
 
 
 def inverse_rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B 1"]:
@@ -53,8 +79,8 @@ class ReferenceNorm:
         return dresidual + dx
 
 
-def reference_rotate(q, k, cos, sin, norms: HeadNorms | None) -> tuple[Array, Array]:
+def reference_rotate(q, k, cos, sin, norms: HeadNorms | None, *, interleaved: bool = False) -> tuple[Array, Array]:
     """Norm q and k if there are norms, then rotate."""
     if norms is not None:
-        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = norms(q, k)
+    return apply_rope(q, cos, sin, interleaved=interleaved), apply_rope(k, cos, sin, interleaved=interleaved)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.norm_rope import kernels
 from jaxglue.ops.norm_rope.reference import HeadNorms
@@ -15,6 +16,7 @@ _ROW_VALUES = 512
 """Values of a row per warp."""
 _HEADS = 16
 """Heads in a step of a program."""
+_COST = KernelCost(kind=KernelKind.ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class TritonNormRope(Launcher):
         block = triton.next_power_of_2(D)
         constants = {"D": D, "EPS": eps, "BLOCK": block}
         warps = min(max(block // _ROW_VALUES, 1), 16)
-        return self._launch(kernel, rows, out_type, (rows[0].shape[0],), constants, warps)
+        return self._launch(kernel, rows, out_type, (rows[0].shape[0],), constants, warps, cost=_COST)
 
     def rotate(self, q, k, weights, cos, sin, *, eps: float, inverse: bool = False):
         """See `RotateBackend`."""
@@ -65,7 +67,7 @@ class TritonNormRope(Launcher):
         rows = [x.reshape(B * T, -1) for x in (q, k, *arrays)]
         out_type = tuple(map(shape_dtype_of, rows[:2]))
         inputs = (*rows[:2], *weights, *rows[2:])
-        out = self._launch(kernel, inputs, out_type, (B * T,), sizes | blocks | constants)
+        out = self._launch(kernel, inputs, out_type, (B * T,), sizes | blocks | constants, cost=_COST)
         return out[0].reshape(q.shape), out[1].reshape(k.shape)
 
     def split_rotate(self, z, heads, norms: HeadNorms | None, cos, sin):
@@ -87,4 +89,5 @@ class TritonNormRope(Launcher):
         sizes |= {"BLOCK_N": min(_HEADS, triton.next_power_of_2(N)), "BLOCK_K": min(_HEADS, triton.next_power_of_2(K))}
         weights = rows[:1] * 2 if norms is None else norms.weights
         inputs = z, *weights, *rows, *written
-        return self._launch(kernel, inputs, out_type, (len(z),), sizes | {"BLOCK_H": triton.next_power_of_2(H // 2)})
+        sizes["BLOCK_H"] = triton.next_power_of_2(H // 2)
+        return self._launch(kernel, inputs, out_type, (len(z),), sizes, cost=_COST)

@@ -8,7 +8,13 @@ from jaxglue.ops.paged_attention.reference import reference_paged_attention
 __all__ = ["PAGED_ATTENTION", "paged_attention"]
 
 
-def _load(capability: Capability, dtype):
+def _check(capability: Capability | None, dtype, softcap: float | None = None) -> None:
+    check_triton(capability, dtype)
+    if softcap is not None:
+        raise NotImplementedError("scores are capped")
+
+
+def _load(capability: Capability, *call):
     from jaxglue.ops.paged_attention.triton import TritonPagedAttention
 
     return TritonPagedAttention.of(capability)
@@ -16,9 +22,9 @@ def _load(capability: Capability, dtype):
 
 PAGED_ATTENTION = Operation(
     name="paged attention",
-    backends={"triton": Backend(check=check_triton, load=_load, advantage="reads visible pages only")},
+    backends={"triton": Backend(check=_check, load=_load, advantage="reads visible pages only")},
 )
-"""Backends of `paged_attention`; a call is described by the dtype."""
+"""Backends of `paged_attention`; a call is described by the dtype and the cap of scores."""
 
 
 def paged_attention(
@@ -30,6 +36,7 @@ def paged_attention(
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> Float[Array, "S N H"]:
     """Compute attention of each sequence's last token over its cache, with scores over √H.
@@ -41,6 +48,7 @@ def paged_attention(
         positions: of the queries; they see the keys up to and including their own.
         window: tokens visible to a query, itself included; None for all.
         sinks: one learned logit per query head in the softmax's denominator (GPT-OSS).
+        softcap: c of scores c·tanh(score / c) (Gemma 2); None for none.
         backend: one of `PAGED_ATTENTION.names`.
 
     Raises:
@@ -51,5 +59,6 @@ def paged_attention(
         raise ValueError(f"keys and values must be [pages, K, page, {H}] to fit q, got {keys.shape} and {values.shape}")
     if tables.shape[:1] != (S,) or positions.shape != (S,):
         raise ValueError(f"tables and positions must be for {S} sequences, got {tables.shape} and {positions.shape}")
-    attend = PAGED_ATTENTION.load(q.dtype, backend=backend) or reference_paged_attention
-    return attend(q, keys, values, tables, positions, window=window, sinks=sinks)
+    if (kernels := PAGED_ATTENTION.load(q.dtype, softcap, backend=backend)) is not None:
+        return kernels(q, keys, values, tables, positions, window=window, sinks=sinks)
+    return reference_paged_attention(q, keys, values, tables, positions, window=window, sinks=sinks, softcap=softcap)

@@ -14,6 +14,7 @@ def reference_paged_attention(
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "S N H"]:
     """See `paged_attention`; softmax in float32."""
     (S, N, H), (_, K, page, _) = q.shape, keys.shape
@@ -23,7 +24,10 @@ def reference_paged_attention(
     visible = index <= positions[:, None]
     if window is not None:
         visible &= index > positions[:, None] - window
-    scores = jnp.where(visible[:, None, None], scores.reshape(*grouped.shape[:3], -1) * H**-0.5, -jnp.inf)
+    scores = scores.reshape(*grouped.shape[:3], -1) * H**-0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(K, N // K, 1), (*scores.shape[:3], 1))
         scores = jnp.concatenate([scores, sink], axis=-1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.paged_attention.kernels import paged_kernel
 
@@ -27,7 +28,8 @@ class TritonPagedAttention(Launcher):
         blocks = {"BLOCK_G": max(16, triton.next_power_of_2(G)), "BLOCK_H": triton.next_power_of_2(H)}
         types = (jax.ShapeDtypeStruct((S, K, splits, G, *last), jnp.float32) for last in ((H,), ()))
         arrays, constants = (q, keys, values, tables, positions), sizes | blocks | {"SCALE": H**-0.5}
-        out, lse = self._launch(paged_kernel, arrays, tuple(types), (S * K, splits), constants, 4, 3)
+        cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        out, lse = self._launch(paged_kernel, arrays, tuple(types), (S * K, splits), constants, 4, 3, cost=cost)
         return _sum_shares(out, lse, sinks).reshape(S, N, H).astype(q.dtype)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection.encode_kernels import encode_kernel
 from jaxglue.ops.quant.fp8 import E4M3
@@ -31,5 +32,6 @@ class TritonEncode(Launcher):
         sizes = {"M": M, "D": D, "ROWS": 1 if columns is None else _ROWS, "BLOCK": block}
         constants = sizes | {"HAS_COLUMNS": columns is not None, "HAS_SCALES": scales is not None}
         grid, warps = (triton.cdiv(M, sizes["ROWS"]),), min(max(block // _ROW_VALUES, 1), 16)
-        codes, scales = self._launch(encode_kernel, arrays, out_type, grid, constants, warps)
+        cost = KernelCost(kind=KernelKind.ROWS)
+        codes, scales = self._launch(encode_kernel, arrays, out_type, grid, constants, warps, cost=cost)
         return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.projection import kernels
 from jaxglue.ops.projection.lora import Quantizer, ScaledProduct
@@ -40,8 +41,8 @@ class TritonLora(Launcher):
         constants |= {name: array is not None for name, array in further.items()}
         arrays = hidden, matrix, *(hidden if array is None else array for array in further.values())  # unused: not read
         out_type = (jax.ShapeDtypeStruct((M, N), hidden.dtype),)
-        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 2 * M * N * R}
-        return self._launch(kernels.product_kernel, arrays, out_type, grid, constants, **compiled)[0]
+        compiled, cost = (tiles.num_warps, tiles.num_stages), KernelCost(kind=KernelKind.ROWS, flops=2 * M * N * R)
+        return self._launch(kernels.product_kernel, arrays, out_type, grid, constants, *compiled, cost=cost)[0]
 
     def gradients(self, dy, matrix, hidden, first: int, quantizer: Quantizer | None = None):
         """See `LoraBackend`."""
@@ -55,8 +56,9 @@ class TritonLora(Launcher):
         constants = sizes | block_constants(tiles, R, dy.dtype)
         constants |= {"COLUMNS": tiles.columns, "QUANTIZE": quantizer is not None}
         arrays = dy, matrix, hidden, *(quantizer or (hidden, hidden))
-        compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "flops": 4 * M * N * R}
+        compiled, passed = (tiles.num_warps, tiles.num_stages), turns(min(tiles.columns, N), tiles.block_n)
+        cost = KernelCost(kind=KernelKind.ADAPTER_GRADIENTS, flops=4 * M * N * R, turns=passed)
         dhidden, dmatrix, codes = self._launch(
-            kernels.gradients_kernel, arrays, (*sums, codes), grid, constants, **compiled
+            kernels.gradients_kernel, arrays, (*sums, codes), grid, constants, *compiled, cost=cost
         )
         return dhidden.sum(axis=0).astype(dy.dtype), dmatrix.sum(axis=0), codes if quantizer else None

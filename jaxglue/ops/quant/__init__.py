@@ -1,25 +1,31 @@
-"""Quantized weights: storage formats, their dequantization, and matmuls with frozen quantized matrices."""
+"""Quantized weights: storage formats, their dequantization, and matmuls with frozen quantized matrices.
+
+`formats` says what a format is; each is a file here that registers itself.
+"""
+
+from importlib import import_module
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxglue.ops.backend import Backend, Capability, Operation, check_triton
 from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.fp8 import FP8Weight
-from jaxglue.ops.quant.int8 import Int8Weight
 from jaxglue.ops.quant.mxfp4 import MXFP4, fp8_codes, fp8_factors, largest_exponents
 from jaxglue.ops.quant.vjp import DequantizeBackend, dequantize_with, project
+
+for _format in ("nf4", "int8", "fp8"):
+    import_module(f"{__name__}.{_format}")
 
 __all__ = ["DEQUANTIZE", "dequantize", "mxfp4_to_fp8", "project_quantized"]
 
 
-def _check(capability: Capability | None, weight: Quantized | MXFP4) -> None:
+def _check(capability: Capability | None, weight: Quantized) -> None:
     check_triton(capability)
-    if isinstance(weight, Int8Weight | FP8Weight):
-        raise NotImplementedError("weights of one byte have no kernel")
+    if weight.without_kernel:
+        raise NotImplementedError(weight.without_kernel)
 
 
-def _load(capability: Capability, weight: Quantized | MXFP4) -> DequantizeBackend:
+def _load(capability: Capability, weight: Quantized) -> DequantizeBackend:
     from jaxglue.ops.quant.triton import TritonDequantize
 
     return TritonDequantize.of(capability)
@@ -32,11 +38,11 @@ DEQUANTIZE = Operation(
 """Backends of `dequantize` and `project_quantized`; a call is described by the weight."""
 
 
-def dequantize(weight: Quantized | MXFP4, dtype=jnp.bfloat16, *, backend: str = "auto") -> Float[Array, "*B out in"]:
+def dequantize(weight: Quantized, dtype=jnp.bfloat16, *, backend: str = "auto") -> Float[Array, "*B out in"]:
     """Return the values of a quantized weight in `dtype`, the same bits from every backend.
 
     Args:
-        weight: in NF4, int8, FP8 or MXFP4.
+        weight: in any format.
         dtype: of the result.
         backend: one of `DEQUANTIZE.names`.
 

@@ -1,17 +1,207 @@
-"""Storage formats of frozen linear layers, by name."""
+"""Formats of frozen weights: what one can do, and the registry through which everything else knows them."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import jax
+import numpy as np
 from jaxtyping import Array, Float
 
-from jaxglue.ops.quant.fp8 import FP8Weight, expand_products, multiplied_in_fp8, quantize_fp8
-from jaxglue.ops.quant.int8 import Int8Weight, quantize_int8
-from jaxglue.ops.quant.nf4 import BLOCK, NF4, quantize_nf4
+from jaxglue.ops.choices import QUANTIZE
 
-Quantized = NF4 | Int8Weight | FP8Weight
-FORMATS = ("none", "nf4", "int8", "fp8")
-"""Formats that a user may name."""
-_WITHIN = ("fp8_stored", "fp8_trained")
+Shape = tuple[int, ...]
+Specs = dict[str, jax.ShapeDtypeStruct]
+"""Shapes and dtypes of stored tensors, by name."""
+
+
+class Quantized:
+    """Base of quantized arrays: pytrees, most of matrices [out, in], with `shape` and `dtype` of the original."""
+
+    shape: Any
+    dtype: Any
+
+    without_kernel: ClassVar[str | None] = "this format has no kernel"
+    """Why XLA dequantizes it; None where `DEQUANTIZE` has kernels."""
+
+    def dequantize(self, dtype) -> Array:
+        """Compute the values in `dtype`, by XLA."""
+        raise NotImplementedError
+
+    def of_dtype(self, dtype) -> "Quantized":
+        """Return the same as quantized from an original of this dtype."""
+        return replace(self, dtype=dtype)  # type: ignore[type-var]
+
+
+class TensorInfo(Protocol):
+    """Header entry of a stored tensor."""
+
+    @property
+    def file(self) -> Any:
+        """Return the path of its file."""
+
+    @property
+    def shape(self) -> Shape:
+        """Return its shape."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return its dtype."""
+
+
+class TensorReader(Protocol):
+    """Tensors of a model folder."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return their headers by name."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Read a tensor."""
+
+
+class Stored(NamedTuple):
+    """A quantized matrix in files."""
+
+    shapes: dict[str, Shape]
+    """Shapes of its tensors, by name."""
+    read: Callable[[Any], Quantized]
+    """Reads it from a `TensorReader`; arrays are NumPy's."""
+
+
+class WeightFormat:
+    """A storage of the decoder layers' linear layers, under its name in `DecoderConfig.quantize`.
+
+    A new one subclasses this beside its `Quantized` and registers itself; what it leaves out, it cannot do.
+    """
+
+    name: str
+    label: str
+    """Name in messages."""
+    flag: str
+    """Flag that asks for it, in messages."""
+    description: str
+    """Follows "linear layers of the decoder layers" in the plan."""
+    weight: type | None = None
+    """Type of its matrices; None where they are arrays."""
+    offered: bool = False
+    """`--quantize` offers it, and adapters record it."""
+    trains: bool = False
+    """Weights in it may train."""
+    fp8: bool = False
+    """Products are in FP8."""
+    few_values: bool = False
+    """Matrices have few distinct values, whose products draw less power."""
+    row_wise: bool = False
+    """Every array has a row for each row of the matrix, so that stacks of matrices are stacks of these."""
+
+    def check(self, widths: Mapping[str, int]) -> None:
+        """Raise ValueError for row lengths that it cannot hold, given by names for the message."""
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> Any:
+        """Convert a matrix."""
+        raise NotImplementedError
+
+    def hold(self, matrix: Any) -> Any:
+        """Return a matrix as a model in this format holds it: quantized, unless its folder has it so."""
+        return matrix if isinstance(matrix, Quantized) else self.quantize(matrix)
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Return whether `quantization_config` in config.json names this format.
+
+        Raises:
+            ValueError: it names a variant that cannot be read.
+        """
+        return False
+
+    def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
+        """Return the named matrix of this shape in a folder's tensors; None if it is not in this format.
+
+        Raises:
+            ValueError: it is, with other tensors than belong to it.
+        """
+        return None
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a folder in this format may have the named tensor, which is not needed."""
+        return False
+
+    def specs(self, name: str, shape: Shape) -> Specs:
+        """Return the tensors to store for a matrix [out, in] named `….weight`."""
+        raise NotImplementedError
+
+    def tensors(self, name: str, weight: Any) -> dict[str, np.ndarray]:
+        """Return the tensors of a quantized matrix, as `specs` describes them."""
+        raise NotImplementedError
+
+    def config(self, *, scores: bool = False) -> dict[str, Any]:
+        """Return the `quantization_config` of a folder, of a reward model where it `scores`."""
+        raise NotImplementedError
+
+
+FORMATS: dict[str, WeightFormat] = {}
+"""Every format by name."""
+
+
+def register(made: WeightFormat) -> WeightFormat:
+    """Add a format to the registry, and to the choices of `--quantize` if it is offered there."""
+    assert made.name not in FORMATS, made.name
+    FORMATS[made.name] = made
+    if made.offered and made.name not in QUANTIZE:
+        QUANTIZE.append(made.name)
+    return made
+
+
+class _Plain(WeightFormat):
+    """Arrays in the model's dtype."""
+
+    name, label, flag, description, trains = "none", "none", "--quantize none", "", True
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> Any:
+        """Return the matrix."""
+        return matrix
+
+
+register(_Plain())
+
+
+def find_format(name: str) -> WeightFormat:
+    """Return the named format; raise ValueError for another name."""
+    if name not in FORMATS:
+        others = [made.name for made in FORMATS.values() if made.name == made.label and made.name not in QUANTIZE]
+        raise ValueError(f"quantize must be one of {', '.join(QUANTIZE + others)}, got {name!r}")
+    return FORMATS[name]
+
+
+def format_of(weight: Quantized) -> WeightFormat:
+    """Return the format of a quantized matrix."""
+    return next(made for made in FORMATS.values() if made.weight is type(weight))
+
+
+def stored_format(config: Mapping[str, Any] | None) -> str:
+    """Return the name of the format in a `quantization_config`; formats registered last are asked first.
+
+    Raises:
+        ValueError: of another tool, or a variant that cannot be read.
+    """
+    if not config:
+        return "none"
+    for made in reversed(FORMATS.values()):
+        if made.reads(config):
+            return made.name
+    method = config.get("quant_method")
+    remedy = "use the original model folder with --quantize nf4 or int8"
+    raise ValueError(f"quant_method {method!r:.100} in config.json is not supported: {remedy}")
+
+
+def find_stored(files: TensorReader, name: str, shape: Shape) -> Stored | None:
+    """Return the named matrix in a folder's tensors if one of the formats has it, else None; raises like `find`."""
+    return next((found for made in FORMATS.values() if (found := made.find(files, name, shape))), None)
+
+
+def is_unneeded(name: str) -> bool:
+    """Return whether a tensor of a quantized folder is not needed."""
+    return any(made.ignores(name) for made in FORMATS.values())
 
 
 def is_quantized(leaf: object) -> bool:
@@ -21,51 +211,12 @@ def is_quantized(leaf: object) -> bool:
 
 def quantize_matrix(matrix: Float[Array, "out in"], how: str) -> Any:
     """Convert a matrix to the named format."""
-    match how:
-        case "nf4":
-            return quantize_nf4(matrix)
-        case "int8":
-            return quantize_int8(matrix)
-        case "fp8":
-            return quantize_fp8(matrix)
-        case "fp8_stored":
-            return expand_products(quantize_fp8(matrix))
-        case _:
-            return matrix
+    return FORMATS[how].quantize(matrix)
 
 
-def in_format(matrix: Any, how: str) -> Any:
-    """Return a matrix as a model of this format holds it: quantized, unless its folder has it so."""
-    if not is_quantized(matrix):
-        return quantize_matrix(matrix, how)
-    return multiplied_in_fp8(matrix) if how == "fp8" else matrix
-
-
-def format_flag(how: str) -> str:
-    """Return the flag that asks for a format."""
-    own = {"fp8": "--matmul fp8", "fp8_trained": "--matmul fp8", "fp8_stored": "FP8 in the model folder"}
-    return own.get(how, f"--quantize {how}")
-
-
-def format_name(how: str) -> str:
-    """Return a format's name in messages: that of folders in FP8 is `fp8`."""
-    return how.partition("_")[0]
-
-
-def check_format(how: str, widths: dict[str, int]) -> None:
-    """Check that a format exists and can hold rows of these lengths.
-
-    Args:
-        how: name of the format.
-        widths: row lengths, by a name for the message.
-
-    Raises:
-        ValueError: an unknown format, or a row length that its blocks do not divide.
-    """
-    if how not in (*FORMATS, *_WITHIN):
-        raise ValueError(f"quantize must be one of {', '.join(FORMATS)}, got {how!r}")
-    for name, width in widths.items():
-        if how == "nf4" and width % BLOCK:
-            raise ValueError(
-                f"--quantize nf4 needs multiples of {BLOCK}, got {name}={width}: leave it out, or use int8"
-            )
+def names_in(config: Mapping[str, Any], key: str) -> list[str]:
+    """Return an entry of names in `quantization_config`; raise ValueError for anything else."""
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} in config.json: expected a list of names, got {names!r:.100}")
+    return names

@@ -1,12 +1,23 @@
-"""FP8 weights: e4m3 values (arXiv 2209.05433) with a scale for each output channel."""
+"""FP8 weights: e4m3 values (arXiv 2209.05433) with a scale for each output channel.
 
+Folders on the hub hold a matrix as e4m3 codes and their scales, read without another rounding: `weight_scale` of a
+tensor or of output channels (compressed-tensors' `float-quantized`), or of blocks of 128 × 128; or `weight_scale_inv`
+of such blocks (DeepSeek, Qwen). Both multiply the codes. Scales of activations are ignored, since activations are
+quantized by token, and those of a key/value cache.
+"""
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+
+from jaxglue.ops.quant.formats import Quantized, Shape, Stored, TensorReader, WeightFormat, names_in, register
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0
@@ -15,11 +26,21 @@ SMALLEST_SCALE = 2.0**-120
 """Least scale of a row that is not zero: one below 2⁻¹²⁶ may be flushed to zero, and 0 / 0 is NaN."""
 BLOCK = 128
 """Columns that share a scale where a row has several."""
+_METHODS = {
+    "fp8": ("quant_algo", None),
+    "fbgemm_fp8": ("quant_algo", None),
+    "compressed-tensors": ("format", "float-quantized"),
+    "modelopt": ("quant_algo", "FP8"),
+}
+"""Methods that store e4m3 values with their scales, each with an entry and its value for that."""
+_SCALES = ("weight_scale", "weight_scale_inv")
+_ACTIVATION_SCALE = "input_scale"
+_CACHE_SCALE = re.compile(r".*\.self_attn\.([kv]_proj\.(output|[kv])_scale|(q|k|v|kv|prob)_scale)")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class FP8Weight:
+class FP8Weight(Quantized):
     """A quantized matrix [out, in]. A pytree."""
 
     codes: Float[Array, "out in"]
@@ -36,19 +57,16 @@ class FP8Weight:
         """Return the shape of the dequantized matrix."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    without_kernel: ClassVar[str | None] = "weights of one byte have no kernel"
+
+    def dequantize(self, dtype) -> Float[Array, "out in"]:
+        """Compute the values in `dtype`."""
+        return dequantize_fp8(self, dtype)
+
 
 def is_multiplied_in_fp8(weight: object) -> bool:
     """Return whether this is a matrix for FP8 products."""
     return isinstance(weight, FP8Weight) and not weight.expand
-
-
-def expand_products(tree: Any) -> Any:
-    """Return a parameter tree whose FP8 matrices are dequantized for every product."""
-
-    def is_fp8(leaf):
-        return isinstance(leaf, FP8Weight)
-
-    return jax.tree.map(lambda leaf: replace(leaf, expand=True) if is_fp8(leaf) else leaf, tree, is_leaf=is_fp8)
 
 
 @jax.jit
@@ -89,3 +107,120 @@ def multiplied_in_fp8(weight: FP8Weight) -> FP8Weight:
     if weight.scales.ndim == 1:
         return replace(weight, expand=False)
     return replace(quantize_fp8(dequantize_fp8(weight, jnp.float32)), dtype=weight.dtype)
+
+
+class FP8Format(WeightFormat):
+    """Frozen weights in FP8, multiplied in it."""
+
+    name, label, flag, description = "fp8", "fp8", "--matmul fp8", "stored and multiplied in fp8 (e4m3)"
+    weight, fp8, row_wise = FP8Weight, True, True
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> FP8Weight:
+        """Convert a matrix."""
+        return quantize_fp8(matrix)
+
+    def hold(self, matrix: Any) -> Any:
+        """Return a matrix for FP8 products."""
+        return multiplied_in_fp8(matrix) if isinstance(matrix, FP8Weight) else super().hold(matrix)
+
+    def config(self, *, scores: bool = False) -> dict[str, Any]:
+        """Return the entry that all tools read."""
+        return {"quant_method": "fp8"}
+
+
+class StoredFP8Format(WeightFormat):
+    """Weights that a folder holds in FP8, dequantized for each product."""
+
+    name, label, flag, description = "fp8_stored", "fp8", "FP8 in the model folder", "stored in fp8 (e4m3)"
+    weight, row_wise = FP8Weight, True
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> FP8Weight:
+        """Convert a matrix."""
+        return replace(quantize_fp8(matrix), expand=True)
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Return whether it names e4m3 values with scales.
+
+        Raises:
+            ValueError: another format of the same tools, other blocks, or unquantized linear layers.
+        """
+        method, remedy = config.get("quant_method"), "use the original model folder with --matmul fp8"
+        if not isinstance(method, str) or method not in _METHODS:
+            return False
+        key, expected = _METHODS[method]
+        if config.get(key) != expected or not _holds_floats(config):
+            raise ValueError(f"{method}'s {key} {config.get(key)!r:.100} in config.json is not read: {remedy}")
+        if (block := config.get("weight_block_size")) not in (None, [BLOCK, BLOCK]):
+            raise ValueError(f"weight_block_size {block!r:.100} in config.json: expected [128, 128]: {remedy}")
+        skipped = names_in(config, "ignore") + names_in(config, "modules_to_not_convert")
+        if within := [name for name in skipped if re.search(r"layers\b.*_proj", name)]:
+            found = ", ".join(within[:3])
+            raise ValueError(f"config.json leaves {found} unquantized, which is not supported: {remedy}")
+        return True
+
+    def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
+        """Return a matrix in e4m3.
+
+        Raises:
+            ValueError: scales that are missing, or not of tensor, channels or blocks.
+        """
+        if name not in files.tensors or files.tensors[name].dtype != E4M3:
+            return None
+        module, file = name.removesuffix("weight"), files.tensors[name].file
+        if not name.endswith("_proj.weight"):
+            raise ValueError(f"{name} in {file} is in FP8; only linear layers of decoder layers may be")
+        scales = [f"{module}{scale}" for scale in _SCALES if f"{module}{scale}" in files.tensors]
+        if len(scales) != 1:
+            raise ValueError(
+                f"{name} in {file} is in FP8: expected {module}weight_scale or {module}weight_scale_inv beside"
+            )
+        found, expected = files.tensors[scales[0]].shape, _scale_shapes(shape)
+        if found not in expected:
+            raise ValueError(f"{scales[0]} in {file} is {list(found)}, expected one of {', '.join(map(str, expected))}")
+        shapes = {name: shape, scales[0]: found}
+        if (static := f"{module}{_ACTIVATION_SCALE}") in files.tensors:
+            shapes[static] = files.tensors[static].shape
+        return Stored(shapes, lambda files: _read(files, name, scales[0]))
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a tensor is the scale of attention's values in a quantized key/value cache."""
+        return _CACHE_SCALE.fullmatch(name) is not None
+
+
+class TrainedFP8Format(WeightFormat):
+    """Weights in the model's dtype that train, rounded to FP8 for each product."""
+
+    name, label, flag, description = "fp8_trained", "fp8", "--matmul fp8", "multiplied in fp8 (e4m3)"
+    trains, fp8 = True, True
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> Any:
+        """Return the matrix."""
+        return matrix
+
+
+def _holds_floats(config: Mapping[str, Any]) -> bool:
+    """Return whether all groups in `config_groups` have weights of floating-point numbers."""
+    groups = config.get("config_groups") or {}
+    listed = groups.values() if isinstance(groups, Mapping) else [groups]
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in listed]
+    return all(isinstance(each, Mapping) and each.get("type") == "float" for each in weights)
+
+
+def _scale_shapes(shape: Shape) -> list[Shape]:
+    """Return the shapes of scales of a tensor, of its channels, and of its blocks."""
+    out, columns = shape
+    return [(), (1,), (out,), (out, 1), (-(-out // BLOCK), -(-columns // BLOCK))]
+
+
+def _read(files: TensorReader, name: str, scale: str) -> FP8Weight:
+    codes, scales = files.read(name), files.read(scale).astype(np.float32)
+    out = len(codes)
+    if scales.size == 1 or scales.shape in ((out,), (out, 1)):
+        rows = np.broadcast_to(scales.reshape(-1), (out,)).copy()
+    else:
+        rows = np.repeat(scales, BLOCK, axis=0)[:out]
+    return FP8Weight(codes=codes, scales=rows, dtype=jnp.dtype(jnp.bfloat16), expand=True)  # type: ignore[arg-type]
+
+
+for _made in (FP8Format(), StoredFP8Format(), TrainedFP8Format()):
+    register(_made)

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.fp8 import E4M3
 
 BLOCK = 32
@@ -17,7 +19,7 @@ LIFT = 6
 
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
-class MXFP4:
+class MXFP4(Quantized):
     """A quantized array, in blocks along its last axis, of length I. A pytree."""
 
     blocks: UInt8[Array, "*B I/32 16"]
@@ -34,6 +36,17 @@ class MXFP4:
     def ndim(self) -> int:
         """Return the number of axes."""
         return self.scales.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Return the dtype that holds all values."""
+        return jnp.dtype(jnp.bfloat16)
+
+    without_kernel: ClassVar[str | None] = None
+
+    def dequantize(self, dtype) -> Float[Array, "*B I"]:
+        """Compute the values in `dtype`."""
+        return dequantize_mxfp4(self, dtype)
 
     def check(self, name: str = "MXFP4 tensor") -> "MXFP4":
         """Return itself, after checking that blocks and scales are bytes and fit together.

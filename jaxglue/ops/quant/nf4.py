@@ -1,14 +1,24 @@
-"""NF4 (QLoRA, arXiv 2305.14314): blocks of 64 four-bit codes of normal quantiles, their scales quantized to 8 bits."""
+"""NF4 (QLoRA, arXiv 2305.14314): blocks of 64 four-bit codes of normal quantiles, their scales quantized to 8 bits.
 
+In bitsandbytes' folders a matrix is six tensors: `weight` (codes), two levels of scales, a code table per level, and a
+JSON text with sizes and the scales' mean, as bytes. Source: bitsandbytes' `QuantState.as_dict`.
+"""
+
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from jaxglue.json_file import parse_object
+from jaxglue.ops.quant.bitsandbytes import REMEDY, names_bitsandbytes, read_typed, refused, shared_config
 from jaxglue.ops.quant.blocks import dynamic_code, nearest
+from jaxglue.ops.quant.formats import Quantized, Shape, Specs, Stored, TensorReader, WeightFormat, register
 
 BLOCK = 64
 """Consecutive values of a row that share a scale."""
@@ -21,11 +31,14 @@ VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """Value of each four-bit code (appendix E of the paper)."""
+_STATE = "quant_state.bitsandbytes__nf4"
+_STATE_BYTES = 256
+"""Size of the space-padded JSON text: fixed, so that tensor sizes are known before quantization."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class NF4:
+class NF4(Quantized):
     """A quantized matrix [out, in]. A pytree."""
 
     codes: UInt8[Array, "out in/2"]
@@ -43,6 +56,12 @@ class NF4:
     def shape(self) -> tuple[int, int]:
         """Return the shape of the dequantized matrix."""
         return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    without_kernel: ClassVar[str | None] = None
+
+    def dequantize(self, dtype) -> Float[Array, "out in"]:
+        """Compute the values in `dtype`."""
+        return dequantize_nf4(self, dtype)
 
 
 @jax.jit
@@ -111,3 +130,110 @@ def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
         odd = (codes >> bit & 1).astype(bool)
         values = [jnp.where(odd, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     return values[0]
+
+
+class NF4Format(WeightFormat):
+    """NF4 in memory and in bitsandbytes' folders."""
+
+    name, label, flag, description = "nf4", "nf4", "--quantize nf4", "in nf4"
+    weight, offered, few_values = NF4, True, True
+
+    def check(self, widths: Mapping[str, int]) -> None:
+        """Raise ValueError for rows that blocks do not divide."""
+        for name, width in widths.items():
+            if width % BLOCK:
+                raise ValueError(
+                    f"--quantize nf4 needs multiples of {BLOCK}, got {name}={width}: leave it out, or use int8"
+                )
+
+    def quantize(self, matrix: Float[Array, "out in"]) -> NF4:
+        """Convert a matrix."""
+        return quantize_nf4(matrix)
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Return whether it is bitsandbytes' with 4 bits; raise ValueError for others than double-quantized NF4."""
+        if not names_bitsandbytes(config, bits=4):
+            return False
+        kind = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_use_double_quant", False)
+        if kind != ("nf4", True):
+            found = f"{kind[0]}, double quantization {kind[1]}"
+            raise ValueError(f"config.json says {found}; only nf4, True is read: {REMEDY}")
+        return True
+
+    def config(self, *, scores: bool = False) -> dict[str, Any]:
+        """Return bitsandbytes' entries."""
+        return shared_config(bits=4, scores=scores) | {
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+        }
+
+    def specs(self, name: str, shape: Shape) -> Specs:
+        """Return the six tensors of a matrix."""
+        out, columns = shape
+        blocks = out * columns // BLOCK
+        return {
+            name: jax.ShapeDtypeStruct((blocks * BLOCK // 2, 1), jnp.uint8),
+            f"{name}.absmax": jax.ShapeDtypeStruct((blocks,), jnp.uint8),
+            f"{name}.quant_map": jax.ShapeDtypeStruct((len(VALUES),), jnp.float32),
+            f"{name}.nested_absmax": jax.ShapeDtypeStruct((-(-blocks // GROUP),), jnp.float32),
+            f"{name}.nested_quant_map": jax.ShapeDtypeStruct((256,), jnp.float32),
+            f"{name}.{_STATE}": jax.ShapeDtypeStruct((_STATE_BYTES,), jnp.uint8),
+        }
+
+    def tensors(self, name: str, weight: NF4) -> dict[str, np.ndarray]:
+        """Return the values of `specs`."""
+        state = np.frombuffer(_state(weight).encode().ljust(_STATE_BYTES), np.uint8)
+        values, scale_values = np.array(VALUES, np.float32), dynamic_code()
+        parts = weight.codes, weight.scales, values, weight.scale_absmax, scale_values, state
+        specs = self.specs(name, weight.shape)
+        return {part: np.asarray(array).reshape(specs[part].shape) for part, array in zip(specs, parts, strict=True)}
+
+    def find(self, files: TensorReader, name: str, shape: Shape) -> Stored | None:
+        """Return a matrix that has the JSON text."""
+        if f"{name}.{_STATE}" not in files.tensors:
+            return None
+        shapes = {part: spec.shape for part, spec in self.specs(name, shape).items()}
+        shapes[f"{name}.{_STATE}"] = files.tensors[f"{name}.{_STATE}"].shape
+        return Stored(shapes, lambda files: _read(files, name, shape))
+
+
+def _state(weight: NF4) -> str:
+    return json.dumps(
+        {
+            "quant_type": "nf4",
+            "blocksize": BLOCK,
+            "dtype": str(weight.dtype),
+            "shape": list(weight.shape),
+            "nested_blocksize": GROUP,
+            "nested_dtype": "float32",
+            "nested_offset": float(weight.scale_offset),
+        }
+    )
+
+
+def _read(files: TensorReader, name: str, shape: Shape) -> NF4:
+    """Read an NF4 matrix; raise ValueError unless state and tables are those of double-quantized NF4."""
+    out, columns = shape
+    try:
+        state = parse_object(files.read(f"{name}.{_STATE}").tobytes(), "the tensor")
+        offset = np.float32(state["nested_offset"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise refused(files, name, f"its quant_state cannot be read ({error})") from error
+    expected = {"quant_type": "nf4", "blocksize": BLOCK, "shape": [out, columns], "nested_blocksize": GROUP}
+    if wrong := {key: state.get(key) for key, value in expected.items() if state.get(key) != value}:
+        raise refused(files, name, f"its quant_state says {wrong}, expected {expected}")
+    for table, values in (("quant_map", np.array(VALUES, np.float32)), ("nested_quant_map", dynamic_code())):
+        if not np.array_equal(files.read(f"{name}.{table}"), values):
+            raise refused(files, name, f"its {table} differs from bitsandbytes'")
+    parts: dict[str, Any] = {
+        "codes": read_typed(files, name, np.uint8).reshape(out, columns // 2),
+        "scales": read_typed(files, f"{name}.absmax", np.uint8).reshape(out, columns // BLOCK),
+        "scale_absmax": read_typed(files, f"{name}.nested_absmax", np.float32),
+        "scale_offset": offset,
+    }
+    return NF4(**parts, dtype=jnp.dtype(state.get("dtype", "bfloat16")))
+
+
+register(NF4Format())

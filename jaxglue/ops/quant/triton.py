@@ -8,11 +8,11 @@ import numpy as np
 import triton
 from jaxtyping import Array, Float
 
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher
 from jaxglue.ops.quant.blocks import dynamic_code
 from jaxglue.ops.quant.formats import Quantized
-from jaxglue.ops.quant.fp8 import E4M3, FP8Weight
-from jaxglue.ops.quant.int8 import Int8Weight
+from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.ops.quant.kernels import mxfp4_kernel, mxfp4_transposed_kernel, nf4_kernel
 from jaxglue.ops.quant.mxfp4 import LIFT, MXFP4
 from jaxglue.ops.quant.nf4 import GROUP, NF4, VALUES
@@ -23,10 +23,12 @@ from jaxglue.ops.quant.tiles import MXFP4_BLOCKS, MXFP4_TRANSPOSED_TILE, NF4_BLO
 class TritonDequantize(Launcher):
     """`DequantizeBackend` in Triton, for NF4 and MXFP4."""
 
-    def dequantize(self, weight: Quantized | MXFP4, dtype) -> Float[Array, "*B out in"]:
+    def dequantize(self, weight: Quantized, dtype) -> Float[Array, "*B out in"]:
         """See `DequantizeBackend`."""
-        assert not isinstance(weight, Int8Weight | FP8Weight)
-        return self._mxfp4(weight, dtype) if isinstance(weight, MXFP4) else self._nf4(weight, dtype)
+        if isinstance(weight, MXFP4):
+            return self._mxfp4(weight, dtype)
+        assert isinstance(weight, NF4), weight
+        return self._nf4(weight, dtype)
 
     def _mxfp4(self, weight: MXFP4, dtype, largest=None):
         weight.check()
@@ -34,7 +36,8 @@ class TritonDequantize(Launcher):
         words = 0 if largest is None else weight.shape[1] * weight.shape[2] // 8
         constants = {"COUNT": count, "WORDS": words, "LIFT": LIFT, "BLOCK": MXFP4_BLOCKS}
         arrays = weight.blocks, weight.scales, weight.scales if largest is None else largest
-        return self._launch(mxfp4_kernel, arrays, (out_type,), (triton.cdiv(count, MXFP4_BLOCKS),), constants)[0]
+        cost, grid = KernelCost(kind=KernelKind.MXFP4), (triton.cdiv(count, MXFP4_BLOCKS),)
+        return self._launch(mxfp4_kernel, arrays, (out_type,), grid, constants, cost=cost)[0]
 
     def mxfp4_codes(self, weight: MXFP4, largest, *, transposed: bool) -> Float[Array, "E a b"]:
         """See `DequantizeBackend`."""
@@ -44,11 +47,13 @@ class TritonDequantize(Launcher):
         constants = {"N": N, "K": K, "LIFT": LIFT, "BLOCK_N": block_n, "BLOCK_W": block_w}
         arrays, out_type = (weight.blocks, weight.scales, largest), jax.ShapeDtypeStruct((E, K, N), E4M3)
         grid = triton.cdiv(N, block_n), triton.cdiv(K // 8, block_w), E
-        return self._launch(mxfp4_transposed_kernel, arrays, (out_type,), grid, constants)[0]
+        cost = KernelCost(kind=KernelKind.ROWS)
+        return self._launch(mxfp4_transposed_kernel, arrays, (out_type,), grid, constants, cost=cost)[0]
 
     def _nf4(self, weight: NF4, dtype):
         parts = weight.codes, weight.scales, weight.scale_absmax, weight.scale_offset
         tables = jnp.asarray(dynamic_code()), jnp.asarray(np.array(VALUES, np.float32))
         out_type, count = jax.ShapeDtypeStruct(weight.shape, dtype), weight.scales.size
         constants, grid = {"COUNT": count, "GROUP": GROUP, "BLOCK": NF4_BLOCKS}, (triton.cdiv(count, NF4_BLOCKS),)
-        return self._launch(nf4_kernel, (*parts, *tables), (out_type,), grid, constants)[0]
+        cost = KernelCost(kind=KernelKind.ROWS)
+        return self._launch(nf4_kernel, (*parts, *tables), (out_type,), grid, constants, cost=cost)[0]

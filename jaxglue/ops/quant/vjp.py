@@ -8,22 +8,21 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
-from jaxglue.ops.quant.reference import reference_dequantize
 
 
 class DequantizeBackend(Protocol):
     """Kernels of one backend, hashable."""
 
-    def dequantize(self, weight: Quantized | MXFP4, dtype) -> Array:
+    def dequantize(self, weight: Quantized, dtype) -> Array:
         """Compute the values of a quantized weight."""
 
     def mxfp4_codes(self, weight: MXFP4, largest: Int[Array, " E"], *, transposed: bool) -> Array:
         """Compute the codes of `mxfp4_to_fp8` from each matrix's largest exponent."""
 
 
-def dequantize_with(kernels: DequantizeBackend | None, weight: Quantized | MXFP4, dtype) -> Array:
+def dequantize_with(kernels: DequantizeBackend | None, weight: Quantized, dtype) -> Array:
     """Compute the values by kernels, or by the reference where there are none."""
-    return reference_dequantize(weight, dtype) if kernels is None else kernels.dequantize(weight, dtype)
+    return weight.dequantize(dtype) if kernels is None else kernels.dequantize(weight, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,6 +13,7 @@ from jaxglue.ops import names
 from jaxglue.ops.attention.rotation import Rotation
 from jaxglue.ops.gated_mlp.swiglu import Matrices
 from jaxglue.ops.norm_rope import HeadNorms
+from jaxglue.ops.rope import RopeTables, Rotary
 from jaxglue.ops.small_layer.pairs import Adapter, Pair, Partials, WeightGroup
 
 _QKV, _OUT, _GATE_UP, _DOWN = _GROUPS = slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7)
@@ -42,12 +43,8 @@ class Context(Protocol):
     """Rotary tables of the rows and attention within them; a pytree."""
 
     @property
-    def cos(self) -> Float[Array, "B T half"]:
-        """Return the cosines."""
-
-    @property
-    def sin(self) -> Float[Array, "B T half"]:
-        """Return the sines."""
+    def rope(self) -> RopeTables:
+        """Return the rotary tables."""
 
     def attend_rotated(self, rotation: Rotation, z, *, window: int | None) -> Float[Array, "B T N H"]:
         """See `rotated_attention`."""
@@ -57,7 +54,8 @@ class Context(Protocol):
 class LayerSpec:
     """Static, hashable arguments of `small_layer`."""
 
-    head_dim: int
+    rotary: Rotary
+    """Whose halves turn."""
     eps: float
     """Added to a mean square by the norms."""
     window: int | None
@@ -103,10 +101,11 @@ def _run(kernels, spec: LayerSpec, x, weights: Weights, adapters, context: Conte
     qkv, out, gate_up, down = extended = kernels.extend_weights(groups)
     entered = kernels.extend(rows, weights.norms.attention, qkv.downs, 3 * rank, eps=spec.eps)
     z = checkpoint_name(_times(entered, qkv.whole), names.QUERY)
-    heads = len(linears[0]) // spec.head_dim, len(linears[1]) // spec.head_dim
-    rotation = Rotation(kernels=kernels, heads=heads, norms=weights.norms.heads, cos=context.cos, sin=context.sin)
+    heads = len(linears[0]) // spec.rotary.head_dim, len(linears[1]) // spec.rotary.head_dim
+    cos, sin = context.rope.of(spec.rotary)
+    rotation = Rotation(kernels=kernels, heads=heads, norms=weights.norms.heads, cos=cos, sin=sin)
     attend = partial(context.attend_rotated, rotation, window=spec.window)
-    attended, attend_back = jax.vjp(attend, z.reshape(B, T, -1, spec.head_dim))
+    attended, attend_back = jax.vjp(attend, z.reshape(B, T, -1, spec.rotary.head_dim))
     attended = attended.reshape(len(rows), -1)
     left = _times(attended, out.whole)
     added = kernels.add_norm(rows, left, adapters[_OUT][0][1], weights.norms.feed_forward, eps=spec.eps)
@@ -127,7 +126,7 @@ def _backward(kernels, spec: LayerSpec, residuals, dy):
     up, dnormed = adapters[_OUT][0][1], dgates @ gate_up.whole
     dmiddle = kernels.middle_gradient(middle, weights.norms.feed_forward, dy, dnormed, up, eps=spec.eps)
     dattended = dmiddle @ out.whole
-    (dz,) = attend_back(dattended.reshape(B, T, -1, spec.head_dim))
+    (dz,) = attend_back(dattended.reshape(B, T, -1, spec.rotary.head_dim))
     dz = dz.reshape(z.shape)
     skipped = D if rows is None else 0  # with x constant only the ranks need a gradient
     dx, dentered = None, dz @ qkv.whole[:, skipped:]

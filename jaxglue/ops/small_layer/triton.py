@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxglue.ops.gated_mlp.kernels import joined_backward_kernel, joined_forward_kernel
 from jaxglue.ops.gated_mlp.swiglu import Matrices
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import dot_precision, shape_dtype_of
 from jaxglue.ops.norm_rope.triton import TritonNormRope
 from jaxglue.ops.small_layer import kernels
@@ -77,7 +78,8 @@ class TritonSmallLayer(TritonNormRope):
         weights = tuple(weight for group in groups for weight in group.weights)
         downs, ups = zip(*(adapter for group in groups for adapter in group.adapters), strict=True)
         arrays = jnp.asarray(np.array(rows, np.int32)), weights, ups, downs, tuple(outs)
-        self._run(kernels.extend_weights_kernel, arrays, (), (len(rows),), constants, tiles)
+        cost = KernelCost(kind=KernelKind.ROWS)
+        self._run(kernels.extend_weights_kernel, arrays, (), (len(rows),), constants, tiles, cost)
         return [ExtendedWeights(*map(jax.freeze, made)) for made in extended]
 
     def extend(self, x, weight, downs, ranks: int, *, eps: float):
@@ -122,7 +124,8 @@ class TritonSmallLayer(TritonNormRope):
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": wide, "COLUMNS": tiles.length}
         constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
         grid = triton.cdiv(M, tiles.block_m), parts
-        out, partials = self._run(joined_forward_kernel, (z, *matrices), out_type, grid, constants, tiles)
+        cost = KernelCost(kind=KernelKind.ROWS, turns=turns(min(tiles.length, F), tiles.block_n))
+        out, partials = self._run(joined_forward_kernel, (z, *matrices), out_type, grid, constants, tiles, cost)
         return self._with_ranks(out, partials, F)
 
     def swiglu_gradient(self, z, matrices: Matrices, dextended):
@@ -138,7 +141,8 @@ class TritonSmallLayer(TritonNormRope):
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": length}
         constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
         arrays, out_type = (z, *matrices, dextended), (shape_dtype_of(z), *sums)
-        dz, dranks, *dmatrices = self._run(joined_backward_kernel, arrays, out_type, (blocks, parts), constants, tiles)
+        cost, grid = KernelCost(kind=KernelKind.ROWS, turns=turns(min(length, M), tiles.block_m)), (blocks, parts)
+        dz, dranks, *dmatrices = self._run(joined_backward_kernel, arrays, out_type, grid, constants, tiles, cost)
         return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices
 
     def _with_ranks(self, out, partials, D: int):
@@ -147,7 +151,8 @@ class TritonSmallLayer(TritonNormRope):
         refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, R), out.dtype))]
         constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts, "BLOCK_R": _lanes(R)}
         constants |= {"BLOCK_M": tiles.block_m, "BLOCK_P": tiles.block_n, "STAGES": tiles.num_stages}
-        self._run(kernels.ranks_kernel, (partials, *refs), (), (triton.cdiv(M, tiles.block_m),), constants, tiles)
+        cost, grid = KernelCost(kind=KernelKind.ROWS), (triton.cdiv(M, tiles.block_m),)
+        self._run(kernels.ranks_kernel, (partials, *refs), (), grid, constants, tiles, cost)
         return [jax.freeze(ref) for ref in refs]
 
     def adapter_gradients(
@@ -176,21 +181,24 @@ class TritonSmallLayer(TritonNormRope):
         constants |= self._constants(tiles, _lanes(rank), wides[0].dtype)
         partial_sums = tuple(array for array, _ in sums)
         arrays = jnp.asarray(np.array(rows, np.int32)), tuple(wides), tuple(narrows), partial_sums, tuple(outs)
-        self._run(kernels.gradients_kernel, arrays, (), (len(rows),), constants, tiles)
+        cost = KernelCost(kind=KernelKind.ADAPTER_GRADIENTS)
+        self._run(kernels.gradients_kernel, arrays, (), (len(rows),), constants, tiles, cost)
         return [jax.freeze(out) for out in outs]
 
     def _rows_of(self, kernel, arrays, out_type, tiles: RowTiles, sizes: dict, lanes: int):
         """Launch a program for block_m rows each of the first array."""
         M, D = arrays[0].shape
         constants = {"M": M, "D": D} | sizes | self._constants(tiles, lanes, arrays[0].dtype)
-        return self._run(kernel, arrays, out_type, (triton.cdiv(M, tiles.block_m),), constants, tiles)
+        cost = KernelCost(kind=KernelKind.ROWS, turns=turns(D, tiles.block_n))
+        return self._run(kernel, arrays, out_type, (triton.cdiv(M, tiles.block_m),), constants, tiles, cost)
 
     def _constants(self, tiles: RowTiles, lanes: int, dtype) -> dict:
         blocks = {"BLOCK_R": lanes, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
         return blocks | {"STAGES": tiles.num_stages, "PRECISION": dot_precision(dtype)}
 
-    def _run(self, kernel, arrays, out_type, grid, constants, tiles: RowTiles):
-        return self._launch(kernel, arrays, tuple(out_type), grid, constants, tiles.num_warps, tiles.num_stages)
+    def _run(self, kernel, arrays, out_type, grid, constants, tiles: RowTiles, cost: KernelCost):
+        compiled = tiles.num_warps, tiles.num_stages
+        return self._launch(kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost)
 
 
 def _lanes(ranks: int) -> int:

@@ -16,6 +16,7 @@ from jaxglue.ops.attention.kernels import LOG2_E
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.attention.triton import KernelSizes, sink_gradient
 from jaxglue.ops.attention.vjp import Gradients
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind
 from jaxglue.ops.launch import Launcher, shape_dtype_of
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.ops.tile_ring import GROUP_ROWS
@@ -39,7 +40,8 @@ class HopperAttention(Launcher):
         outputs = shape_dtype_of(q), sizes.statistics()
         grid = triton.cdiv(sizes.T, _ROWS // sizes.P) * sizes.packs, sizes.B
         constants = sizes.constants(window) | {"STAGES": _STAGES, "HAS_SINKS": sinks is not None}
-        return self._launch(forward_kernel, arrays, outputs, grid, constants)
+        cost = KernelCost(kind=KernelKind.ATTENTION_FORWARD)
+        return self._launch(forward_kernel, arrays, outputs, grid, constants, cost=cost)
 
     def backward(self, q, k, v, sinks, segments: PackedSegments, out, lse, dout, *, window) -> Gradients:
         """Return (dq, dk, dv, dsinks); dq is summed in float32, of as many heads at once as take 1 GiB."""
@@ -85,6 +87,7 @@ class HopperAttention(Launcher):
             (dkv, dkv, dq, shape_dtype_of(sums), shape_dtype_of(turns)),
             ((tiles + triton.cdiv(tiles, _SPAN)) * heads * sizes.B,),
             constants | {"STAGES": _STAGES + (sizes.H <= 64), "HEADS": heads, "ROWS": sizes.B, "SPAN": _SPAN},
+            cost=KernelCost(kind=KernelKind.ATTENTION_BACKWARD),
             aliases={len(arrays) + 1: 3, len(arrays) + 2: 4},
         )
         return dq, dk, dv

@@ -1,7 +1,20 @@
-"""The plan's panel, shown before training."""
+"""The panels of plan and results, and `summary.json`."""
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import jax
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
+from jaxglue.data.config import DEFAULT_SEQ_LEN
+from jaxglue.models.config import DecoderConfig
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
@@ -14,18 +27,15 @@ from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.optimizer_config import warmup_steps
-from jaxglue.training.row_length import row_text
+from jaxglue.training.checks import refuse_shared_prompt
+from jaxglue.training.config import warmup_steps
+from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Setup
-from jaxglue.training.shared_prompt import refuse_shared_prompt
 
-_STORED = {
-    "none": "",
-    **{how: f", linear layers of the decoder layers in {how}" for how in FORMATS[1:]},
-    "fp8_stored": ", linear layers of the decoder layers stored in fp8 (e4m3)",
-    "fp8_trained": ", linear layers of the decoder layers multiplied in fp8 (e4m3)",
-    "fp8": ", linear layers of the decoder layers stored and multiplied in fp8 (e4m3)",
-}
+PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
+"""Fields of the results that name a file or folder in the run's."""
+_BORDER = 6
+"""Width of a panel's border and of the space between its columns."""
 _HEAD = ", the output projection multiplied in it too"
 _NAMES = {
     "adamw": "AdamW",
@@ -33,6 +43,93 @@ _NAMES = {
     "adafactor": "Adafactor",
     "lion": "Lion",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """The results of a run; None for results that do not exist."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    """Train losses, nats per target token."""
+    best_eval_loss: float | None
+    best_eval_step: int | None
+    tokens_per_second: float
+    mfu: float | None
+    peak_memory_gb: float
+    seconds: float
+    startup_seconds: dict[str, float]
+    """By stage, up to the end of the first step."""
+    adapter: Path | None
+    """Folder of the trained adapter, or of the model after full fine-tuning."""
+    checkpoints: Path | None
+    metrics: Path
+    curve: Path
+    adapter_step: int | None = None
+    """Step whose weights `adapter` holds; None is the last."""
+    last_adapter: Path | None = None
+    """Folder of the last step's weights, where `adapter` holds the best."""
+    stopped_early: str | None = None
+    """Why the run ended before its last step."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Steps whose update was left out as a spike's."""
+
+
+def print_panel(console: Console, title: str, rows: Mapping[str, object]) -> None:
+    """Print a titled table of names and values; rows of None are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    width = max(console.width - max(map(len, rows)) - _BORDER, 1)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, Text(_with_breaks(str(value), width)))
+    console.print(Panel(table, title=title, title_align="left", expand=False))
+
+
+def _with_breaks(text: str, width: int) -> str:
+    """Break words wider than the column, such as paths, after their slashes."""
+    words = (
+        word if len(word) <= width else "\n".join(textwrap.wrap(word.replace("/", "/ "), width)).replace("/ ", "/")
+        for word in text.split(" ")
+    )
+    return " ".join(words)
+
+
+def summary_rows(summary: RunSummary) -> dict[str, object]:
+    """Return the rows of the closing panel."""
+    best = summary.best_eval_loss
+    return {
+        "train loss": f"{summary.first_loss:.4f} → {summary.last_loss:.4f} in {summary.steps:,} steps",
+        "best eval loss": best if best is None else f"{best:.4f} at step {summary.best_eval_step:,}",
+        "spikes": f"{len(summary.skipped_steps)} steps left out" if summary.skipped_steps else None,
+        "tokens/s": f"{summary.tokens_per_second:,.0f}",
+        "MFU": summary.mfu if summary.mfu is None else f"{summary.mfu:.1%}",
+        "peak memory": f"{summary.peak_memory_gb:.1f} GB",
+        "time": format_duration(summary.seconds),
+        "stopped early": summary.stopped_early,
+        "adapter": _of_step(summary.adapter, summary.adapter_step),
+        "last adapter": _of_step(summary.last_adapter, summary.steps),
+        "checkpoints": summary.checkpoints,
+        "metrics": summary.metrics,
+        "loss curve": summary.curve,
+    }
+
+
+def _of_step(folder: Path | None, step: int | None) -> str | None:
+    return None if folder is None else f"{folder}" + (f" (step {step:,})" if step is not None else "")
+
+
+def summary_json(summary: RunSummary) -> dict[str, object]:
+    """Return the results for `summary.json`, paths as text."""
+    values = dataclasses.asdict(summary)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def read_summary(values: Mapping[str, Any]) -> RunSummary:
+    """Return the results that `summary_json` wrote."""
+    return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
 def plan_rows(setup: Setup) -> dict[str, object]:
@@ -49,7 +146,7 @@ def plan_rows(setup: Setup) -> dict[str, object]:
         "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {rows}",
         "optimizer": _optimizer(setup),
         "steps": _steps(setup),
-        "dtype": f"{model.compute_dtype}{_STORED[setup.model.quantize]}{_HEAD * setup.model.fp8_head}",
+        "dtype": f"{model.compute_dtype}{_stored(setup)}{_HEAD * setup.model.fp8_head}",
         "remat": setup.remat,
         "attention": _attention(setup),
         "rotation": f"{rotation.name}: {rotation.reason}",
@@ -65,6 +162,11 @@ def _steps(setup: Setup) -> str:
         return f"{setup.total_steps:,}"
     epoch = setup.batches.steps_per_epoch
     return f"{setup.total_steps:,} ({epoch:,} an epoch, {setup.total_steps / epoch:.2f} epochs)"
+
+
+def _stored(setup: Setup) -> str:
+    description = FORMATS[setup.model.quantize].description
+    return f", linear layers of the decoder layers {description}" if description else ""
 
 
 def _objective(setup: Setup) -> str | None:
@@ -163,3 +265,11 @@ def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
     return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)
+
+
+def row_text(seq_len: int, model: DecoderConfig | None) -> str:
+    """Describe the length of rows, and why one at a model's limit, if that is known, is below the default."""
+    tokens = f"{seq_len:,} tokens"
+    if model and seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
+        return f"{tokens} (all positions of the model, fewer than the default of {DEFAULT_SEQ_LEN:,} tokens)"
+    return tokens

@@ -15,7 +15,7 @@ DAMAGED = ".damaged"
 _log = logging.getLogger(__name__)
 
 
-class OwnLines(NamedTuple):
+class JsonLines(NamedTuple):
     """Lines of a file."""
 
     intact: list[dict[str, Any]]
@@ -25,9 +25,9 @@ class OwnLines(NamedTuple):
     """True where a crash cut the last line short; neither list has it."""
 
 
-def read_own_lines(path: Path, is_valid: Callable[[dict[str, Any]], bool]) -> OwnLines:
+def read_json_lines(path: Path, is_valid: Callable[[dict[str, Any]], bool]) -> JsonLines:
     """Read a file, or none if it is missing, with damaged lines apart."""
-    lines = OwnLines([], [], False)
+    lines = JsonLines([], [], False)
     content = io.BytesIO(path.read_bytes() if path.exists() else b"")
     for line in filter(bytes.strip, content):
         if not line.endswith(b"\n"):
@@ -56,3 +56,8 @@ def rewrite_lines(
         temporary.write_text(
             "".join(json.dumps(line, ensure_ascii=ensure_ascii) + "\n" for line in lines), encoding="utf-8"
         )
+
+
+def read_steps(path: Path) -> JsonLines:
+    """Read a file whose lines have a whole number as `step`."""
+    return read_json_lines(path, lambda line: type(line.get("step")) is int)

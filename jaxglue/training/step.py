@@ -1,35 +1,41 @@
 """The optimizer step of a run: forward, backward and update, with the state that it advances."""
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Traced
+from jaxtyping import Array
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.data.stream import StreamIterator
 from jaxglue.engine.compiler import Lowering, jit_step, on_device
-from jaxglue.engine.executor import Executor, Update
-from jaxglue.engine.fp8_errors import fp8_errors
+from jaxglue.engine.executor import Executor, LayerExecutor, Update
+from jaxglue.engine.fp8_errors import FP8Errors, fp8_errors
 from jaxglue.engine.host_buffers import HostBuffers
-from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params
+from jaxglue.engine.layer_groups import SmallResults
+from jaxglue.models.lora import without_adapters
+from jaxglue.models.parameters import ModelGraphDefs, ParamKey, Params, without_parts
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.fp8_check import choose_fp8
-from jaxglue.training.in_flight import StepResult
 from jaxglue.training.optax_optimizer import make_optimizer
-from jaxglue.training.reference import reference_layers
+from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.setup import Setup
 from jaxglue.training.weights import build_parameters
-from jaxglue.training.whole_step import WholeStep
 
 Accepts = Callable[[int, Mapping[str, float]], bool]
 """Tells of a step's loss and gradient norm whether its update may be applied."""
@@ -88,7 +94,7 @@ class TrainStep:
             host_buffers=self._host_buffers,
         )
 
-    def _make_whole(self) -> WholeStep | None:
+    def _make_whole(self) -> "WholeStep | None":
         """Return the step's only program, where it can be one."""
         alone = self.executor.reuses_gradients and not self._setup.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
@@ -114,7 +120,7 @@ class TrainStep:
         self._lowering = Lowering(chain(step, update))
         return graphdefs
 
-    def dispatch(self, batch: Step, accepts: Accepts | None = None) -> StepResult:
+    def dispatch(self, batch: Step, accepts: Accepts | None = None) -> "StepResult":
         """Run one optimizer step; its values may still be computing on return.
 
         Args:
@@ -144,7 +150,7 @@ class TrainStep:
 
         None where nothing is multiplied in FP8, or the choice was made.
         """
-        if self._setup.model.quantize not in ("fp8", "fp8_trained") or self._fp8:
+        if not FORMATS[self._setup.model.quantize].fp8 or self._fp8:
             return None
         placed, largest = place_batch(batch, self._mesh), self._config.model.fp8_max_error
         choice = choose_fp8(fp8_errors(self.executor, self.trainable, self.frozen, placed), largest)
@@ -193,7 +199,7 @@ class TrainStep:
         """Pass each part's gradients of a step to `visit`, those of the head first; return the loss."""
         return self._divided(self.executor.loss_and_update(*self._arguments(batch), visit, self._step_key()))[0]
 
-    def _run_whole(self, whole: WholeStep, batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _run_whole(self, whole: "WholeStep", batch: Step) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run a step as one program; return as `_update` does."""
         (rows,), weight, key = batch.micro_batches, float(batch.targets), self._micro_batch_key()
         state = self.trainable, self._optimizer_state
@@ -251,3 +257,122 @@ class TrainStep:
         if not drops and not self._config.model.neftune_alpha:
             return None
         return jax.random.fold_in(jax.random.key(self._config.data.seed), self.step)
+
+
+class WholeStep:
+    """Runs a step of one micro-batch on one device as one compiled program.
+
+    Args:
+        executor: with one program for all layers.
+        optimizer: whose update can be a part of a program.
+    """
+
+    def __init__(self, executor: LayerExecutor, optimizer: Optimizer):
+        self._executor, self._optimizer = executor, optimizer
+        self._results = SmallResults({"loss": executor.loss_shape, "grad_norm": (), "learning_rate": ()})
+        donated = "trainable", "state", "places"
+        self._program = jit_step(self._run, donate_argnames=donated, keep_unused=True)
+
+    def __call__(
+        self, trainable: Params, state: Params, frozen: Params, batch, total_weight: float, key, step: int
+    ) -> tuple[Params, Params, dict[str, Array]]:
+        """Return new trainable, new state, and the loss beside the values of `Optimizer.update`.
+
+        Args:
+            trainable, state: of the step; donated. Both are committed to the device, as is `frozen`.
+            frozen, total_weight, key: as in `LayerExecutor.loss_and_gradients`.
+            batch: of one micro-batch; a program takes arrays on the host sooner than `jax.device_put` copies them.
+            step: optimizer steps done before.
+        """
+        arguments = frozen, batch, np.float32(1 / total_weight), key, np.int32(step), self._results.take()
+        trainable, state, results = self._program(trainable, state, *arguments)
+        return trainable, state, self._results.keep(results)
+
+    def trace(self, trainable: Params, frozen: Params, batch, key) -> Iterator[Traced]:
+        """Trace the program for shapes of parameters."""
+        trainable, frozen = on_device((trainable, frozen))
+        state, places = self._optimizer.state_shapes(trainable), self._results.abstract()
+        yield self._program.trace(trainable, state, frozen, batch, np.float32(1), key, np.int32(0), places)
+
+    def compilations(self) -> int:
+        """Return how often the program was compiled."""
+        return self._program.compilations()
+
+    def _run(self, trainable: Params, state: Params, frozen: Params, batch, scale, key, step, places):
+        """Return trainable, state and results of the step, which XLA writes to the donated arrays."""
+        loss, gradients = self._executor.loss_and_sums(trainable, frozen, batch, scale, key, without_parts(trainable))
+        trainable, state, reported = self._optimizer.update(trainable, state, gradients, step)
+        return trainable, state, {"loss": loss, **reported}
+
+
+class StepResult(NamedTuple):
+    """A dispatched step, whose values may still be computing."""
+
+    step: int
+    values: dict[str, jax.Array]
+    """loss, learning_rate and, unless parameters are updated in the backward pass, grad_norm."""
+    tokens: int
+
+
+class StepsInFlight:
+    """Queue of results in the order of their steps; a thread notes when each is done, for the host looks later."""
+
+    def __init__(self) -> None:
+        self._waiter = ThreadPoolExecutor(1)
+        self._results: deque[tuple[StepResult, Future[float]]] = deque()
+
+    def add(self, result: StepResult) -> None:
+        """Append the result of a step just dispatched."""
+        self._results.append((result, self._waiter.submit(_when_done, result)))
+
+    def take(self, *, leave: int) -> Iterator[tuple[StepResult, float]]:
+        """Yield all results but the last `leave`, each with the time it was done, `time.perf_counter`."""
+        while len(self._results) > leave:
+            result, done = self._results.popleft()
+            yield result, done.result()
+
+
+def _when_done(result: StepResult) -> float:
+    jax.block_until_ready(result.values)
+    return time.perf_counter()
+
+
+class FP8Choice(NamedTuple):
+    """Parts that are multiplied in FP8, and a line that names them."""
+
+    layers: list[bool]
+    head: bool
+    note: str
+
+
+def choose_fp8(errors: FP8Errors, largest: float) -> FP8Choice:
+    """Return the choice by errors and the largest error that stays in FP8; not-a-number is above any."""
+    layers, head = [error <= largest for error in errors.layers], errors.head is not None and errors.head <= largest
+    worst = max(range(len(layers)), key=lambda index: errors.layers[index])
+    note = f"fp8: largest relative error of a layer {errors.layers[worst]:.1%}, in layer {worst}"
+    if errors.head is not None:
+        note += f"; of the head's gradient {errors.head:.1%}"
+    wide = [str(index) for index, stays in enumerate(layers) if not stays]
+    if errors.head is not None and not head:
+        wide.append("head")
+    if wide:
+        note += f"; layers above {100 * largest:.3g}% multiply in the activations' dtype: {', '.join(wide)}"
+    return FP8Choice(layers, head, note)
+
+
+def caches_reference(setup: Setup) -> bool:
+    """Tell whether the reference's log-probabilities are computed once, before training."""
+    return setup.config.objective.kind.needs_reference and not setup.workload.reference
+
+
+def reference_layers(
+    setup: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
+) -> list[nnx.GraphDef] | None:
+    """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
+    if not setup.workload.reference:
+        return None
+    kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}
+    for graphdef, *trees in zip(graphdefs.layers, trainable["layers"], frozen["layers"], strict=True):
+        if graphdef not in kinds:
+            kinds[graphdef] = without_adapters(graphdef, *trees)
+    return [kinds[graphdef] for graphdef in graphdefs.layers]

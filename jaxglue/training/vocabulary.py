@@ -1,4 +1,4 @@
-"""Tokens that a run adds to its tokenizer and its model's vocabulary."""
+"""What a run begins with beside its base: the tokenizer with new tokens, and the adapter to train on from."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -8,8 +8,13 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.hf.adapter import Adapter
+from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
+from jaxglue.hf.identity import Identity, identify, identify_random
+from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora import base_shapes
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.training.config import TrainConfig
 
 _MULTIPLE = 64
@@ -94,3 +99,34 @@ def _read_lines(path: Path) -> list[str]:
     if twice := next((token for token, count in Counter(tokens).items() if count > 1), None):
         raise ValueError(f"--new-tokens {path} has {twice!r:.100} twice: remove one")
     return tokens
+
+
+def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
+    """Return the identity of a run's base, with the format of its linear layers, which its adapter records."""
+    random = config.model.random_weights
+    identity = identify_random(model, config.data.seed) if random else identify(config.model.folder)
+    return {**identity, "quantize": model.quantize} if FORMATS[model.quantize].offered else identity
+
+
+def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, Adapter | None]:
+    """Return the run with the rank, alpha and targets of its `--adapter`, and that adapter, if it has one.
+
+    Raises:
+        ValueError: not an adapter folder, one that does not fit the base, or flags that contradict it.
+    """
+    if config.model.adapter is None:
+        return config, None
+    shapes = base_shapes(abstract_model(model))
+    loaded = load_adapter(config.model.adapter)
+    adapter = check_adapter(loaded, shapes, base_identity(config, model), config.model.model)
+    if adapter.scores != model.scores:
+        what = "a reward model's" if adapter.scores else "not a reward model's"
+        objective = config.objective.objective
+        raise ValueError(f"--adapter {config.model.adapter} is {what}, so --objective {objective} cannot train it on")
+    lora = replace(adapter.config, dropout=config.lora.dropout or adapter.config.dropout)
+    if replace(config.lora, dropout=0.0) not in (LoraConfig(), replace(lora, dropout=0.0)):
+        raise ValueError(
+            f"--adapter {config.model.adapter} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
+            f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
+        )
+    return replace(config, lora=lora), adapter

@@ -1,48 +1,104 @@
-"""One run, from its loaded weights to the exported result."""
+"""A training run from its configuration to the exported result."""
 
 import os
 import time
-from typing import Any
+from dataclasses import replace
+from typing import IO, Any, cast
 
 import jax
 from rich.console import Console
 
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
-from jaxglue.distributed import Processes
+from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.host_buffers import HostBuffers
+from jaxglue.engine.program_cache import keep_programs
 from jaxglue.hf.files import write_json
-from jaxglue.recipe import as_dict, to_toml
+from jaxglue.hf.hub import is_hub_id
+from jaxglue.recipe import as_dict, load_config, to_toml
 from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
-from jaxglue.training.compiling import Compiling
-from jaxglue.training.curve import save_loss_curve
-from jaxglue.training.evaluation import Evaluation, evaluation_lines
-from jaxglue.training.expert_load import ExpertLoadProbe
-from jaxglue.training.failed_step import save_step
-from jaxglue.training.in_flight import StepResult, StepsInFlight
-from jaxglue.training.interrupt import Interrupt
-from jaxglue.training.loggers import Loggers, open_loggers
-from jaxglue.training.masking import masked
-from jaxglue.training.metrics import Diverged, check_finite
-from jaxglue.training.postmortem import Postmortem
-from jaxglue.training.profile import StepProfiler
-from jaxglue.training.progress import TrainingProgress
-from jaxglue.training.recorder import Recorder
+from jaxglue.training.config import ModelConfig, TrainConfig
+from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.fingerprint import fingerprint
+from jaxglue.training.interrupt import Interrupt, Output
+from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
+from jaxglue.training.record import Diverged, Recorder, StepProfiler, check_finite, memory_use, save_loss_curve
+from jaxglue.training.recovery import Postmortem, Spikes, explained_out_of_memory, save_step
 from jaxglue.training.reference_cache import add_reference
+from jaxglue.training.remat import open_buffers, size_pool
+from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
 from jaxglue.training.result import Result, ResultWriter, abstract_state
-from jaxglue.training.resuming import resume_notes
-from jaxglue.training.run_folder import RunFolder
-from jaxglue.training.samples import Samples
-from jaxglue.training.setup import Setup
-from jaxglue.training.spikes import Spikes
-from jaxglue.training.startup import StartupTimer
-from jaxglue.training.summary import RunSummary, print_panel, summary_json, summary_rows
-from jaxglue.training.throughput import memory_use
-from jaxglue.training.train_step import TrainStep
+from jaxglue.training.resuming import finished_run, resume_notes
+from jaxglue.training.run_folder import RunFolder, check_inputs, shared_output_folder
+from jaxglue.training.secrets import masked
+from jaxglue.training.setup import Setup, prepare
+from jaxglue.training.step import StepResult, StepsInFlight, TrainStep
+from jaxglue.training.trackers import Loggers, open_loggers
 
 _STEPS_IN_FLIGHT = 2
 """Steps that the host runs ahead of the device: enough to keep it busy, few enough to stop soon."""
+
+
+def train(
+    config: TrainConfig,
+    console: Console | None = None,
+    timer: StartupTimer | None = None,
+    processes: Processes = SINGLE_PROCESS,
+    interrupt: Interrupt | None = None,
+) -> RunSummary | None:
+    """Train as configured and write adapter or model, checkpoints, metrics and curve to the output folder.
+
+    Args:
+        config: the run.
+        console: where to print; by default standard output.
+        timer: of a start-up that began before this call.
+        processes: all call this; process 0 alone prints and writes, apart from checkpoints.
+        interrupt: tells after an interruption which signal it was.
+
+    Returns:
+        the results of the run; None after a dry run or an interruption.
+
+    Raises:
+        ValueError: bad input, before the accelerator is used.
+        OSError: a file cannot be written, as on a full disk.
+    """
+    interrupt = interrupt or Interrupt()
+    console = console or Console(file=cast(IO[str], Output(interrupt.output_closed)), quiet=not processes.is_main)
+    timer = timer or StartupTimer()
+    config = replace(config, model=pinned_model(config))
+    processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
+    if config.run.compilation_cache:
+        keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
+    run = config.run
+    setup = prepare(config, processes) if run.dry_run or run.resume else None
+    if setup and run.dry_run:
+        print_panel(console, "plan (dry run: nothing is trained)", plan_rows(setup))
+        return None
+    if setup and (summary := finished_run(setup, processes)):
+        print_panel(console, "done before: no step is left to train", summary_rows(summary))
+        return summary
+    with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
+        if run.overwrite and processes.is_main:
+            check_inputs(folder, config.inputs)
+        setup = setup or prepare(config, processes)
+        identity = fingerprint(setup)
+        processes.agree("model and data", identity)
+        timer.stage("data")
+        print_panel(console, "plan", plan_rows(setup))
+        size_pool(setup.workload, setup.remat, os.environ)
+        with explained_out_of_memory(setup), open_buffers(setup.workload, setup.remat) as buffers:
+            return Trainer(setup, identity, console, timer, processes, interrupt, buffers).run()
+
+
+def pinned_model(config: TrainConfig) -> ModelConfig:
+    """Return the run's model with its commit on the hub: the recorded one where a run resumes, else the newest."""
+    model, record = config.model, config.run.output / "config.toml"
+    if config.run.resume and model.revision is None and is_hub_id(model.model) and record.is_file():
+        recorded = load_config(TrainConfig, record).model
+        if recorded.model == model.model:
+            model = replace(model, revision=recorded.revision)
+    return model.pinned
 
 
 class Trainer:

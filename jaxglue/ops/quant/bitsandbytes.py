@@ -1,0 +1,47 @@
+"""Entries and errors shared by bitsandbytes' folder formats, which transformers reads too."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxglue.ops.quant.formats import TensorReader, names_in
+
+REMEDY = "use the original model folder with --quantize nf4 or int8"
+_REQUANTIZE = "quantize the original model again (jaxglue export --quantize)"
+_UNQUANTIZED = ("lm_head", "score", "embed_tokens", "model.embed_tokens")
+
+
+def names_bitsandbytes(config: Mapping[str, Any], *, bits: int) -> bool:
+    """Return whether `quantization_config` names bitsandbytes with 4 or 8 bits.
+
+    Raises:
+        ValueError: it leaves linear layers of decoder layers unquantized.
+    """
+    if config.get("quant_method") != "bitsandbytes" or bool(config.get("load_in_8bit")) != (bits == 8):
+        return False
+    if within := [name for name in names_in(config, "llm_int8_skip_modules") if name not in _UNQUANTIZED]:
+        raise ValueError(f"config.json leaves {', '.join(within[:3])} unquantized, which is not supported: {REMEDY}")
+    return True
+
+
+def shared_config(*, bits: int, scores: bool) -> dict[str, Any]:
+    """Return the entries of `quantization_config` that both formats have."""
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": bits == 4,
+        "load_in_8bit": bits == 8,
+        "llm_int8_skip_modules": ["score" if scores else "lm_head"],
+    }
+
+
+def read_typed(files: TensorReader, name: str, dtype: type[np.generic]) -> np.ndarray:
+    """Read a tensor; raise ValueError for another dtype."""
+    if (found := files.tensors[name].dtype) != dtype:
+        raise refused(files, name, f"its dtype is {found}, expected {np.dtype(dtype)}")
+    return files.read(name)
+
+
+def refused(files: TensorReader, name: str, why: str) -> ValueError:
+    """Return the error of a tensor that cannot be read."""
+    return ValueError(f"{name} in {files.tensors[name].file}: {why}: copy the file again, or {_REQUANTIZE}")

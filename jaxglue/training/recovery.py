@@ -1,0 +1,279 @@
+"""What a run does about failures: spikes left out, the cause of a divergence, and a line for a device out of memory."""
+
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxglue.data.batch import Answers, Batch
+from jaxglue.data.iterator import Step
+from jaxglue.engine.policy import AUTO
+from jaxglue.engine.transfer import to_device
+from jaxglue.hf.files import atomic_file
+from jaxglue.models.parameters import ParamKey, Params
+from jaxglue.ops.segments import PackedSegments
+from jaxglue.planner.gpus import GIB, RECORDED
+from jaxglue.planner.planner import Planner
+from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.rates import device_gpu
+from jaxglue.training.array_checks import non_finite
+from jaxglue.training.checkpoint import Checkpoints
+from jaxglue.training.record import Diverged, memory_use
+from jaxglue.training.remat import host_memory
+from jaxglue.training.result import abstract_state
+from jaxglue.training.setup import Setup
+from jaxglue.training.step import TrainStep
+
+_WINDOW = 128
+"""Latest accepted steps that mean and deviation are taken over."""
+_FEWEST = 16
+"""Steps before which only values that are not finite are spikes."""
+_MOST_IN_A_ROW = 10
+"""Spikes in a row after which the run ends: the weights, not the rows, are to blame."""
+_MOST_STEPS = 100
+"""Steps that are replayed to reach the failed one."""
+_RUINED = (
+    "Updates before it ruined the weights: start a new run with a lower --learning-rate or --clip-norm, or more warm-up"
+)
+_ROWS = "Other rows are finite with the same weights: look at these, or leave them out with --on-spike skip"
+_log = logging.getLogger(__name__)
+_ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference")
+_COLUMN = "column "
+"""Begins the names of columns' arrays."""
+_OPTIONAL_FIELDS = ("gap_starts", "gap_ends", "units")
+_ROW_FIELDS = ("tokens", "targets", "loss_weights")
+_SEGMENT_FIELDS = ("segment_ids", "positions", "starts", "ends", "long")
+_LESS = 0.85
+"""Share of the planned memory that the next plan may use."""
+
+
+class Spikes:
+    """Decides step by step whether loss or gradient norm is beyond `sigma` deviations above its mean."""
+
+    def __init__(self, sigma: float):
+        self._sigma, self._in_a_row = sigma, 0
+        self._values: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in ("loss", "grad_norm")}
+        self.steps: list[int] = []
+        """Steps left out so far."""
+
+    def accepts(self, step: int, values: Mapping[str, float]) -> bool:
+        """Tell whether the update of a step may be applied.
+
+        Raises:
+            Diverged: too many steps in a row are spikes.
+        """
+        if not any(self._is_spike(name, values[name]) for name in self._values):
+            self._in_a_row = 0
+            for name, window in self._values.items():
+                window.append(values[name])
+            return True
+        self.steps.append(step)
+        self._in_a_row += 1
+        if self._in_a_row == _MOST_IN_A_ROW:
+            raise Diverged(step, f"the last {_MOST_IN_A_ROW} steps were spikes, {_shown(values)}")
+        return False
+
+    def get_state(self) -> dict[str, Any]:
+        """Return a JSON-able state."""
+        return {
+            "values": {name: list(window) for name, window in self._values.items()},
+            "steps": self.steps,
+            "in_a_row": self._in_a_row,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `get_state`."""
+        self._values = {name: deque(window, maxlen=_WINDOW) for name, window in state["values"].items()}
+        self.steps, self._in_a_row = list(state["steps"]), state["in_a_row"]
+
+    def _is_spike(self, name: str, value: float) -> bool:
+        window = self._values[name]
+        if not math.isfinite(value):
+            return True
+        return len(window) >= _FEWEST and value > float(np.mean(window) + self._sigma * np.std(window))
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+class Postmortem:
+    """Finds the cause of a divergence; the model is not fit for training afterwards.
+
+    Args:
+        setup, model, checkpoints: of the run.
+        start: state of the batches before step 1.
+    """
+
+    def __init__(self, setup: Setup, model: TrainStep, checkpoints: Checkpoints, start: dict[str, Any]):
+        self._setup, self._model, self._checkpoints, self._start = setup, model, checkpoints, start
+
+    def explain(self, error: Diverged, *, replay: bool) -> str:
+        """Return the cause and the remedy; set a checkpoint that nothing finite followed aside.
+
+        Args:
+            error: names the failed step.
+            replay: False where steps cannot be replayed by this process alone.
+        """
+        if bad := self._bad_weights():
+            folder = self._setup.config.model.model
+            return f"The weights in {folder} are not finite ({bad}): mend or copy them again; no flag helps"
+        cause = self._replay(error.step) if replay else None
+        saved = self._checkpoints.latest_step
+        followed = cause is not None and cause.endswith(_ROWS)
+        if saved == error.step - 1 and not followed and self._checkpoints.reject(saved):
+            cause = f"{cause or _RUINED}; checkpoint {saved} is set aside as {saved}.diverged"
+        latest = self._checkpoints.latest_step
+        resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"
+        return f"{cause or _RUINED}. {resume}"
+
+    def _bad_weights(self) -> str | None:
+        """Return the name of the first frozen array with elements that are not finite."""
+        frozen = self._model.frozen
+        parts = [("", {name: part for name, part in frozen.items() if name != "layers"})]
+        parts += [(f"layers.{index}.", layer) for index, layer in enumerate(frozen["layers"])]
+        return next((prefix + names[0] for prefix, part in parts if (names := non_finite(to_device(part)))), None)
+
+    def _replay(self, failed: int) -> str | None:
+        """Return what was first not finite in the step, and the remedy; None where it cannot be replayed."""
+        try:
+            if not self._return_to(failed - 1):
+                return None
+            first = first_non_finite(self._model, next(self._setup.batches))
+            others = next(self._setup.batches, None)
+        except Exception as error:  # the divergence is the error to report
+            _log.debug("the failed step could not be replayed", exc_info=error)
+            return None
+        if first is None:
+            return f"Its gradients are finite, its update is not. {_RUINED}"
+        ruined = others is not None and first_non_finite(self._model, others) is not None
+        return f"First not finite: {first}. {_RUINED if ruined else _ROWS}"
+
+    def _return_to(self, step: int) -> bool:
+        """Bring model and batches to the state after `step` steps; return whether it is near enough."""
+        model, batches = self._model, self._setup.batches
+        abstract = abstract_state(model.state())
+        begin = self._checkpoints.latest_step or 0
+        if not begin <= step <= begin + _MOST_STEPS:
+            return False
+        model.release()
+        if begin and (restored := self._checkpoints.restore_latest(abstract)):
+            model.restore(restored.state, restored.step)
+            batches.set_state(restored.host["batches"])
+        else:
+            model.restart()
+            batches.set_state(self._start)
+        while model.step < step:
+            model.dispatch(next(batches))
+        return True
+
+
+def first_non_finite(model: TrainStep, step: Step) -> str | None:
+    """Return the first value of a step, forward and then backward, that is not finite; None if all are."""
+    for batch in model.place(step):
+        for index, x in enumerate(model.executor.hidden_states(model.trainable, model.frozen, batch)):
+            if not jnp.isfinite(x).all():
+                return f"the output of layer {index - 1}" if index else "the embedded tokens"
+    bad: list[ParamKey] = []
+
+    def visit(key: ParamKey, gradient: Params) -> None:
+        if non_finite(gradient):
+            bad.append(key)
+
+    loss = model.visit_gradients(step, visit)
+    if bad:
+        return f"the gradient of {f'layer {bad[0]}' if isinstance(bad[0], int) else bad[0]}"
+    return None if jnp.isfinite(loss) else "the loss"
+
+
+def save_step(path: Path, step: Step) -> None:
+    """Write a step's micro-batches as an `.npz`: stacked, but for the boundaries, whose slots may differ."""
+    batches = step.micro_batches
+    arrays: dict[str, Any] = {name: np.stack([getattr(batch, name) for batch in batches]) for name in _ROW_FIELDS}
+    arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENT_FIELDS}
+    arrays |= _stacked(_OPTIONAL_FIELDS, [batch.segments for batch in batches])
+    arrays |= _stacked(_ANSWER_FIELDS, [batch.answers for batch in batches])
+    arrays |= {_COLUMN + name: np.stack([batch.columns[name] for batch in batches]) for name in batches[0].columns}
+    arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, counts=np.array([step.tokens, step.targets]), **arrays)
+
+
+def load_step(path: Path) -> Step:
+    """Read a step written by `save_step`, for `TrainStep.dispatch`; raise ValueError for a damaged file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays: dict[str, Any] = dict(file)
+        tokens, targets = map(int, arrays.pop("counts"))
+        batches = tuple(_micro_batch(arrays, index) for index in range(len(arrays["tokens"])))
+    except Exception as error:  # zipfile raises errors of many types
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return Step(micro_batches=batches, tokens=tokens, targets=targets)
+
+
+def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
+    fields = {name: arrays[name][index] for name in _SEGMENT_FIELDS}
+    others, answers = (
+        {name: arrays[name][index] for name in names if name in arrays} for names in (_OPTIONAL_FIELDS, _ANSWER_FIELDS)
+    )
+    segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
+    rows = {name: arrays[name][index] for name in _ROW_FIELDS}
+    columns = {name.removeprefix(_COLUMN): arrays[name][index] for name in arrays if name.startswith(_COLUMN)}
+    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None, columns=columns)
+
+
+def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Stack the fields that all parts have."""
+    known = [name for name in names if all(getattr(part, name, None) is not None for part in parts)]
+    return {name: np.stack([getattr(part, name) for part in parts]) for name in known}
+
+
+def _bounds(index: int) -> str:
+    return f"cu_seqlens_{index}"
+
+
+class OutOfMemory(ValueError):  # noqa: N818
+    """Reports that a device ran out of memory during a run."""
+
+
+@contextlib.contextmanager
+def explained_out_of_memory(setup: Setup) -> Iterator[None]:
+    """Turn XLA's and Python's errors of memory into an OutOfMemory that names the remedy."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfMemory(_explanation(setup)) from error
+        raise
+
+
+def _explanation(setup: Setup) -> str:
+    use = memory_use(jax.local_devices())
+    where = "the GPU" if use.kind == "device" else "the host"
+    planned = f"--remat {setup.remat.remat!r}{setup.remat.note}"
+    rows = f"{setup.workload.batch_size} × {setup.workload.seq_len:,} tokens"
+    return (
+        f"{where} ran out of memory, with {use.peak / GIB:.1f} GiB in use at most; planned was {planned}, with {rows}. "
+        f"{_remedy(setup) if use.kind == 'device' else 'Lower --batch-size or --seq-len'}. "
+        "Any checkpoint is intact: continue with --resume"
+    )
+
+
+def _remedy(setup: Setup) -> str:
+    """Return the fastest plan that needs clearly less memory than the failed one, as flags."""
+    gpu = device_gpu(jax.local_devices()[0], RECORDED)  # nothing is measured on a GPU that is full
+    planner = Planner(setup.workload, gpu)
+    failed = planner.plan(setup.remat.policies, weights=setup.remat.weights)
+    limit = _LESS * min(failed.device_bytes, planner.gpu.memory) / GIB
+    try:
+        plan = Planner(setup.workload, planner.gpu.limited(limit)).choose(host_memory=host_memory(), weights=AUTO)
+    except DoesNotFit as error:
+        return f"With {limit:.1f} GiB, {error}"
+    return f"{plan} is predicted to need {plan.device_bytes / GIB:.1f} GiB; or lower --batch-size or --seq-len"

@@ -1,0 +1,87 @@
+"""The form that a projection takes, and its sum with the residual stream."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from closeness import assert_close
+
+from jaxglue.ops.projection import PROJECTION, RESIDUAL_SUM, Adapter, Projection, adapted_projection
+from jaxglue.ops.quant.fp8 import expand_products, quantize_fp8
+
+KEY = jax.random.key(0)
+
+
+class Conditions(NamedTuple):
+    dropout_key: jax.Array | None = None
+    fp8: bool = True
+
+
+def random_projection(**adapter):
+    """Return a projection with an adapter."""
+    W, A, B = (jax.random.normal(key, shape) for key, shape in zip(jax.random.split(KEY, 3), SHAPES, strict=True))
+    return Projection(weight=W, adapter=Adapter(A=A, B=B, scale=0.5, **adapter))
+
+
+SHAPES = (24, 16), (3, 16), (24, 3)
+PLAIN = random_projection()
+FP8 = replace(PLAIN, weight=quantize_fp8(PLAIN.weight))
+BIASED = replace(PLAIN, bias=jnp.arange(24.0))
+DORA, DROPPING = random_projection(magnitude=jnp.ones(24)), random_projection(dropout=0.1)
+
+
+def in_fp8(projection):
+    return replace(projection, weight=FP8.weight)
+
+
+FP8_OBSTACLES = {
+    "not stored for FP8": (PLAIN, Conditions()),
+    "weights are not stored for FP8 products": (replace(FP8, weight=expand_products(FP8.weight)), Conditions()),
+    "in the activations' dtype": (FP8, Conditions(fp8=False)),
+    "no adapter": (replace(FP8, adapter=None), Conditions()),
+    "DoRA": (in_fp8(DORA), Conditions()),
+    "an input of its own": (in_fp8(DROPPING), Conditions(KEY)),
+}
+
+
+@pytest.mark.parametrize("reason", FP8_OBSTACLES)
+def test_obstacles_to_fp8_are_named(reason):
+    projection, conditions = FP8_OBSTACLES[reason]
+    choice = PROJECTION.choose(None, [projection], conditions, False)
+    assert choice.name == "reference" and reason in choice.reason
+
+
+@pytest.mark.parametrize("projection", [FP8, in_fp8(DROPPING), in_fp8(BIASED)])
+def test_frozen_fp8_weights_with_adapters_take_one_pass(projection):
+    assert PROJECTION.choose(None, [projection], Conditions(), False).name == "fp8"
+
+
+SUM_OBSTACLES = {
+    "no adapter": replace(PLAIN, adapter=None),
+    "a bias": BIASED,
+    "DoRA": DORA,
+    "weights for FP8": FP8,
+    "weights for FP8 are added": replace(PLAIN, trains_in_fp8=True),
+}
+
+
+@pytest.mark.parametrize("reason", SUM_OBSTACLES)
+def test_obstacles_to_one_rounding_are_named(reason):
+    choice = RESIDUAL_SUM.choose(None, SUM_OBSTACLES[reason])
+    assert choice.name == "reference" and reason in choice.reason
+
+
+def test_dropout_does_not_keep_products_from_being_added_at_once():
+    assert RESIDUAL_SUM.choose(None, DROPPING).name == "lora"
+
+
+@pytest.mark.parametrize("projection", [PLAIN, BIASED, replace(BIASED, adapter=None)])
+def test_sums_with_the_stream_match_the_definition(projection):
+    stream, x = jnp.ones((2, 5, 24)), jax.random.normal(KEY, (2, 5, 16))
+    (got,) = adapted_projection(x, [projection], Conditions(), stream=stream)
+    expected = stream + x @ projection.weight.T
+    if projection.adapter is not None:
+        expected += 0.5 * x @ projection.adapter.A.T @ projection.adapter.B.T
+    assert_close([got], [expected if projection.bias is None else expected + projection.bias], 1e-5)
