@@ -10,7 +10,7 @@ from jaxglue.config import NonNegativeFloat
 from jaxglue.objectives.answers import PairObjective
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.objectives.objective import OBJECTIVES, Objective
-from jaxglue.training.trainer import train
+from jaxglue.training.train import train
 
 
 class Weighted(Objective):
