@@ -179,6 +179,29 @@ def test_requantizing_a_quantized_folder_is_refused(tmp_path):
         load_model(GOLDENS.parent / "goldens/qwen3_tied", quantize="nf5")
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_a_config_that_contradicts_the_tensors_is_refused(original, tmp_path, how):
+    folder = shutil.copytree(original, tmp_path / "stale")
+    stale = {"quantization_config": FORMATS[how].config()}
+    (folder / "config.json").write_text(json.dumps(read_config(original) | stale))
+    message = rf"says {how} in its quantization_config, but model\S+ in model.safetensors is bfloat16: take"
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)
+    name = "model.layers.0.self_attn.q_proj"
+    tensors = {f"{name}.lora_A": np.ones((2, 64), np.float32), f"{name}.lora_B": np.ones((64, 2), np.float32)}
+    save_adapter(tmp_path / "adapter", tensors, LoraConfig(rank=2, targets=("q_proj",)), str(folder))
+    with pytest.raises(ValueError, match=message):
+        export_adapter(tmp_path / "adapter", folder, tmp_path / "merged")
+    for name in ("nf4_folder", "int8_folder"):
+        raw = read_config(shutil.copytree(GOLDENS / name, tmp_path / name))
+        del raw["quantization_config"]
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(
+            ValueError, match=r"is in (NF4|INT8), of which config.json says nothing: add .*bitsandbytes"
+        ):
+            load_model(tmp_path / name)
+
+
 @pytest.mark.parametrize("how", ["nf4", "int8"])
 def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(original, tmp_path, how):
     config, rng = LoraConfig(rank=2, targets=("q_proj",)), np.random.default_rng(0)
