@@ -21,8 +21,9 @@ from jaxglue.models.parameters import Params, merge_module
 from jaxglue.ops import names
 from jaxglue.ops.backend import Backend, BackendChoice, Capability, Operation, compute_capability
 from jaxglue.ops.collectives import psum_batch
+from jaxglue.ops.gated_mlp import GATED_MLP
 from jaxglue.ops.norm_rope import LLAMA_NORM
-from jaxglue.ops.projection import Projection
+from jaxglue.ops.projection import PROJECTION, Projection
 from jaxglue.ops.rope import RopeTables
 from jaxglue.ops.small_layer import SMALL_LAYER, LayerNorms, LayerSpec, small_layer
 
@@ -36,19 +37,24 @@ def run_layer(layer: Any, x: Float[Array, "B T D"], context: PackedContext) -> F
     return layer(x, context) if form is None else form(layer, x, context)
 
 
-def explain_form(
+def explain_forms(
     graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Any, context: PackedContext
-) -> BackendChoice:
-    """Return the form of a layer of which shapes are known, and the reason for it."""
-    found: list[BackendChoice] = []
+) -> dict[str, BackendChoice]:
+    """Return how a layer of which shapes are known runs in training, and its projections, by title, and why."""
+    found: dict[str, BackendChoice] = {}
 
     def look(*arguments):
         layer, x, context = merge_module(graphdef, *arguments[:2]), *arguments[2:]
-        found.append(LAYER_FORM.choose(compute_capability(), layer, x, context))
+        context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
+        found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
+        found["projections"] = PROJECTION.choose(capability, layer.self_attn.inputs, context, False)
+        if isinstance(layer.mlp, GatedMLP):
+            found["feed-forward"] = GATED_MLP.choose(capability, layer.mlp.parts, context, layer.mlp.activation)
 
     jax.eval_shape(look, trainable, frozen, x, context)
-    (choice,) = found
-    return replace(choice, name="stage by stage") if choice.name == "reference" else choice
+    if found["layers"].name == "reference":
+        found["layers"] = replace(found["layers"], name="stage by stage")
+    return found
 
 
 def _check_tiles(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:

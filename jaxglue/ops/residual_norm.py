@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops.backend import Backend, Capability, Operation
 from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp_reads_fp8
 from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, branch_norm
-from jaxglue.ops.projection import Context, Projection, projections_read_fp8
+from jaxglue.ops.projection import Conditions, Projection, projections_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 
 __all__ = ["RESIDUAL_NORM", "GatedInput", "Normed", "Reader", "residual_norm"]
@@ -29,14 +29,19 @@ Reader = Sequence[Projection] | GatedInput
 
 
 def residual_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float, style: NormStyle, reader: Reader, context: Context
+    x: Float[Array, "*B D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    style: NormStyle,
+    reader: Reader,
+    context: Conditions,
 ) -> tuple[Float[Array, "*B D"], Normed]:
     """Return a residual stream x and its `rms_norm` for this reader, whose gradients are added in one pass."""
     norm = RESIDUAL_NORM.load(style, reader, context)
     return branch_norm(x, weight, eps, style) if norm is None else norm(x, weight, eps)
 
 
-def _check_fp8(capability: Capability | None, style: NormStyle, reader: Reader, context: Context) -> None:
+def _check_fp8(capability: Capability | None, style: NormStyle, reader: Reader, context: Conditions) -> None:
     if not reader:
         raise NotImplementedError("not only projections read it")
     if not _reads_fp8(reader, context):
@@ -45,7 +50,7 @@ def _check_fp8(capability: Capability | None, style: NormStyle, reader: Reader, 
         raise NotImplementedError("its kernels round before the product with the norm's weight")
 
 
-def _reads_fp8(reader: Reader, context: Context) -> bool:
+def _reads_fp8(reader: Reader, context: Conditions) -> bool:
     if isinstance(reader, GatedInput):
         return gated_mlp_reads_fp8(reader.parts, context, reader.activation)
     return projections_read_fp8(reader, context)

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.engine.layer_forms import explain_form
+from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
@@ -143,9 +143,9 @@ def plan_rows(run: Run) -> dict[str, object]:
         "steps": _steps(run),
         "dtype": f"{model.compute_dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
         "remat": run.remat,
+        **_forms(run),
         "attention": _attention(run),
         "rotation": _rotation(run),
-        **_layer_form(run),
         **_experts(run),
         **_devices(run),
         "memory": _memory(run),
@@ -203,6 +203,16 @@ def _memory(run: Run) -> str:
     return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
 
 
+def _forms(run: Run) -> dict[str, object]:
+    """Describe how the first layer and its projections are computed, and why."""
+    graphdefs, *trees = abstract_parts(run.workload)
+    trainable, frozen = (tree["layers"][0] for tree in trees)
+    choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(run.workload))
+    if run.mesh.devices > 1:
+        del choices["layers"]  # on a mesh all run stage by stage, or by tiles
+    return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
+
+
 def _experts(run: Run) -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
@@ -226,16 +236,6 @@ def _devices(run: Run) -> dict[str, object]:
     )
     auto = " (auto)" if run.config.run.mesh == AUTO else ""
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
-
-
-def _layer_form(run: Run) -> dict[str, object]:
-    """Return the form of the first layer; on a mesh all run stage by stage, or by tiles."""
-    if run.mesh.devices > 1:
-        return {}
-    graphdefs, trainable, frozen = abstract_parts(run.workload)
-    weights = trainable["layers"][0], frozen["layers"][0]
-    choice = explain_form(graphdefs.layers[0], *weights, *abstract_input(run.workload))
-    return {"layers": f"{choice.name}: {choice.reason}"}
 
 
 def _rotation(run: Run) -> str:

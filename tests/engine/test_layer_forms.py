@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxglue.engine.layer_forms import explain_form
+from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.models.decoder import packed_context
 from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.segments import pack_segments
@@ -29,8 +29,7 @@ def test_form_is_chosen_with_a_reason(split_parts, kind, gpu, tile, name, reason
     context = replace(packed_context(parts.config, segments), tile=tile)
     x = jax.ShapeDtypeStruct((1, 8, parts.config.hidden_size), jnp.bfloat16)
     with tracing_for(gpu):
-        choice = explain_form(
-            parts.graphdefs.layers[0], parts.trainable["layers"][0], parts.frozen["layers"][0], x, context
-        )
+        weights = (tree["layers"][0] for tree in parts[2:])
+        choice = explain_forms(parts.graphdefs.layers[0], *weights, x, context)["layers"]
     assert choice.name == name
     assert reason in choice.reason
