@@ -81,6 +81,14 @@ def test_bytes_are_those_of_the_gguf_package(kind, make_folder, export):
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"].data, expected)
 
 
+def test_experts_are_quantized_to_mxfp4_as_the_gguf_package_does(make_folder, export):
+    folder = make_folder(**GPT_OSS)
+    tensors, _ = export(folder, "mxfp4")
+    experts = MergedTensors(folder).read("model.layers.0.mlp.experts.down_proj").astype(np.float32)
+    expected = gguf.quantize(np.ascontiguousarray(experts.swapaxes(1, 2)), gguf.GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(tensors["blk.0.ffn_down_exps.weight"].data, expected)
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_floats_are_rounded_once(kind, make_folder, export):
     folder = make_folder()

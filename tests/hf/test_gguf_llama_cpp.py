@@ -239,3 +239,32 @@ def test_command_writes_file_and_modelfile(make_folder, make_tokenizer, tmp_path
     assert ask(model=tmp_path / "tuned/tuned-q4_k_m.gguf", texts=["What is 3 plus 4?"])["texts"] == [
         make_tokenizer("plain").encode("What is 3 plus 4?")
     ]
+
+
+def test_command_measures_importance_on_data(make_folder, write_jsonl, chat_rows, tmp_path):
+    folder, data = make_folder("qwen3"), write_jsonl(chat_rows(8))
+    flags = ["export", "--gguf", "q4_k_m", "--base", str(folder), "--output"]
+    main([*flags, str(tmp_path / "plain")])
+    main([*flags, str(tmp_path / "weighed"), "--imatrix", data])
+    plain, weighed = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name / f"{name}-q4_k_m.gguf").tensors}
+        for name in ("plain", "weighed")
+    )
+    changed = {name for name, tensor in weighed.items() if (tensor.data != plain[name].data).any()}
+    matrices = {name for name in plain if name.startswith("blk.") and "norm" not in name}
+    assert changed == matrices
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gguf", "q8_0", "--imatrix", "rows.jsonl"], "--imatrix weighs the errors of K-quants"),
+        (["--gguf", "q8_0", "--quantize", "nf4"], "a further task starts from its output"),
+        (["--gguf-lora"], "--gguf-lora writes --adapter"),
+        (["--gguf", "q9"], "q4_k_m"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "--base", str(tmp_path), "--output", str(tmp_path / "out"), *flags])
+    assert message in capsys.readouterr().err
