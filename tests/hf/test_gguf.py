@@ -356,8 +356,9 @@ def test_default_system_message_is_printed_without_one(make_tokenizer):
     tokenizer.chat_template = default + tokenizer.chat_template
     text = ollama_template(tokenizer)
     assert text.startswith(
-        '{{- "<|im_start|>system\\n" }}{{- if not .System }}{{- "Be kind.<|im_end|>\\n" }}{{- end }}'
-        '{{- range .Messages }}{{- if eq .Role "system" }}{{- .Content }}{{- "<|im_end|>\\n" }}'
+        '{{- "<|im_start|>system\\n" }}{{- if not .System }}{{- "Be kind." }}{{- end }}'
+        '{{- range .Messages }}{{- if eq .Role "system" }}{{- .Content }}{{- else if eq .Role "user" }}'
+        '{{- "<|im_end|>\\n<|im_start|>user\\n" }}'
     )
 
 

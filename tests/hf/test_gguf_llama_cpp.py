@@ -134,6 +134,17 @@ def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_token
         assert found["stop_type"] == ("eos" if len(expected) < 12 else "limit")
 
 
+@pytest.mark.parametrize("name", ["marked", "thinking", "closing", "unstable"])
+def test_templates_render_in_llama_cpp_as_in_training(name, make_folder, make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer(name)
+    template = ChatTemplate(tokenizer)
+    folder = make_folder("qwen3", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    found = ask(model=export(folder, "f16", tmp_path / "out", tokenizer, {2}), chats=CHATS)["chats"]
+    texts = [template.render_prompt(chat, None) for chat in CHATS]
+    assert [chat["text"] for chat in found] == texts
+    assert [chat["tokens"] for chat in found] == [template.encode(text) for text in texts]
+
+
 KINDS = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
 
 
