@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.hf.checkpoint import read_config, save_tensors
@@ -316,21 +316,8 @@ def test_unknown_pre_tokenizer_is_refused():
         vocabulary_metadata(byte_level(split(r"\w+")), 8, {1})
 
 
-def sentencepiece():
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{i:02X}>": 3 + i for i in range(256)}}
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "hell"), ("▁hell", "o"), ("l", "o")]
-    for piece in ("▁", *"helo", *(a + b for a, b in merges)):
-        vocabulary.setdefault(piece, len(vocabulary))
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-def test_byte_fallback_vocabulary_is_written_with_scores_of_its_merges():
-    found = vocabulary_metadata(sentencepiece(), 300, {2})
+def test_byte_fallback_vocabulary_is_written_with_scores_of_its_merges(sentencepiece):
+    found = vocabulary_metadata(sentencepiece, 300, {2})
     assert found["ggml.model"] == "llama"
     assert found["ggml.add_space_prefix"]
     assert "ggml.merges" not in found

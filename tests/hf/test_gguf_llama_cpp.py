@@ -145,6 +145,13 @@ def test_templates_render_in_llama_cpp_as_in_training(name, make_folder, make_to
     assert [chat["tokens"] for chat in found] == [template.encode(text) for text in texts]
 
 
+def test_byte_fallback_tokenizer_gives_its_tokens_in_llama_cpp(sentencepiece, make_folder, tmp_path):
+    folder = make_folder("qwen3", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    texts = ["hello hell lo", " hello\n", "héllo 日本"]
+    file = export(folder, "f16", tmp_path / "out", sentencepiece, {2})
+    assert ask(model=file, texts=texts)["texts"] == [sentencepiece.encode(text) for text in texts]
+
+
 KINDS = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
 
 
