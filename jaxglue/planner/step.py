@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from jaxglue.engine.policy import RematPolicy, parse_policy
+from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import keeps_values, restored_inputs
 from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.candidates import ATTENTION
 from jaxglue.planner.gpus import GIB, Dispatch
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 
@@ -60,10 +59,6 @@ def simulate(layers: Sequence[Work], *, depth: int, run_ahead: int, weights_dept
     return now
 
 
-SIZES = (2, 4, 8)
-"""Layers in a group."""
-
-
 class Restoration(NamedTuple):
     """Layers that run again before the backward pass of the one after them."""
 
@@ -72,37 +67,6 @@ class Restoration(NamedTuple):
     """Layers whose inputs are kept."""
     values: frozenset[int]
     """Layers whose attention is kept where their policies drop it."""
-
-
-def group_policies(layers: int, size: int, *, attention: int = 0, kept_again: bool = True) -> tuple[RematPolicy, ...]:
-    """Return policies of layers in groups of one size.
-
-    Args:
-        layers: of the model.
-        size: of a group.
-        attention: layers that keep attention's values; all others compute them again. They are the last of the model,
-            whose values stay on the device, and in each group those that run most often.
-        kept_again: attention's values are kept when the layer runs again.
-    """
-    computing = set(_order_to_drop(layers, size)[: layers - attention])
-
-    def policy(index: int) -> RematPolicy:
-        of_input = "drop" if index % size else "offload"
-        of_attention = "offload" if index not in computing else "drop" if kept_again else ""
-        return parse_policy(f"{of_input}:layer_input" + (f"; {of_attention}:{ATTENTION}" if of_attention else ""))
-
-    return tuple(map(policy, range(layers)))
-
-
-def _order_to_drop(layers: int, size: int) -> list[int]:
-    """Return the layers in the order in which they should compute attention again, evenly over the groups.
-
-    The last but one of a group is first: it runs again once, and keeps attention's values as the last one's go.
-    """
-    places = [*range(size - 2, -1, -1), size - 1]
-    order = [first + place for place in places for first in range(0, layers, size) if first + place < layers]
-    ends = {layers - 1, layers - 2}
-    return [index for index in order if index not in ends] + sorted(ends & set(order))
 
 
 def restorations(policies: Sequence[RematPolicy], depth: int) -> list[Restoration]:

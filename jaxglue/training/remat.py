@@ -146,7 +146,7 @@ def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) 
 
     if AUTO not in (model.remat, model.weights, model.embeddings):
         planner, plan = find(device_gpu(device, RECORDED))
-        if planner.hides_dispatch(plan) and not plan.host_bytes:
+        if planner.predictor.hides_dispatch(plan) and not plan.host_bytes:
             return planner, plan
     return find(device_gpu(device))
 

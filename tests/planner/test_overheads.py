@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxglue.engine.policy import parse_policies
-from jaxglue.planner.candidates import soonest
+from jaxglue.planner.planner import soonest
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch
 from jaxglue.planner.plan import Plan
 from jaxglue.planner.rates import measure_dispatch
