@@ -9,14 +9,12 @@ from itertools import pairwise
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, parse_weights, stream_evenly
-from jaxglue.planner.gpus import GIB
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.plan import MARGIN, Memory, Plan, by_time
 from jaxglue.planner.predictor import Predictor
 
 _GROUP_SIZES = (2, 4, 8)
 """Layers in a group."""
-_WORTH_COMPILING = 1.2 * GIB
-"""Bytes of host memory whose use is as bad as a second of compilation."""
 ATTENTION = "attention_out,attention_lse"
 _RANKS = "lora_hidden"
 """Few bytes a token, and they save the passes to adapters' ranks, SwiGLU's among them: kept wherever it can be."""
@@ -283,7 +281,7 @@ class Candidates:
         if kept is None or short:
             return kept or plan
         compiling = kept.compile_seconds - plan.compile_seconds
-        return kept if plan.host_bytes - kept.host_bytes > _WORTH_COMPILING * compiling else plan
+        return kept if plan.host_bytes - kept.host_bytes > fitted.WORTH_COMPILING * compiling else plan
 
 
 def most(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:

@@ -11,6 +11,7 @@ from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.engine.saved import check_dropped_inputs
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.candidates import Candidates, tile_sizes
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
@@ -300,8 +301,6 @@ def plan(
 
 
 _ROW_STEP = 128
-_SCALING_ERROR = 3e-4
-"""Share of the memory by which scaled programs may differ from traced ones."""
 
 
 def interpolate(loads: dict[int, float], limit: int, step: int) -> int:
@@ -371,7 +370,7 @@ class RowLoads:
     def confirms(self, seq_len: int) -> bool:
         """Return whether a length fits beyond doubt, or when its programs are traced, too."""
         tile, load = self._scaled.get(seq_len, (None, 0.0))
-        return load <= 1 - _SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
+        return load <= 1 - fitted.SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
 
     def _load(self, seq_len: int, tile: int | None) -> float:
         traced = self._traced[tile is not None]

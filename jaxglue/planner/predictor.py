@@ -15,6 +15,7 @@ from jaxglue.engine.transfer import (
     weights_prefetch_depth,
 )
 from jaxglue.ops.backend import has_jax_triton
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.cost import fused_seconds
 from jaxglue.planner.gpus import RECORDED, Dispatch, Gpu
@@ -39,8 +40,6 @@ from jaxglue.planner.step import (
 )
 from jaxglue.planner.workload import Workload
 
-_LINK_SHARE = 0.85
-"""Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
 _SLOW_HOST = 3
 """Times as long as the recorded host takes."""
 
@@ -265,7 +264,7 @@ class Predictor:
     @property
     def _link(self) -> float:
         """Return the bytes/s between host and GPU that a plan counts on."""
-        return _LINK_SHARE * self.gpu.link
+        return fitted.LINK_SHARE * self.gpu.link
 
     def _arriving(self, streamed: list[int], mapped: list[int]) -> list[int]:
         """Return each layer's streamed bytes, those from files in units of the link's rate."""
