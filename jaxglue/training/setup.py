@@ -50,7 +50,7 @@ class Run:
 
     @property
     def model(self) -> DecoderConfig:
-        """Return the model's shape."""
+        """Return the model's architecture."""
         return self.workload.config
 
     @property
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def base(self) -> DecoderConfig:
-        """Return the base's shape."""
+        """Return the base's architecture."""
         return replace(self.model, vocab_size=self.vocabulary.base_size)
 
     @property
