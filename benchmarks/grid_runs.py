@@ -21,10 +21,9 @@ import step
 
 from jaxglue.commands.devices import take_fitting_blocks
 from jaxglue.engine.residency import DEVICE
-from jaxglue.planner.dispatch import measure_dispatch
 from jaxglue.planner.gpus import Gpu, find_gpu
-from jaxglue.planner.proposer import MARGIN
-from jaxglue.planner.rates import host_dispatch
+from jaxglue.planner.plan import MARGIN
+from jaxglue.planner.rates import host_dispatch, measure_dispatch
 
 PINNED_GIB = 40
 """Host memory that plans may pin."""

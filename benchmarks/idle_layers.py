@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.engine.policy import RematPolicy
+from jaxglue.planner.plan import Plan
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import Plan
 
 _BLOCK = 2**28
 """Bytes of an array."""

@@ -20,10 +20,9 @@ from jaxglue.engine.policy import AUTO, PRESETS, parse_policies
 from jaxglue.engine.residency import DEVICE
 from jaxglue.planner.candidates import tile_sizes
 from jaxglue.planner.gpus import GIB, Dispatch, Gpu, find_gpu
-from jaxglue.planner.overheads import MicroBatch
+from jaxglue.planner.plan import MARGIN, DoesNotFit
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import DoesNotFit
-from jaxglue.planner.proposer import MARGIN
+from jaxglue.planner.step import MicroBatch
 
 HELD_OUT, FITTED = 15, 13
 """Seeds: the next to measure, and the last that constants were fitted to."""

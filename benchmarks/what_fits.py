@@ -19,7 +19,7 @@ from measure import table, write_json
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.plan import DoesNotFit
 from jaxglue.recipe import from_settings
 
 GPUS = ("3060", "4080", "4090", "5090", "L40S", "A100-40", "H100", "H200")

@@ -8,9 +8,9 @@ from jaxglue.commands.configs import EstimateConfig
 from jaxglue.commands.estimate import make_planner
 from jaxglue.generation import chat, scoring
 from jaxglue.generation.config import GenerateConfig, ScoreConfig
-from jaxglue.planner import plan as planner_plan
+from jaxglue.planner import planner
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.plans import Plan
+from jaxglue.planner.plan import Plan
 from jaxglue.planner.workload import Workload
 from jaxglue.recipe import from_settings
 from jaxglue.training import train as training
@@ -76,13 +76,13 @@ def plan(model: str | Path | Workload, gpu: str, *, recipe: str | Path | None = 
         gpu: a GPU's name, such as "4090"; it need not be present.
         recipe: of a training run; settings win over it.
         settings: by the names of `jaxglue estimate`'s flags: `seq_len`, `method`, `quantize`, `remat`, …; with a
-            `Workload`, the options of `jaxglue.planner.plan.plan`.
+            `Workload`, the options of `jaxglue.planner.planner.plan`.
 
     Raises:
         ValueError: a bad setting, an unknown model or GPU, or nothing fits.
     """
     if isinstance(model, Workload):
-        return planner_plan.plan(model, gpu, **settings)
+        return planner.plan(model, gpu, **settings)
     config = from_settings(EstimateConfig, {"model": str(model), "gpu": gpu, **settings}, recipe)
     host_memory, weights = config.host_memory_gib * GIB, config.model.weights
     return make_planner(config).resolve(config.model.remat, weights=weights, host_memory=host_memory)

@@ -8,7 +8,7 @@ from jaxglue.config import Alias, Choices, Config, NonNegativeFloat, PositiveInt
 from jaxglue.data.config import DataConfig
 from jaxglue.hf.files import MAX_SHARD_BYTES
 from jaxglue.hf.hub import model_path
-from jaxglue.ops.choices import QUANTIZE, Quantize
+from jaxglue.ops.choices import QUANTIZE, GgufType, Quantize
 from jaxglue.training.config import ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class EstimateConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(Config):
-    """Merge an adapter into its base model, quantize a model, write a run's checkpoint, or upload the result."""
+    """Merge an adapter into its base model, quantize a model, write it for llama.cpp, write a run's checkpoint, or
+    upload the result."""
 
     base: Annotated[Path | None, Alias("model", "base_model", "model_name_or_path")] = None
     """Model folder, or owner/name on the hub; by default the adapter's base."""
@@ -76,6 +77,12 @@ class ExportConfig(Config):
     """PEFT adapter folder to merge, or to upload."""
     quantize: Annotated[Quantize, Alias("quantise")] = "none"
     """Store the decoder layers' linear layers in bitsandbytes' NF4 or int8 format."""
+    gguf: Annotated[GgufType | None, Alias("quantization_method", "outtype")] = None
+    """Write a GGUF file of this type, for llama.cpp and Ollama: of --adapter merged into its base, or of --base."""
+    gguf_lora: bool = False
+    """Write --adapter alone as a GGUF file, which llama.cpp applies to its base's."""
+    imatrix: tuple[str, ...] = ()
+    """Data, as of jaxglue train, on which the importance of each matrix's inputs is measured, for K-quants."""
     trained_on: Annotated[str, Choices(QUANTIZE, "auto")] = "auto"
     """Format in which the base's linear layers were held when --adapter was trained, and are merged with it; auto takes
     the base folder's, else the one that the adapter records."""
@@ -93,17 +100,22 @@ class ExportConfig(Config):
 
     def validate(self) -> None:
         """Refuse several tasks at once, and none."""
-        tasks = (self.adapter is not None, self.quantize != "none", self.checkpoint is not None)
+        written = self.adapter is not None or self.gguf is not None
+        tasks = (written, self.quantize != "none", self.checkpoint is not None)
         if sum(tasks) != 1:
             raise ValueError(
-                "give one of --adapter, --quantize and --checkpoint: a further task starts from its output"
+                "give one of --adapter (or --gguf), --quantize and --checkpoint: a further task starts from its output"
             )
+        if self.gguf_lora and (self.adapter is None or self.gguf is not None or self.output is None):
+            raise ValueError("--gguf-lora writes --adapter to --output, without --gguf")
+        if self.imatrix and self.gguf not in ("q4_k_m", "q5_k_m", "q6_k"):
+            raise ValueError("--imatrix weighs the errors of K-quants: add --gguf q4_k_m, q5_k_m or q6_k")
         if self.checkpoint is not None and self.push is not None:
             raise ValueError("--checkpoint only writes --output: upload that with --adapter OUTPUT --push NAME")
         if self.output is None and (self.adapter is None or self.push is None):
             raise ValueError("no --output: name a new folder")
-        if self.base is None and self.quantize != "none":
-            raise ValueError("no --base: name the model to quantize")
+        if self.base is None and self.adapter is None and self.checkpoint is None:
+            raise ValueError("no --base: name the model to write")
 
     def base_folder(self, *, weights: bool = True) -> Path:
         """Return the base's folder, downloaded if it is on the hub."""

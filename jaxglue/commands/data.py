@@ -20,8 +20,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.training.report import row_text
-from jaxglue.training.setup import with_seq_len
+from jaxglue.training.workload import row_text, settle
 
 _BAR = 40
 _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")
@@ -42,7 +41,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     console = console or Console()
     folder = model_path(config.model.model, config.model.revision, weights=False)
     tokenizer, model = load_tokenizer(folder), _read_model(folder) if config.data.seq_len is None else None
-    config = with_seq_len(config, model) if model else config
+    config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
     prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task)
     data = prepared.train

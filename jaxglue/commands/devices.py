@@ -18,7 +18,7 @@ def start_devices(config: "TrainConfig") -> None:
     """Open this machine's devices in the background; a run of several processes opens them later, together."""
     import jax
 
-    from jaxglue.planner.plans import raise_pinned_limit
+    from jaxglue.planner.host_memory import raise_pinned_limit
 
     # JAX reserves only three quarters of the GPU by default; NCCL needs some. Read at JAX's first device query.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9" if len(visible_gpus()) < 2 else "0.8")

@@ -3,20 +3,38 @@
 jaxglue export --adapter runs/first/adapter --output merged
 jaxglue export --adapter runs/first/adapter --push owner/name
 jaxglue export --quantize nf4 --base models/Qwen3-8B --output models/Qwen3-8B-nf4
+jaxglue export --gguf q4_k_m --adapter runs/first/adapter --output first
 jaxglue export --run runs/first --checkpoint best --output best
 """
 
+from itertools import islice
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from jaxglue.commands.configs import ExportConfig
+from jaxglue.data.config import DataConfig
+from jaxglue.data.iterator import BatchIterator
+from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.chat import generation_stops, stop_tokens
 from jaxglue.hf.export import quantize_folder
-from jaxglue.hf.export_check import CHECK_FILE
+from jaxglue.hf.export_check import CHECK_FILE, Rows, folder_parts
+from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
+from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.hub import CURVE, base_reference, model_card, push_folder
-from jaxglue.hf.merge import export_adapter
+from jaxglue.hf.merge import MergedTensors, export_adapter
 from jaxglue.json_file import read_json
+from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.training.checkpoint_export import export_checkpoint
+
+_CALIBRATION_TOKENS, _CALIBRATION_BATCH, _CALIBRATION_BATCHES = 512, 4, 16
+"""Tokens of a calibration row, rows of a batch, and batches."""
 
 
 def main(config: ExportConfig) -> None:
@@ -32,6 +50,10 @@ def _write(config: ExportConfig, output: Path) -> None:
     if config.checkpoint is not None:
         step = export_checkpoint(config.run, config.checkpoint, output)
         print(f"the weights of step {step:,}")
+    elif config.gguf is not None:
+        print(_write_gguf(config, config.gguf, output))
+    elif config.gguf_lora:
+        print(_write_gguf_lora(config, output))
     elif config.adapter is not None:
         print(_merge(config, config.adapter, output))
     else:
@@ -47,6 +69,48 @@ def _merge(config: ExportConfig, adapter: Path, output: Path) -> str:
         return str(check)
     label = FORMATS[check.storage].label
     return f"merged into the base as quantized to {label}, on which the adapter was trained; {check}"
+
+
+def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
+    """Write a GGUF file and its Modelfile; return what to run."""
+    storage = None if config.trained_on == "auto" else config.trained_on
+    base = config.base_folder()
+    tensors = MergedTensors(base, config.adapter, storage)
+    own = config.adapter is not None and (config.adapter / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(config.adapter if own and config.adapter else base)
+    stops = stop_tokens(tokenizer) | generation_stops(base)
+    importance = _measure_importance(config.imatrix, tensors, base, tokenizer) if config.imatrix else None
+    progress = DataProgress()
+    file = export_gguf(
+        tensors, tensors.config, tokenizer, stops, kind, output, importance=importance, progress=progress
+    )
+    return f"run it with: llama-server -m {file}, or: ollama create {output.resolve().name} -f {output / 'Modelfile'}"
+
+
+def _measure_importance(
+    data: tuple[str, ...], tensors: MergedTensors, base: Path, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, np.ndarray]:
+    """Return the importance of matrices' inputs on the first rows of the data."""
+    settings = DataConfig(data=data, seq_len=_CALIBRATION_TOKENS, loss_on="all")
+    prepared = prepare_data(settings, tokenizer, tensors.specs["model.embed_tokens.weight"].shape[0])
+    batches = BatchIterator(prepared.train, seq_len=settings.row_tokens, batch_size=_CALIBRATION_BATCH, epochs=1)
+    steps = islice(batches, _CALIBRATION_BATCHES)
+    rows = [
+        Rows(tokens=np.asarray(batch.tokens), segments=batch.segments, source="calibration")
+        for step in steps
+        for batch in step.micro_batches
+    ]
+    dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    parts = folder_parts(base, tensors.config, dtype=dtype, adapter=tensors.adapter)
+    return measure_importance(tensors.config, parts, rows, dtype)
+
+
+def _write_gguf_lora(config: ExportConfig, output: Path) -> str:
+    """Write an adapter's GGUF file; return what to run."""
+    tensors = MergedTensors(config.base_folder(), config.adapter)
+    assert tensors.adapter is not None
+    file = export_gguf_lora(tensors.adapter, tensors.config, output)
+    return f"run it with: llama-server -m BASE.gguf --lora {file}"
 
 
 def _push(config: ExportConfig, name: str) -> str:

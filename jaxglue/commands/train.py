@@ -5,7 +5,7 @@ import sys
 
 from jaxglue.distributed import find_process_info, join_processes
 from jaxglue.engine.program_cache import explain_cache_errors
-from jaxglue.planner.plans import raise_pinned_limit
+from jaxglue.planner.host_memory import raise_pinned_limit
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.interrupt import Interrupt
 from jaxglue.training.progress import StartupTimer

@@ -131,7 +131,7 @@ class EmbedHead:
         return self._log_probs_program(self.parts(trainable), self.parts_on_device(frozen), x, batch.without_lengths())
 
     def with_reference(self, trainable: Params, frozen: Params, x: Float[Array, "B T D"], batch: Batch) -> Batch:
-        """Return the batch with the answers' log-probabilities under a reference, from its last layer's output."""
+        """Return the batch with the answers' log-probabilities under a reference model, from its last output."""
         assert batch.answers is not None
         reference = self.answer_log_probs(trainable, frozen, x, batch)
         return replace(batch, answers=replace(batch.answers, reference=reference))

@@ -58,7 +58,7 @@ class EntryHead(Protocol):
         """Return scale · Σ loss of the last layer's output."""
 
     def with_reference(self, trainable: Params, frozen: Params, x, batch: Any) -> Any:
-        """Return the batch with values of a reference's last output for the loss; called with reference layers only."""
+        """Return the batch with values of a reference model's last output; called only with such a model."""
 
     def head_backward(self, trainable: Params, frozen: Params, x, batch: Any, scale, sums: Params) -> tuple:
         """Return (loss, dx, the head's entries of `sums` plus gradients)."""
@@ -83,8 +83,8 @@ class LayerExecutor:
         policy: remat policy of all layers, or one for each.
         layout: of the model's arrays.
         stream_weights: frozen weights of some layers are in pinned host memory or in files.
-        reference: layers of a reference on the same frozen weights, each run where the model's layer runs; their last
-            output enters the batch by `EntryHead.with_reference`.
+        reference: layers of a reference model on the same frozen weights, each run where the model's layer runs; their
+            last output enters the batch by `EntryHead.with_reference`.
         prefetch_depth: layers by which copies from the host are requested ahead: 1 is double buffering; 0 runs copies
             and layers one after another; None chooses (`default_prefetch_depth`).
         layers_per_program: consecutive layers dispatched as one program, on one device that keeps everything. With all
@@ -204,7 +204,7 @@ class LayerExecutor:
     def last_output(
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Float[Array, "B T D"]:
-        """Return the output of the last layer, or of the reference's."""
+        """Return the output of the last layer, or of the reference model's."""
         if self._groups is not None:
             x, contexts = self.entry_head.embed(trainable, frozen, batch, None)
             return self._groups.output(trainable["layers"], frozen["layers"], x, contexts, reference=reference)
@@ -214,7 +214,7 @@ class LayerExecutor:
     def hidden_states(
         self, trainable: Params, frozen: Params, batch: Batch, *, reference: bool = False
     ) -> Iterator[Float[Array, "B T D"]]:
-        """Yield the embedded tokens of a batch, then the output of each layer, or of the reference's layers."""
+        """Yield the embedded tokens of a batch, then the output of each layer, or of the reference model's layers."""
         x, contexts = self.entry_head.embed(trainable, frozen, batch, None)
         yield x
         layers = trainable["layers"], frozen["layers"]
@@ -311,7 +311,7 @@ class LayerExecutor:
     def _run_layers(
         self, trainable, frozen, x, contexts: list[PackedContext], z: Array | None, ends: Params
     ) -> tuple[Array, Array | None, _Backward]:
-        """Run all layers, and on `z` the reference's; return both outputs and the function of the backward pass.
+        """Run all layers, and on `z` the reference model's; return both outputs and the function of the backward pass.
 
         The head's parameters in `ends` that are on the host become copies on the device.
         """
@@ -325,7 +325,7 @@ class LayerExecutor:
         return x, z, partial(self._passes.backward, saved, *layers, contexts)
 
     def _reference_input(self, trainable, frozen, batch, x: Array, key: PRNGKeyArray | None) -> Array | None:
-        """Return the input of the reference's layers, without the noise of training; None without a reference."""
+        """Return the input of the reference model's layers, without the noise of training, where such a model runs."""
         if not self._needs_reference(batch):
             return None
         return x if key is None else self.entry_head.embed(trainable, frozen, batch, None)[0]

@@ -132,7 +132,7 @@ class LayerGroups:
 
     Args:
         layers: of the stack.
-        reference: layers of a reference on the same frozen weights, each run where the model's layer runs.
+        reference: layers of a reference model on the same frozen weights, each run where the model's layer runs.
         size: layers in a program; the last program has those that remain.
     """
 
@@ -161,7 +161,7 @@ class LayerGroups:
         *,
         reference: bool,
     ) -> Float[Array, "B T D"]:
-        """Return the output of the last layer, or of the reference's; keep nothing for a backward pass."""
+        """Return the output of the last layer, or of the reference model's; keep nothing for a backward pass."""
         for group in self._groups:
             arguments = frozen[group.layers], x, *_share(contexts[group.layers])
             if reference and group.reference:
@@ -180,7 +180,7 @@ class LayerGroups:
         *,
         constant: bool,
     ) -> tuple[Float[Array, "B T D"], list[list[SavedLayer]], Array | None]:
-        """Run all layers, and on `z` the reference's; return both outputs, and between them each group's values.
+        """Run all layers, and on `z` the reference model's; return both outputs, and between them each group's values.
 
         The backward pass leaves out the gradient to a constant x.
         """

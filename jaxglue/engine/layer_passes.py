@@ -33,7 +33,7 @@ class LayerPasses:
 
     Args:
         layers: of the stack.
-        reference: layers of a reference on the same frozen weights, each run where the model's layer runs.
+        reference: layers of a reference model on the same frozen weights, each run where the model's layer runs.
         layout: of the model's arrays.
         stream_weights: frozen weights of some layers are in pinned host memory or in files.
         prefetch_depth: layers by which copies from the host are requested ahead (see `LayerExecutor`).
@@ -83,7 +83,7 @@ class LayerPasses:
         *,
         reference: bool,
     ) -> Iterator[Float[Array, "B T D"]]:
-        """Yield the output of each layer, or of the reference's layers; keep nothing for a backward pass."""
+        """Yield the output of each layer, or of the reference model's layers; keep nothing for a backward pass."""
         layers = self._reference if reference and self._reference is not None else self._layers
         running = self._run_ahead()
         stored = self.stored_weights(trainable, frozen)
@@ -106,7 +106,7 @@ class LayerPasses:
         z: Array | None,
         near_end: Callable[[], None],
     ) -> tuple[Float[Array, "B T D"], _Saved, Array | None]:
-        """Run all layers, and on `z` the reference's; start offloading residuals as soon as a layer is dispatched.
+        """Run all layers, and on `z` the reference model's; offload residuals as soon as a layer is dispatched.
 
         Return both outputs, and between them values for `backward`. `near_end` is called some layers before the last.
         """

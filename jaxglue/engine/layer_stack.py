@@ -200,7 +200,7 @@ class _EntryHead:
         return self._loss_program(trainable["head"], frozen["head"], x, batch, scale)
 
     def with_reference(self, trainable: Params, frozen: Params, x: Array, batch: Any) -> Any:
-        raise NotImplementedError("a stack of own layers has no reference")
+        raise NotImplementedError("a stack of own layers has no reference model")
 
     def head_backward(self, trainable: Params, frozen: Params, x: Array, batch: Any, scale, sums: Params) -> tuple:
         arguments = trainable["head"], frozen["head"], x, batch, scale, sums["head"]

@@ -47,7 +47,7 @@ class Assistant:
             raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
-        self._stops = stop_tokens(self.tokenizer) | _generation_stops(folder)
+        self._stops = stop_tokens(self.tokenizer) | generation_stops(folder)
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         self._generator = Generator(self.graphdefs, self.config, dtype=self.dtype)
 
@@ -177,7 +177,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(stops - {None})
 
 
-def _generation_stops(folder: Path) -> frozenset[int]:
+def generation_stops(folder: Path) -> frozenset[int]:
     """Return the end tokens in generation_config.json."""
     path = folder / "generation_config.json"
     stops = read_json(path).get("eos_token_id") if path.is_file() else None

@@ -192,13 +192,17 @@ def _trained_vocabulary(adapter: Adapter, path: str, values: Mapping[str, Any]) 
 def predict(config: DecoderConfig, parts: Parts, rows: Rows, dtype) -> Float[Array, "B T V"]:
     """Compute float32 logits, one layer's parameters at a time, with activations in `dtype`."""
     context = packed_context(config, rows.segments)
-    graphdef, trees = parts("embed_tokens")
-    x = _embed(graphdef, trees, rows.tokens, dtype)
+    x = embed_rows(parts, rows, dtype)
     for index in range(config.num_hidden_layers):
         x = _layer(*parts(index), x, context)
     x = _norm(*parts("norm"), x)
     head = "score" if config.scores else "embed_tokens" if config.tie_word_embeddings else "lm_head"
     return _project(*parts(head), x)
+
+
+def embed_rows(parts: Parts, rows: Rows, dtype) -> Float[Array, "B T D"]:
+    """Return the rows' embeddings."""
+    return _embed(*parts("embed_tokens"), rows.tokens, dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 3))

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxglue.data.progress import DataProgress
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import PATHS, SCORE
-from jaxglue.hf.checkpoint import HEAD, load_tensors, open_checkpoint, read_config
+from jaxglue.hf.checkpoint import HEAD, find_tensors, load_tensors, open_checkpoint, read_config
 from jaxglue.hf.identity import Identity
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -26,6 +26,7 @@ from jaxglue.ops.choices import Storage
 from jaxglue.ops.quant.formats import FORMATS, Quantized, format_of
 from jaxglue.sharding.mesh import put_on_mesh
 
+_LAYERS = "model.layers."
 Placement = Callable[[str, Any], Any]
 """Maps a parameter's Hugging Face name and value to its sharding, one per part if quantized; None: default device."""
 
@@ -84,6 +85,29 @@ def load_model(
         return load_tensors(folder, specs, put, ignored=(HEAD,), mapped=mapped, progress=progress) | drawn
 
     return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
+
+
+def check_weights(folder: str | Path, config: DecoderConfig) -> None:
+    """Check the headers of a folder's files against an architecture; load nothing.
+
+    Raises:
+        ValueError: as `load_model` for missing, extra or misshaped tensors.
+    """
+    alike = config.first_of_kind
+    kinds = sorted(set(alike))
+    specs = abstract_parameters(abstract_model(config.with_layers(kinds)))
+    ends = {name: spec for name, spec in specs.items() if not name.startswith(_LAYERS)}
+    layers = [_layer_specs(specs, kinds.index(first), layer) for layer, first in enumerate(alike)]
+    wanted = ends | {name: spec for layer in layers for name, spec in layer.items()}
+    if config.scores and SCORE not in open_checkpoint(folder).tensors:
+        wanted.pop(SCORE)
+    find_tensors(folder, wanted, ignored=(HEAD,) if config.scores else ())
+
+
+def _layer_specs(specs: Mapping[str, Any], kind: int, layer: int) -> dict[str, Any]:
+    """Return the specs of one layer under the names of another."""
+    old, new = f"{_LAYERS}{kind}.", f"{_LAYERS}{layer}."
+    return {new + name.removeprefix(old): spec for name, spec in specs.items() if name.startswith(old)}
 
 
 def random_model(

@@ -67,7 +67,8 @@ def export_adapter(
     """
     require_empty(Path(output))
     rows = rows or load_rows(Path(adapter).resolve().parent / ROWS_FILE)
-    merge = _Merge(Path(adapter), Path(base), storage)
+    merge = MergedTensors(Path(base), Path(adapter), storage)
+    assert merge.adapter is not None
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, merge.specs)
         if merge.adapter.trains_vocabulary:
@@ -79,32 +80,41 @@ def export_adapter(
         return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
 
 
-class _Merge:
-    """Tensors of the merged folder: their specs, and each one read when it is written."""
+class MergedTensors:
+    """Tensors of a base, with an adapter merged if there is one: their specs, and each one read when it is written.
 
-    def __init__(self, folder: Path, base: Path, storage: Quantize | None):
-        self._files = files = open_checkpoint(base)
+    Args:
+        base: the model folder.
+        folder: of the adapter.
+        storage: as in `export_adapter`.
+
+    Raises:
+        ValueError: an adapter of another model, or bad folders.
+    """
+
+    def __init__(self, base: Path, folder: Path | None = None, storage: Quantize | None = None):
+        self._files = files = open_checkpoint(base).mapped()
         own = config_from_hf(read_config(base))
-        loaded = load_adapter(folder)
-        own = own.scored if loaded.scores else own
-        how: Storage = storage or (own.quantize if own.quantize != "none" else loaded.storage)
+        loaded = None if folder is None else load_adapter(folder)
+        own = own.scored if loaded and loaded.scores else own
+        how: Storage = storage or (loaded.storage if loaded and own.quantize == "none" else own.quantize)
         if how == own.quantize != "none":
             require_stored(base, own)
         self.config: DecoderConfig = own.quantized(how)
         model = abstract_model(self.config)
         shapes = base_shapes(model)
-        self.adapter = check_adapter(loaded, shapes, identify(base), str(base))
+        self.adapter = None if loaded is None else check_adapter(loaded, shapes, identify(base), str(base))
         self._quantized = {name: shapes[name.removesuffix(".weight")] for name in quantized_names(model)}
         self._vocabulary = {f"{path}.weight": path for path in PATHS.values() if path in shapes}
         self._stored = _find_stored(files, self._quantized)
         stored = _expand_quantized(files.tensors, self._stored, self._quantized)
-        self._deltas = adapter_deltas(self.adapter, stored)
+        self._deltas = {} if self.adapter is None else adapter_deltas(self.adapter, stored)
         expands = any(experts_format(stored, name) for name in self._deltas)
         self.specs = _merged_specs(stored, expands=expands)
         for name, delta in self._deltas.items():
             _require_fit(name, delta.shape, self.specs.get(name), folder, base)
         self._grow_specs(own)
-        if self.adapter.scores:
+        if self.adapter and self.adapter.scores:
             self.specs.pop(HEAD, None)
             norm = self.specs["model.norm.weight"]
             self.specs[SCORE] = jax.ShapeDtypeStruct((1, own.hidden_size), norm.dtype)
@@ -112,15 +122,16 @@ class _Merge:
     @property
     def dtypes(self) -> set[np.dtype]:
         """Return the dtypes of changed tensors."""
-        changed = self._deltas.keys() | (self._vocabulary if self.adapter.trains_vocabulary else {}).keys()
+        trains_vocabulary = self.adapter and self.adapter.trains_vocabulary
+        changed = self._deltas.keys() | (self._vocabulary if trains_vocabulary else {}).keys()
         changed |= {SCORE} & self.specs.keys()
         return {self.specs[name].dtype for name in changed | self._quantized.keys()}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor of the merged folder."""
-        if name in self._vocabulary:
-            return self._read_vocabulary(name)
-        if name == SCORE and self.adapter.scores:
+        if self.adapter and name in self._vocabulary:
+            return self._read_vocabulary(name, self.adapter)
+        if self.adapter and name == SCORE and self.adapter.scores:
             return self.adapter.tensors[SCORE].astype(self.specs[SCORE].dtype)
         weight = self._read_base(name)
         return _finite(name, self._deltas[name].add_to(weight)) if name in self._deltas else weight
@@ -138,14 +149,14 @@ class _Merge:
             return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         return self._files.read(name)
 
-    def _read_vocabulary(self, name: str) -> np.ndarray:
+    def _read_vocabulary(self, name: str, adapter: Adapter) -> np.ndarray:
         weight = self._files.read(name)
-        matrix = vocabulary_matrix(self.adapter, self._vocabulary[name], weight)
+        matrix = vocabulary_matrix(adapter, self._vocabulary[name], weight)
         return weight if matrix is None else _finite(name, matrix.astype(weight.dtype))
 
     def _grow_specs(self, config: DecoderConfig) -> None:
         """Give embedding and output projection the adapter's rows; leave out a tied projection's copy."""
-        if not self.adapter.trains_vocabulary:
+        if self.adapter is None or not self.adapter.trains_vocabulary:
             return
         if config.tie_word_embeddings:
             self.specs.pop(f"{PATHS['lm_head']}.weight", None)
@@ -205,7 +216,7 @@ def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[s
 
 
 def _require_fit(
-    name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path, base: str | Path
+    name: str, shape: tuple[int, ...], spec: jax.ShapeDtypeStruct | None, adapter: str | Path | None, base: str | Path
 ) -> None:
     if spec is None:
         raise ValueError(f"{adapter} does not belong to {base}: it adapts {name}, missing from the base")

@@ -19,6 +19,9 @@ each product."""
 MomentFormat = Literal["float32", "bfloat16", "8bit"]
 """Storage of AdamW's moments."""
 
+GgufType = Literal["f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0", "mxfp4"]
+"""Types of a GGUF file's matrices; the sensitive ones among them get more bits in the `_m` mixtures."""
+
 
 def choose_storage(quantize: Quantize, matmul: Matmul, *, trains: bool = False) -> Storage:
     """Return the storage that two flags ask for, of weights that train or are frozen.

@@ -4,25 +4,153 @@ Matmuls, reductions and attention kernels read their operands from memory and wr
 everything else into them, so a value is in memory only if one of them makes or needs it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from jaxglue.engine.equations import branch, called, live_program
+from jaxglue.engine.equations import branch, called, equations, live_program
 from jaxglue.ops.kernel_cost import KERNEL, KernelCost, KernelKind, stated_cost
 from jaxglue.planner.gpus import Gpu, find_gpu
-from jaxglue.planner.kernel_times import (
-    conversion_seconds,
-    fused_seconds,
-    kernel_seconds,
-    matmul_seconds,
-    transposed_seconds,
-    with_gap,
-)
 from jaxglue.planner.live_bytes import Kernel, Value, peak_bytes
-from jaxglue.planner.sizes import Sizes, aval_bytes, dot_flops, fp8_to_transpose, is_fp8
+
+
+class Sizes:
+    """Bytes, FLOPs and loops' lengths in the order in which a program's cost asks for them.
+
+    Args:
+        given: numbers in place of those of the program's own shapes.
+    """
+
+    def __init__(self, given: Sequence[int] | None = None):
+        self.read: list[int] = []
+        self._given = None if given is None else iter(given)
+
+    def __call__(self, own: int) -> int:
+        """Return a number of the program, or the one given in its place."""
+        self.read.append(own if self._given is None else next(self._given))
+        return self.read[-1]
+
+    def of(self, var: Any) -> int:
+        """Return a variable's bytes."""
+        return self(aval_bytes(var.aval) if self._given is None else 0)
+
+
+def is_fp8(aval: Any) -> bool:
+    """Return whether values are 8-bit floats."""
+    return jax.dtypes.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize == 1
+
+
+def fp8_to_transpose(eqn) -> int:
+    """Return the bytes of FP8 operands that cuBLAS needs with the contracted dimension last, and gets otherwise."""
+    pairs = zip(eqn.invars, eqn.params["dimension_numbers"][0], strict=True)
+    return sum(aval_bytes(var.aval) for var, (*_, last) in pairs if is_fp8(var.aval) and last + 1 < var.aval.ndim)
+
+
+def dot_flops(eqn) -> int:
+    """Return the FLOPs of a `dot_general`."""
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
+
+
+def aval_bytes(aval: Any) -> int:
+    """Return the bytes of an array; keys and other odd types count as none."""
+    try:
+        return math.prod(aval.shape) * jax.dtypes.canonicalize_dtype(aval.dtype).itemsize
+    except TypeError:
+        return 0
+
+
+def received_bytes(jaxpr: Jaxpr) -> float:
+    """Return the bytes that a device receives in all-gathers and reduce-scatters of its program."""
+    exchanges = ((eqn, n) for eqn, n in equations(jaxpr) if eqn.primitive.name in ("all_gather", "reduce_scatter"))
+    return sum(
+        repeat * abs(aval_bytes(eqn.outvars[0].aval) - aval_bytes(eqn.invars[0].aval)) for eqn, repeat in exchanges
+    )
+
+
+_GAP, _SHORTEST = 0.3e-6, 0.8e-6
+"""Seconds between kernels, and of the shortest one."""
+_MATMUL_START, _UNHEATED = 3.3e-6, 0.8
+"""Seconds in which a matmul starts and ends, and the share of its time that the rest takes where it is short: rates are
+those of long ones, whose power lowers the clock."""
+_TURN = 1.1e-6
+"""Seconds of a turn of a kernel's loop."""
+_CODES_RATE = 0.83e12
+"""8-bit codes that XLA converts in a second on 132 multiprocessors, where memory is not slower."""
+_SHARE = 0.92
+"""Share of the memory's rate at which our kernels, and matmuls bound by it, move their bytes; XLA's own do at all of it
+(benchmarks/results/sft_step.json)."""
+_KIND_SHARES = {KernelKind.ADAPTER_GRADIENTS: 0.73}
+"""The same by kind: that of adapters' gradients keeps sums of all ranks (benchmarks/results/sft_step.json)."""
+_FP8_SHARE = 0.55
+"""The same of kernels that read or write FP8 codes."""
+_MOST_MOVED = {KernelKind.MXFP4: 3.4e12, KernelKind.EXPERTS_MATMUL: 3.8e12}
+"""Bytes that kernels move in a second on 132 multiprocessors, where memory is not slower."""
+_EXPERTS_SHARE = 0.9
+"""Share of the matmul rate at which experts' matmuls run."""
+
+
+def with_gap(seconds: float) -> float:
+    """Return the time from a kernel's start to the next one's."""
+    return max(seconds, _SHORTEST) + _GAP
+
+
+def matmul_seconds(flops: float, moved: int, gpu: Gpu) -> float:
+    """Return the time of a matmul.
+
+    Args:
+        flops: seconds at the rate of long ones.
+        moved: bytes read and written.
+        gpu: that runs it.
+    """
+    seconds = _together(flops, moved / (_SHARE * gpu.copy))
+    return max(seconds, _MATMUL_START + _UNHEATED * seconds)
+
+
+def conversion_seconds(codes: int) -> float:
+    """Return the time of converting 8-bit codes."""
+    return codes / _CODES_RATE
+
+
+def fused_seconds(moved: int, gpu: Gpu) -> float:
+    """Return the time of a kernel of XLA's without matmuls."""
+    return moved / gpu.copy
+
+
+def transposed_seconds(size: int, gpu: Gpu) -> float:
+    """Return the time of transposing FP8 codes of so many bytes."""
+    return 2 * size / (_FP8_SHARE * gpu.copy)
+
+
+def kernel_seconds(cost: KernelCost, *, flops: int, moved: int, codes: bool, gpu: Gpu) -> float:
+    """Return the time of a Triton kernel.
+
+    Args:
+        cost: as its launch states it.
+        flops: of its matmuls, for the rows that are planned.
+        moved: bytes read and written, likewise.
+        codes: some are of FP8.
+        gpu: that runs it.
+    """
+    multiplied = flops / (gpu.matmul * (gpu.fp8_gain if cost.fp8 else 1))
+    copied = moved / (gpu.copy * (_FP8_SHARE if codes else _KIND_SHARES.get(cost.kind, _SHARE)))
+    if cost.kind in _MOST_MOVED:
+        copied = moved / min(gpu.copy, _MOST_MOVED[cost.kind])
+    if cost.kind == KernelKind.EXPERTS_MATMUL:
+        return _together(multiplied / _EXPERTS_SHARE, copied)
+    return max(multiplied, copied, _TURN * cost.turns)
+
+
+def _together(*seconds: float) -> float:
+    """Return the time of multiplying and of moving operands, which hide each other where one is short."""
+    return sum(each**3 for each in seconds) ** (1 / 3)
+
 
 _ALIASES = {
     "reshape",

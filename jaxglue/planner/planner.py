@@ -1,22 +1,23 @@
 """Choice of the fastest setting of a training step that fits the GPU and the host, and the remedy where none does."""
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.engine.saved import check_dropped_inputs
-from jaxglue.planner.candidates import tile_sizes
-from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.longest import longest_row
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, Memory, Plan, by_time, gib
-from jaxglue.planner.programs import Programs
+from jaxglue.planner.candidates import interpolate, soonest, tile_sizes
+from jaxglue.planner.collection import without_collection
+from jaxglue.planner.gpus import GIB, Gpu, find_gpu
+from jaxglue.planner.host_memory import HOST_LIMIT
+from jaxglue.planner.plan import DoesNotFit, Memory, Plan, by_time, gib
+from jaxglue.planner.programs import Programs, ScaledPrograms, can_scale
 from jaxglue.planner.proposer import Proposer
-from jaxglue.planner.scaled import ScaledPrograms
-from jaxglue.planner.search import soonest
 from jaxglue.planner.workload import Workload
 
 _LEAN = ("full", "offload")
@@ -221,3 +222,134 @@ class Planner(Proposer):
             return f"--seq-len {shorter} would fit"
         lighter = "--method lora, " if self.workload.lora is None else ""
         return f"no setting fits: use {lighter}a larger GPU or a smaller model"
+
+
+@without_collection()
+def plan(
+    workload: Workload,
+    gpu: str,
+    *,
+    remat: str = AUTO,
+    weights: str = AUTO,
+    memory_limit: float | None = None,
+    host_memory: float = 64.0,
+) -> Plan:
+    """Predict time and memory of a training step, choosing the fastest policy that fits unless `remat` names one.
+
+    Args:
+        workload: model, batch and method, as shapes.
+        gpu: name of a known GPU, such as "RTX 4090"; it need not be present.
+        remat: a policy as `parse_policies` reads it, or `auto`.
+        weights: places of the layers' frozen weights as `parse_weights` reads them, or `auto`.
+        memory_limit: usable GPU memory in GiB; nine tenths of the GPU's by default.
+        host_memory: host memory that may be pinned, GiB.
+
+    Raises:
+        ValueError: an unknown GPU or policy, or nothing fits.
+    """
+    planner = Planner(workload, find_gpu(gpu).limited(memory_limit))
+    return planner.resolve(remat, weights=weights, host_memory=host_memory * GIB)
+
+
+_ROW_STEP = 128
+_SCALING_ERROR = 3e-4
+"""Share of the memory by which scaled programs may differ from traced ones."""
+
+
+def longest_row(planner: "Planner", host_memory: float, weights: str) -> int | None:
+    """Return the longest row that fits, in steps of 128 tokens up to the model's limit; None if no row does.
+
+    Memory grows almost linearly with the row, so interpolation needs few lengths. The one found is traced
+    where it fits narrowly.
+    """
+    loads = RowLoads(planner, host_memory, weights)
+    found = _search(loads, planner)
+    if found is None or loads.confirms(found):
+        return found
+    return _search(RowLoads(planner, host_memory, weights, scales=False), planner)
+
+
+def _search(load: Callable[[int], float], planner: "Planner") -> int | None:
+    limit = planner.workload.config.max_position_embeddings
+    loads = {seq_len: load(seq_len) for seq_len in {min(planner.workload.seq_len, limit), limit}}
+    if min(loads.values()) > 1:
+        loads[_ROW_STEP] = load(_ROW_STEP)
+    while (guess := interpolate(loads, limit, _ROW_STEP)) not in loads:
+        loads[guess] = load(guess)
+    return max((seq_len for seq_len, needed in loads.items() if needed <= 1), default=None)
+
+
+class RowLoads:
+    """Shares of GPU and host memory that the leanest settings take, by the row's length.
+
+    Args:
+        planner: of any length.
+        host_memory: bytes of host memory that may be pinned.
+        weights: places of the layers' weights.
+        scales: trace the programs of a few lengths, whole and by tiles, and scale the others.
+    """
+
+    def __init__(self, planner: "Planner", host_memory: float, weights: str, *, scales: bool = True):
+        self._planner, self._limits = planner, (host_memory, weights)
+        self._scales = scales and planner.workload.mesh.devices == 1
+        self._traced: dict[bool, list[Programs]] = {False: [], True: []}
+        self._scaled: dict[int, tuple[int | None, float]] = {}
+        self._tiled_from = math.inf
+
+    def __call__(self, seq_len: int) -> float:
+        """Return the larger share, of whole rows or, where these do not fit, of the smallest tiles."""
+        work = self._planner.workload
+        tiles = [] if work.tile else tile_sizes(work.batch_size * seq_len)
+        if seq_len < self._tiled_from or not tiles:
+            if (needed := self._load(seq_len, work.tile)) <= 1 or not tiles:
+                return needed
+            self._tiled_from = seq_len
+        return self._load(seq_len, tiles[-1])
+
+    def confirms(self, seq_len: int) -> bool:
+        """Return whether a length fits beyond doubt, or when its programs are traced, too."""
+        tile, load = self._scaled.get(seq_len, (None, 0.0))
+        return load <= 1 - _SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
+
+    def _load(self, seq_len: int, tile: int | None) -> float:
+        traced = self._traced[tile is not None]
+        workload = replace(self._planner.workload, seq_len=seq_len, tile=tile)
+        pairs = (pair for pair in combinations(traced, 2) if can_scale(pair[0].workload, pair[1].workload, workload))
+        if not self._scales or (pair := next(pairs, None)) is None:
+            planner = self._planner.with_rows(seq_len, tile)
+            traced.append(planner.programs)
+            self._scaled.pop(seq_len, None)
+            return planner.least_load(*self._limits)
+        planner = self._planner.with_rows(seq_len, tile, scaled=pair)
+        self._scaled[seq_len] = tile, planner.least_load(*self._limits)
+        return self._scaled[seq_len][1]
+
+
+def embedding_places(workload: Workload, embeddings: str) -> list[Workload]:
+    """Return the workload, and for `auto` also that with the embeddings in host memory where they can be there."""
+    places = [workload]
+    if embeddings == AUTO and workload.mesh.devices == 1:
+        with contextlib.suppress(ValueError):  # a tied or trained table stays on the GPU
+            places.append(replace(workload, host_embeddings=True))
+    return places
+
+
+def fastest_place[Place](
+    places: Sequence[Place], resolve: Callable[[Place], tuple[Planner, Plan]]
+) -> tuple[Planner, Plan]:
+    """Return the fastest of the places' plans; the first place's where it streams no layer's weights.
+
+    Raises:
+        DoesNotFit: no plan fits; names the first place's remedy.
+    """
+    found, refused = [], []
+    for placed in places:
+        try:
+            found.append(resolve(placed))
+        except DoesNotFit as error:
+            refused.append(error)
+        if found and not is_streamed(found[0][1].weights):
+            break
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda planned: by_time(planned[1]))

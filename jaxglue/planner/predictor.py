@@ -16,24 +16,27 @@ from jaxglue.engine.transfer import (
 )
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.planner.attention import with_fitting_attention
+from jaxglue.planner.cost import fused_seconds
 from jaxglue.planner.gpus import RECORDED, Dispatch, Gpu
-from jaxglue.planner.groups import restorations, restore_work, restored_bytes, restored_layers
-from jaxglue.planner.kernel_times import fused_seconds
-from jaxglue.planner.overheads import (
+from jaxglue.planner.layer_costs import LayerCost, TracedModel
+from jaxglue.planner.memory import PeakMemory, resident_bytes
+from jaxglue.planner.plan import SMALL_VALUES, Memory, Plan
+from jaxglue.planner.programs import Programs
+from jaxglue.planner.step import (
     LayerArrays,
     MicroBatch,
+    Setting,
+    Work,
     choose_group,
     compile_seconds,
     micro_batch,
     pinning_seconds,
+    restorations,
+    restore_work,
+    restored_bytes,
+    restored_layers,
+    simulate,
 )
-from jaxglue.planner.peak import PeakMemory
-from jaxglue.planner.plans import SMALL_VALUES, Memory, Plan
-from jaxglue.planner.programs import Programs
-from jaxglue.planner.resident import resident_bytes
-from jaxglue.planner.schedule import Work, simulate
-from jaxglue.planner.setting import Setting
-from jaxglue.planner.traced import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload
 
 _LINK_SHARE = 0.85

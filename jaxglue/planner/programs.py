@@ -1,29 +1,226 @@
-"""Programs of a workload's layers and head, traced once for all plans that share them."""
+"""Programs of a workload's layers and head, traced once, without a device, for all plans that share them."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from jaxglue.data.batch import Answers, Batch
 from jaxglue.engine.embed_head import EmbedHead
-from jaxglue.engine.layer import layer_function
+from jaxglue.engine.equations import equations
+from jaxglue.engine.layer import LayerFunctions, layer_function
 from jaxglue.engine.policy import PRESETS, RematPolicy
+from jaxglue.engine.residuals import Layer, result_names
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.context import PackedContext
 from jaxglue.models.lora import without_adapters
 from jaxglue.models.parameters import Params
+from jaxglue.ops.attention.rotation import rotated_flash_attention
+from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.backend import Capability, tracing_for
+from jaxglue.ops.kernel_cost import KernelCost, KernelKind, stand_in
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
-from jaxglue.planner.layer_programs import (
-    LayerPrograms,
-    layer_programs,
-    reference_program,
-    replay_program,
-    value_names,
-)
-from jaxglue.planner.workload import Workload, abstract_batch, abstract_input, abstract_parts
+from jaxglue.ops.rope import RopeTables
+from jaxglue.ops.segments import PackedSegments
+from jaxglue.planner.cost import aval_bytes, program_sizes
+from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.sharding.mesh import MeshShape
 from jaxglue.sharding.rules import Layout
+
+_BACKWARD = KernelCost(kind=KernelKind.ATTENTION_BACKWARD)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PlannedContext(PackedContext):
+    """Context of packed rows whose attention is traced, never run."""
+
+    def attend(self, q, k, v, *, window=None, sinks=None, softcap=None):
+        """Return the shape of attention's output, with a fused backend's differentiation rule."""
+        if self.attention_out is not None:
+            return self.attention_out
+        spec = FlashSpec(backend=_ShapesOnly(), window=window)
+        return flash_attention(spec, q, k, v, sinks, self.segments)
+
+    def attend_rotated(self, rotation, z, *, window=None):
+        """Do as `attend` with the heads of z."""
+        return rotated_flash_attention(FlashSpec(backend=_ShapesOnly(), window=window), rotation, z, self.segments)
+
+
+@dataclass(frozen=True)
+class _ShapesOnly:
+    """An `AttentionBackend` of stand-ins for the kernels, whose time documents' lengths decide."""
+
+    def forward(self, q, k, v, sinks, segments, *, window):
+        lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+        return tuple(stand_in(KernelCost(kind=KernelKind.ATTENTION_FORWARD), (q, k, v), (q, lse)))
+
+    def backward(self, q, k, v, sinks, segments, out, lse, dout, *, window):
+        dsinks = None if sinks is None else jnp.zeros_like(sinks)
+        return *stand_in(_BACKWARD, (q, k, v, out, lse, dout), (q, k, v)), dsinks
+
+    def rotated_backward(self, q, k, z, segments, out, lse, dout, rotation, *, window):
+        return stand_in(_BACKWARD, (q, k, z, out, lse, dout), (z,))[0]
+
+
+def abstract_batch(workload: Workload) -> Batch:
+    """Return the shapes of a micro-batch with one segment slot in a row."""
+    shape = (workload.batch_size, workload.seq_len)
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
+    segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds)
+    answers = None if workload.objective.answers is None else _abstract_answers(workload, ids)
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments, answers=answers)
+
+
+def _abstract_answers(workload: Workload, owners: Any) -> Answers:
+    """Return the shapes of a unit in each row."""
+    units: Any = jax.ShapeDtypeStruct((workload.batch_size, 1), jnp.float32)
+    reference: Any = jax.ShapeDtypeStruct((workload.batch_size, 1, 2), jnp.float32)
+    return Answers(owners=owners, used=units, desirable=units, token_weight=units, reference=reference, margin=units)
+
+
+def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
+    """Return the shapes of a layer's input [B, T, D] and its context."""
+    config, segments = workload.config, abstract_batch(workload).segments
+    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
+    rope = _rope_shapes(segments.positions.shape, config)
+    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile)
+
+
+@lru_cache(maxsize=64)
+def _rope_shapes(shape: tuple[int, ...], config: DecoderConfig) -> RopeTables:
+    return jax.eval_shape(config.rope_tables, jax.ShapeDtypeStruct(shape, jnp.int32))
+
+
+_CHECKPOINT = "remat2"
+"""Primitive of `jax.checkpoint`."""
+
+
+@dataclass(frozen=True, eq=False)
+class SizedProgram:
+    """A program, and the numbers that its cost reads (`Sizes`)."""
+
+    program: ClosedJaxpr
+    scaled: tuple[int, ...] | None = None
+    """Numbers in place of the program's own."""
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the numbers."""
+        return self.scaled or program_sizes(self.program)
+
+
+class LayerPrograms(NamedTuple):
+    """A layer's programs on one device."""
+
+    forward: SizedProgram
+    backward: SizedProgram
+    kept: dict[str | None, int]
+    """Bytes kept in between beside the layer's input, by their names."""
+
+
+def layer_programs(
+    layer: nnx.GraphDef | Layer,
+    policy: RematPolicy,
+    workload: Workload,
+    trees: Sequence[Params],
+    *,
+    experts: int = 1,
+    recomputing: ClosedJaxpr | None = None,
+) -> LayerPrograms:
+    """Trace a layer's forward and backward passes, with its experts spread over some devices.
+
+    Args:
+        layer: the module without its parameters, or its function (`layer_function`), traced once for all policies.
+        policy: of its values for the backward pass.
+        workload: gives shapes and dtypes.
+        trees: trainable and frozen parameters, abstract.
+        experts: devices that share the experts.
+        recomputing: backward pass that keeps no value, from which the policy's follows; the policy's is traced without.
+    """
+    functions = LayerFunctions(layer, policy, Layout(MeshShape(expert=experts).abstract, workload.dtype))
+    inputs = *trees, *abstract_input(replace(workload, batch_size=workload.batch_size * experts))
+    forward = functions.forward.trace(*inputs)
+    y, residuals, _ = forward.out_info
+    backward = _given(recomputing, policy.saved or frozenset()) if recomputing else None
+    backward = backward or _local_program(functions.backward.trace(residuals, *inputs, y, None).jaxpr)
+    program = _local_program(forward.jaxpr)
+    kept = _bytes_by_name(program.jaxpr, len(jax.tree.leaves(residuals)))
+    return LayerPrograms(SizedProgram(program), SizedProgram(backward), kept)
+
+
+def _given(backward: ClosedJaxpr, names: frozenset[str]) -> ClosedJaxpr | None:
+    """Return a backward pass with the values of these names as arguments in place of their computation.
+
+    None for a program of another form than that of `jax.checkpoint`.
+    """
+    program = backward.jaxpr
+    calls = [eqn for eqn in program.eqns if eqn.primitive.name == _CHECKPOINT]
+    if len(calls) != 1:
+        return None
+    inner: Jaxpr = calls[0].params["jaxpr"]
+    named = [eqn for eqn in inner.eqns if eqn.primitive.name == "name" and eqn.params["name"] in names]
+    values = [eqn.outvars[0] for eqn in named]
+    arguments = [type(value)(value.aval) for value in values]
+    inner = _with_arguments(inner, values, [eqn for eqn in inner.eqns if eqn not in named])
+    call = calls[0].replace(invars=[*calls[0].invars, *arguments], params=calls[0].params | {"jaxpr": inner})
+    eqns = [call if eqn is calls[0] else eqn for eqn in program.eqns]
+    return ClosedJaxpr(_with_arguments(program, arguments, eqns), backward.consts)
+
+
+def _with_arguments(program: Jaxpr, arguments: Sequence[Var], eqns: list[JaxprEqn]) -> Jaxpr:
+    return program.replace(
+        invars=[*program.invars, *arguments], eqns=eqns, debug_info=program.debug_info.with_unknown_names()
+    )
+
+
+def value_names(program: ClosedJaxpr) -> set[str]:
+    """Return the names that a layer gives values which a program computes."""
+    return {eqn.params["name"] for eqn, _ in equations(program.jaxpr) if eqn.primitive.name == "name"}
+
+
+def _bytes_by_name(forward: Jaxpr, residuals: int) -> dict[str | None, int]:
+    """Sum the bytes of a forward pass's residuals, its results after y, by their names; constants have none."""
+    kept: dict[str | None, int] = {}
+    for name, var in list(zip(result_names(forward), forward.outvars, strict=True))[1 : residuals + 1]:
+        kept[name] = kept.get(name, 0) + aval_bytes(var.aval)
+    return kept
+
+
+def replay_program(
+    graphdef: nnx.GraphDef, workload: Workload, trees: Sequence[Params], *, from_attention: bool
+) -> ClosedJaxpr:
+    """Trace a layer's second run (`LayerFunctions.replay`) on one device, with attention's output given or not."""
+    config = workload.config
+    shape = workload.batch_size, workload.seq_len, config.num_attention_heads, config.head_dim
+    attention_out = jax.ShapeDtypeStruct(shape, workload.dtype) if from_attention else None
+    layer = LayerFunctions(graphdef, PRESETS["full"])
+    return layer.replay.trace(attention_out, *trees, *abstract_input(workload)).jaxpr
+
+
+def reference_program(graphdef: nnx.GraphDef, workload: Workload, frozen: Params) -> ClosedJaxpr:
+    """Trace the forward pass of a layer of the reference (`without_adapters`) on one device."""
+    layer = LayerFunctions(graphdef, PRESETS["full"])
+    return layer.apply.trace({}, frozen, *abstract_input(workload)).jaxpr
+
+
+def _local_program(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Return the body of the program's `shard_map`; without one, the program itself."""
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            inner: Jaxpr = eqn.params["jaxpr"]
+            return ClosedJaxpr(inner, ())
+    return program
+
 
 _shared: WeakValueDictionary[tuple[Workload, Capability | None], "Programs"] = WeakValueDictionary()
 """By workload, and by the compute capability for whose kernels programs are traced."""
@@ -131,3 +328,69 @@ class Programs:
         graphdef = without_adapters(self._graphdefs.layers[index], trainable, frozen)
         with tracing_for(self.capability):
             return reference_program(graphdef, self.workload, frozen)
+
+
+class _Shape(NamedTuple):
+    """Tokens of a micro-batch, those of a tile, and the number of tiles."""
+
+    tokens: int
+    tile: int
+    tiles: int
+
+
+def _shape(workload: Workload) -> _Shape:
+    tile = workload.tile or workload.tokens
+    return _Shape(workload.tokens, tile, workload.tokens // tile)
+
+
+def can_scale(first: Workload, second: Workload, to: Workload) -> bool:
+    """Return whether the sizes of two workloads' programs tell those of a third.
+
+    Not where two numbers of `_Shape`, or one and a constant, grow alike between the first two but not to the third.
+    """
+    a, b, c = ((1, *_shape(workload)) for workload in (first, second, to))
+    pairs = combinations(range(len(a)), 2)
+    return all(a[i] * b[j] != b[i] * a[j] or a[i] * c[j] == c[i] * a[j] for i, j in pairs)
+
+
+class ScaledPrograms(Programs):
+    """Programs whose sizes follow from those of two others, within 1e-4 of the memory of traced ones.
+
+    A size is constant or proportional to tokens, a tile's tokens or tiles; few, such as numbers of partial sums, are
+    between.
+
+    Args:
+        workload: of `Programs`.
+        others: traced programs of rows of other lengths and tiles.
+    """
+
+    def __init__(self, workload: Workload, others: tuple[Programs, Programs]):
+        super().__init__(workload, others[0].capability)
+        self._others, self._shapes = others, [_shape(programs.workload) for programs in others]
+
+    def _trace_layer(self, index: int, policy: RematPolicy) -> tuple[LayerPrograms, LayerPrograms]:
+        first, second = (programs.layer(index, policy)[0] for programs in self._others)
+        scaled = self._scale_layer(first, second)
+        return (scaled, scaled) if scaled else super()._trace_layer(index, policy)
+
+    def _scale_layer(self, first: LayerPrograms, second: LayerPrograms) -> LayerPrograms | None:
+        """Return scaled programs; None where the two do not have the same operations."""
+        pairs = (first.forward, second.forward), (first.backward, second.backward)
+        if first.kept.keys() != second.kept.keys() or any(len(a.sizes) != len(b.sizes) for a, b in pairs):
+            return None
+        forward, backward = (SizedProgram(one.program, self._scale(one.sizes, other.sizes)) for one, other in pairs)
+        kept = self._scale(tuple(first.kept.values()), tuple(second.kept.values()))
+        return LayerPrograms(forward, backward, dict(zip(first.kept, kept, strict=True)))
+
+    def _scale(self, first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(self._scale_size, first, second))
+
+    def _scale_size(self, first: int, second: int) -> int:
+        if first == second:
+            return first
+        here = _shape(self.workload)
+        for one, other, size in zip(*self._shapes, here, strict=True):
+            if first * other == second * one:
+                return first * size // one
+        one, other = (shape.tokens for shape in self._shapes)
+        return max(first + (second - first) * (here.tokens - one) // (other - one), 0)

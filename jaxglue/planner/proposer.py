@@ -6,15 +6,12 @@ from collections.abc import Iterator, Sequence
 from jaxglue.engine.per_layer import interleave
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, parse_weights, stream_evenly
-from jaxglue.planner.candidates import candidates
+from jaxglue.planner.candidates import candidates, fastest, most
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.groups import SIZES, group_policies
-from jaxglue.planner.plans import Memory, Plan
+from jaxglue.planner.plan import MARGIN, Memory, Plan
 from jaxglue.planner.predictor import Predictor
-from jaxglue.planner.search import fastest, most
+from jaxglue.planner.step import SIZES, group_policies
 
-MARGIN = 0.05
-"""Share of the GPU's memory that a plan leaves free, for the error of predictions and for fragmentation."""
 _WORTH_COMPILING = 1.2 * GIB
 """Bytes of host memory whose use is as bad as a second of compilation."""
 

@@ -1,4 +1,4 @@
-"""Rates of the GPU at hand: from the table or, what depends on the machine or is not there, measured."""
+"""Rates of the GPU and the host at hand: from the table or, what depends on the machine or is not there, measured."""
 
 import time
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxglue.engine import transfer
 from jaxglue.models.file_param import FileParam
 from jaxglue.ops.backend import compute_capability
-from jaxglue.planner.dispatch import measure_dispatch
 from jaxglue.planner.gpus import SUSTAINED, Dispatch, Gpu, lookup_gpu
 
 _SIZE = 8192
@@ -105,4 +105,57 @@ def _seconds(function: Callable, arguments: tuple, clock: Callable[[], float]) -
         begun = clock()
         jax.block_until_ready([function(*arguments) for _ in range(_CALLS)])
         rounds.append((clock() - begun) / _CALLS)
+    return min(rounds)
+
+
+_MANY, _RETURNED = 257, 4
+"""Arrays of a program that takes many, of which every fourth is returned, as a layer returns its gradients."""
+_COPIED = 17
+"""Arrays of a copy of many."""
+_DISPATCHES, _DISPATCH_ROUNDS = 8, 25
+
+
+def measure_dispatch(device: jax.Device, *, clock: Callable[[], float] = time.perf_counter) -> Dispatch:
+    """Time calls of small programs, and copies to the host, on a device on which nothing else runs, in about 0.5 s.
+
+    Args:
+        device: with pinned host memory, or a CPU, whose copies stay on it.
+        clock: seconds.
+    """
+    program = jax.jit(_increase, keep_unused=True)
+    few, many = (_dispatch_seconds(program, _arrays(count, device), clock) for count in (1, _MANY))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    copy = transfer.to_host if transfer.PINNED in kinds else _put
+    one, several = (_dispatch_seconds(copy, _arrays(count, device), clock) for count in (1, _COPIED))
+    taken = (_MANY - 1) * (1 + 1 / _RETURNED)
+    return Dispatch(
+        call=few,
+        array=max(many - few, 0.0) / taken,
+        copy=max(several - one, 0.0) / (_COPIED - 1),
+    )
+
+
+def _increase(arrays: list[Array]) -> list[Array]:
+    return [array + 1 for array in arrays[::_RETURNED]]
+
+
+def _arrays(count: int, device: jax.Device) -> list[Array]:
+    return [jax.device_put(jnp.zeros(16), device) for _ in range(count)]
+
+
+def _put(arrays: list[Array]) -> list[Array]:
+    return jax.device_put(arrays, arrays[0].sharding)
+
+
+def _dispatch_seconds(
+    function: Callable[[list[Array]], list[Array]], arrays: list[Array], clock: Callable[[], float]
+) -> float:
+    """Return the host's time of a call, the least over rounds of some: other programs only lengthen them."""
+    jax.block_until_ready(function(arrays))
+    rounds = []
+    for _ in range(_DISPATCH_ROUNDS):
+        begun = clock()
+        results = [function(arrays) for _ in range(_DISPATCHES)]
+        rounds.append((clock() - begun) / _DISPATCHES)
+        jax.block_until_ready(results)
     return min(rounds)

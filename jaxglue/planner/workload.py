@@ -1,17 +1,19 @@
 """A training workload as shapes, from which plans are made."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
-from jaxglue.data.batch import Answers, Batch
+from jaxglue.data.packing import plan_packing
 from jaxglue.models import build_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import add_lora
@@ -20,12 +22,67 @@ from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.objectives.config import SUPERVISED
 from jaxglue.objectives.objective import Objective
 from jaxglue.ops.quant.formats import FORMATS, is_quantized
-from jaxglue.ops.rope import RopeTables
-from jaxglue.ops.segments import PackedSegments
-from jaxglue.planner.documents import MicroBatches, sample_micro_batches
+from jaxglue.ops.segments import BatchKind, batch_kind, segment_bucket
 from jaxglue.planner.flops import mean_visible_keys
-from jaxglue.planner.planned_context import PlannedContext
 from jaxglue.sharding.mesh import MeshShape
+
+_SAMPLE = 1024
+
+
+class MicroBatches(NamedTuple):
+    """Micro-batches whose attention runs in the same kernels."""
+
+    share: float
+    """Share of all micro-batches."""
+    kind: BatchKind
+    documents: tuple[tuple[int, ...], ...]
+    """Lengths of the documents of such micro-batches, in order."""
+
+    @property
+    def batches(self) -> int:
+        """Return the number of these micro-batches."""
+        return len(self.documents)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths of all their documents."""
+        return tuple(itertools.chain(*self.documents))
+
+
+def sample_lengths(lengths: Int[np.ndarray, " documents"]) -> tuple[int, ...]:
+    """Return at most 1,024 lengths in place of all, each the root mean square of similar ones."""
+    if len(lengths) <= _SAMPLE:
+        return tuple(lengths.tolist())
+    parts = np.array_split(np.sort(lengths).astype(float), _SAMPLE)
+    return tuple(round(np.sqrt((part**2).mean())) for part in parts)
+
+
+@lru_cache(maxsize=64)
+def sample_micro_batches(lengths: tuple[int, ...], *, seq_len: int, batch_size: int) -> tuple[MicroBatches, ...]:
+    """Pack documents of these lengths, cut to a row, into rows; without any, one document fills each row.
+
+    Args:
+        lengths: of a sample of documents.
+        seq_len: tokens in a row.
+        batch_size: rows in a micro-batch.
+    """
+    documents = np.minimum(lengths or (seq_len,), seq_len)
+    documents = np.tile(documents, -(-batch_size * seq_len // int(documents.sum())))  # enough for a micro-batch
+    plan = plan_packing(documents, seq_len=seq_len, rng=np.random.default_rng(0))
+    rows = [documents[plan.row(row)].tolist() for row in range(plan.rows)]
+    batches = [rows[first : first + batch_size] for first in range(0, max(len(rows) - batch_size, 0) + 1, batch_size)]
+    slots = segment_bucket(plan.max_segments)
+    kinds: dict[BatchKind, list] = {}
+    for batch in batches:
+        kinds.setdefault(batch_kind(batch, slots), []).append(batch)
+    return tuple(
+        MicroBatches(
+            share=len(members) / len(batches),
+            kind=kind,
+            documents=tuple(tuple(itertools.chain(*batch)) for batch in members),
+        )
+        for kind, members in sorted(kinds.items())
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,32 +198,6 @@ def _count(tree: Params, per_item: Mapping[str, int]) -> int:
     return sum(per_item.get(path[-1].key, 1) * math.prod(leaf.shape) for path, leaf in leaves)
 
 
-def abstract_batch(workload: Workload) -> Batch:
-    """Return the shapes of a micro-batch with one segment slot in a row."""
-    shape = (workload.batch_size, workload.seq_len)
-    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
-    segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds)
-    answers = None if workload.objective.answers is None else _abstract_answers(workload, ids)
-    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments, answers=answers)
-
-
-def _abstract_answers(workload: Workload, owners: Any) -> Answers:
-    """Return the shapes of a unit in each row."""
-    units: Any = jax.ShapeDtypeStruct((workload.batch_size, 1), jnp.float32)
-    reference: Any = jax.ShapeDtypeStruct((workload.batch_size, 1, 2), jnp.float32)
-    return Answers(owners=owners, used=units, desirable=units, token_weight=units, reference=reference, margin=units)
-
-
-def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:
-    """Return the shapes of a layer's input [B, T, D] and its context."""
-    config, segments = workload.config, abstract_batch(workload).segments
-    x = jax.ShapeDtypeStruct((workload.batch_size, workload.seq_len, config.hidden_size), workload.dtype)
-    rope = _rope_shapes(segments.positions.shape, config)
-    return x, PlannedContext(segments=segments, rope=rope, tile=workload.tile)
-
-
-@lru_cache(maxsize=64)
-def _rope_shapes(shape: tuple[int, ...], config: DecoderConfig) -> RopeTables:
-    return jax.eval_shape(config.rope_tables, jax.ShapeDtypeStruct(shape, jnp.int32))
+def tree_bytes(tree: Any) -> int:
+    """Sum the bytes of a tree's arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

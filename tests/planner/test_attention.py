@@ -10,9 +10,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.backend import has_jax_triton
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.planner.attention import attention_backend, attention_costs, visible_pairs, with_fitting_attention
-from jaxglue.planner.documents import sample_lengths, sample_micro_batches
 from jaxglue.planner.gpus import find_gpu
-from jaxglue.planner.workload import Workload
+from jaxglue.planner.workload import Workload, sample_lengths, sample_micro_batches
 
 H200 = find_gpu("H200")
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxglue.planner.embeddings import fastest_place
-from jaxglue.planner.plans import DoesNotFit
+from jaxglue.planner.plan import DoesNotFit
+from jaxglue.planner.planner import fastest_place
 
 
 def plan(seconds, *weights):

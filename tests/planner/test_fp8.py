@@ -10,7 +10,7 @@ from jaxglue.models.lora import LoraConfig
 from jaxglue.ops.projection.fp8 import dot_to_e4m3
 from jaxglue.planner.cost import program_cost
 from jaxglue.planner.gpus import find_gpu
-from jaxglue.planner.traced import TracedModel
+from jaxglue.planner.layer_costs import TracedModel
 from jaxglue.planner.workload import Workload
 
 

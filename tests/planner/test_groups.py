@@ -3,7 +3,7 @@
 import pytest
 
 from jaxglue.engine.policy import format_policies, parse_policies
-from jaxglue.planner.groups import group_policies, restorations
+from jaxglue.planner.step import group_policies, restorations
 
 ATTENTION = "attention_out,attention_lse"
 

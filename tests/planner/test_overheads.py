@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from jaxglue.engine.policy import parse_policies
-from jaxglue.planner.dispatch import measure_dispatch
+from jaxglue.planner.candidates import soonest
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch
-from jaxglue.planner.overheads import LayerArrays, choose_group, compile_seconds, micro_batch, pinning_seconds
-from jaxglue.planner.plans import Plan
-from jaxglue.planner.search import soonest
+from jaxglue.planner.plan import Plan
+from jaxglue.planner.rates import measure_dispatch
+from jaxglue.planner.step import LayerArrays, choose_group, compile_seconds, micro_batch, pinning_seconds
 
 
 def _layers(count: int, **arrays):

@@ -12,15 +12,14 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.backend import tracing_for
 from jaxglue.planner import rates
+from jaxglue.planner.cost import received_bytes
 from jaxglue.planner.gpus import GIB, RECORDED, find_gpu
-from jaxglue.planner.layer_programs import layer_programs
+from jaxglue.planner.host_memory import HOST_LIMIT, pinned_memory, raise_pinned_limit
+from jaxglue.planner.plan import MARGIN, DoesNotFit
 from jaxglue.planner.planner import Planner
-from jaxglue.planner.plans import HOST_LIMIT, DoesNotFit, pinned_memory, raise_pinned_limit
-from jaxglue.planner.proposer import MARGIN
+from jaxglue.planner.programs import abstract_input, can_scale, layer_programs
 from jaxglue.planner.rates import device_gpu, measure_gpu
-from jaxglue.planner.scaled import can_scale
-from jaxglue.planner.sizes import received_bytes
-from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
+from jaxglue.planner.workload import Workload, abstract_parts
 
 HOST = 64 * GIB
 TOKENS = 1280
@@ -119,7 +118,7 @@ def test_recomputation_is_counted(planner):
     """`full` recomputes the forward pass's matmuls but the last one, which the backward pass does not need."""
     from jaxglue.engine.equations import equations
     from jaxglue.engine.layer import LayerFunctions
-    from jaxglue.planner.sizes import dot_flops
+    from jaxglue.planner.cost import dot_flops
 
     graphdefs, trainable, frozen = abstract_parts(planner.workload)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxglue.planner.schedule import Work, simulate
+from jaxglue.planner.step import Work, simulate
 
 AHEAD = {"depth": 1, "run_ahead": 2}
 

@@ -21,7 +21,7 @@ from jaxglue.models.parameters import flatten_names, quantized_names, split_mode
 from jaxglue.ops.choices import QUANTIZE
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, register
-from jaxglue.planner.resident import resident_bytes
+from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import parameter_counts
 from jaxglue.training.setup import prepare
 from jaxglue.training.train import train

@@ -13,13 +13,10 @@ from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.names import LAYER_INPUT, QUERY
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.attention import attention_costs
-from jaxglue.planner.cost import AttentionCost, Cost, program_cost
+from jaxglue.planner.cost import AttentionCost, Cost, Sizes, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
-from jaxglue.planner.layer_programs import SizedProgram
-from jaxglue.planner.programs import Programs, shared_programs
-from jaxglue.planner.resident import tree_bytes
-from jaxglue.planner.sizes import Sizes, received_bytes
-from jaxglue.planner.workload import Workload, abstract_input, abstract_parts
+from jaxglue.planner.programs import Programs, SizedProgram, abstract_input, shared_programs
+from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
 
 _FEW_VALUES_GAIN = 1.03

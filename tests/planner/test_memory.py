@@ -6,8 +6,8 @@ import pytest
 
 from jaxglue.planner.cost import Cost
 from jaxglue.planner.gpus import GIB
-from jaxglue.planner.peak import PeakMemory
-from jaxglue.planner.traced import LayerCost
+from jaxglue.planner.layer_costs import LayerCost
+from jaxglue.planner.memory import PeakMemory
 
 NOTHING = Cost(seconds=0.0, temporary=0, results=0)
 

@@ -1,0 +1,199 @@
+"""The tensors of a GGUF file, and the checkpoint's that each is made of."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxglue.hf.gguf.package import load_gguf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.quant.mxfp4 import BLOCK
+from jaxglue.ops.rope import inverse_frequencies
+
+ARCHITECTURES = {"llama": "LLAMA", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "gpt_oss": "GPT_OSS"}
+"""Names in `gguf.MODEL_ARCH` by Hugging Face's `model_type`."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
+_STACK = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<part>|_bias|_blocks)")
+_PERMUTED = re.compile(r".+\.self_attn\.(?P<projection>[qk])_proj\.(weight|bias)")
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Tensors(Protocol):
+    """A model's tensors in the layout of its checkpoint."""
+
+    @property
+    def specs(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Return shape and dtype by Hugging Face's name."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Read a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufTensor:
+    """A tensor to write, in pieces that are read one after another."""
+
+    name: str
+    """In the file, such as `blk.0.attn_q.weight`."""
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    """Names of the model's tensors."""
+    pieces: Callable[[], Iterator[Callable[[], np.ndarray]]]
+    """Returns functions that read matrices (or vectors), which follow each other in the tensor."""
+    is_mxfp4: bool = False
+    """The pieces are finished MXFP4 blocks, not values."""
+
+
+def file_tensors(config: DecoderConfig, tensors: Tensors) -> list[GgufTensor]:
+    """Return the tensors of a GGUF file, layer by layer.
+
+    Args:
+        config: of the model.
+        tensors: of its checkpoint, with experts in any of the layouts that are published.
+
+    Raises:
+        ValueError: a tensor that llama.cpp's architecture does not have.
+    """
+    layout = _Layout(config, tensors)
+    made = list(layout.all())
+    if config.rope.rope_type == "llama3":
+        made.append(_frequency_factors(config))
+    return sorted(made, key=lambda tensor: _order(tensor.name))
+
+
+def _order(name: str) -> tuple[int, int]:
+    first = {"token_embd.weight": -2, "rope_freqs.weight": -1}
+    return (first.get(name, 0), int(name.split(".")[1]) if name.startswith("blk.") else 1 << 30)
+
+
+def _frequency_factors(config: DecoderConfig) -> GgufTensor:
+    """Return the divisors of rotary frequencies, by which Llama 3.1 stretches the slow ones."""
+    plain = config.rope.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    factors = (plain / inverse_frequencies(config.rope, config.head_dim)[0]).astype(np.float32)
+    return GgufTensor(name="rope_freqs.weight", shape=factors.shape, sources=(), pieces=lambda: iter([lambda: factors]))
+
+
+class _Layout:
+    """Maps a checkpoint's tensors to those of llama.cpp."""
+
+    def __init__(self, config: DecoderConfig, tensors: Tensors):
+        gguf = load_gguf()
+        self._config, self._tensors, self._specs = config, tensors, tensors.specs
+        architecture = gguf.MODEL_ARCH[ARCHITECTURES[config.model_type]]
+        self._names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+        self._cached, self._reading = lru_cache(maxsize=2)(tensors.read), Lock()
+
+    def all(self) -> Iterable[GgufTensor]:
+        """Yield every tensor."""
+        grouped: dict[str, list[str]] = {}
+        for name in self._specs:
+            if name == "lm_head.weight" and self._config.tie_word_embeddings:
+                continue
+            match = _EXPERT.fullmatch(name)
+            grouped.setdefault(f"{match['experts']}.{match['projection']}.weight" if match else name, []).append(name)
+        for name, parts in grouped.items():
+            if len(parts) > 1 or parts != [name]:
+                yield self._from_experts(name, parts)
+            elif match := _STACK.fullmatch(name):
+                yield from self._from_stack(name, match)
+            elif not name.endswith("_scales"):
+                yield self._plain(name)
+
+    def _name(self, name: str) -> str:
+        """Return llama.cpp's name."""
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(f"{name}: llama.cpp has no such tensor in its {self._config.model_type} models")
+        return f"{found}.weight" if name.endswith(".sinks") else found
+
+    def _plain(self, name: str) -> GgufTensor:
+        spec, match = self._specs[name], _PERMUTED.fullmatch(name)
+        order = None
+        if match and self._config.model_type == "llama":
+            heads = self._config.num_attention_heads if match["projection"] == "q" else self._config.num_key_value_heads
+            order = interleaved_rows(spec.shape[0], heads)
+
+        def read() -> np.ndarray:
+            array = self._tensors.read(name)
+            return array if order is None else array[order]
+
+        return self._make(name, spec.shape, (name,), lambda: iter([read]))
+
+    def _from_experts(self, name: str, parts: list[str]) -> GgufTensor:
+        """Return the stack of experts that the checkpoint holds one by one."""
+        parts = sorted(parts, key=lambda part: int(_expert(part)))
+        shape = (len(parts), *self._specs[parts[0]].shape)
+        return self._make(name, shape, tuple(parts), lambda: (partial(self._tensors.read, part) for part in parts))
+
+    def _from_stack(self, name: str, match: re.Match[str]) -> Iterator[GgufTensor]:
+        """Yield the halves of a stack of all experts: interleaved in GPT-OSS, one after the other in Qwen3-MoE."""
+        halves, interleaved = _HALVES[match["projection"]], self._config.model_type == "gpt_oss"
+        suffix = "bias" if match["part"] == "_bias" else "weight"
+        transposed = interleaved and not match["part"]
+        shape = self._specs[name].shape
+        shape = (shape[0], shape[2], shape[1]) if transposed else shape
+        rows = shape[1] // len(halves)
+        for index, half in enumerate(halves):
+            taken = slice(index, None, len(halves)) if interleaved else slice(index * rows, (index + 1) * rows)
+
+            def pieces(taken: slice = taken) -> Iterator[Callable[[], np.ndarray]]:
+                if match["part"] == "_bias":
+                    return iter([lambda: self._tensors.read(name)[:, taken]])
+                if match["part"] == "_blocks":
+                    return (partial(self._mxfp4, name, expert, taken) for expert in range(shape[0]))
+                return (partial(self._expert, name, expert, taken, transposed) for expert in range(shape[0]))
+
+            half_shape: tuple[int, ...] = (shape[0], rows, *shape[2:])
+            if match["part"] == "_blocks":
+                half_shape = (shape[0], rows, shape[2] * BLOCK)
+            yield self._make(
+                f"{match['experts']}.{half}.{suffix}", half_shape, (name,), pieces, is_mxfp4=match["part"] == "_blocks"
+            )
+
+    def _whole(self, name: str) -> np.ndarray:
+        """Read a stack of experts, which serves many pieces, once."""
+        with self._reading:
+            return self._cached(name)
+
+    def _expert(self, name: str, expert: int, rows: slice, transposed: bool) -> np.ndarray:
+        matrix = self._whole(name)[expert]
+        return (matrix.T if transposed else matrix)[rows]
+
+    def _mxfp4(self, name: str, expert: int, rows: slice) -> np.ndarray:
+        blocks = self._whole(name)[expert][rows]
+        scales = self._whole(name.replace("_blocks", "_scales"))[expert][rows]
+        return join_mxfp4(blocks, scales)
+
+    def _make(
+        self, name: str, shape: tuple[int, ...], sources: tuple[str, ...], pieces: Any, **more: Any
+    ) -> GgufTensor:
+        return GgufTensor(name=self._name(name), shape=tuple(shape), sources=sources, pieces=pieces, **more)
+
+
+def _expert(name: str) -> str:
+    match = _EXPERT.fullmatch(name)
+    assert match
+    return match["expert"]
+
+
+def interleaved_rows(rows: int, heads: int) -> np.ndarray:
+    """Return the order of a projection's rows in llama.cpp, where rotary pairs are neighbors, not halves apart."""
+    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+
+
+def join_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the bytes of rows of MXFP4 blocks as llama.cpp lays them out: the scale, then the two halves as nibbles.
+
+    Args:
+        blocks: [rows, blocks, 16] uint8, neighboring values in a byte, the first in the low half.
+        scales: [rows, blocks] uint8.
+    """
+    values = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
+    halves = values[..., : BLOCK // 2] | values[..., BLOCK // 2 :] << 4
+    return np.concatenate([scales[..., None], halves], axis=-1).reshape(len(blocks), -1)

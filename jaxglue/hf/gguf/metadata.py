@@ -1,0 +1,84 @@
+"""The metadata of a GGUF file that describe the model's shape to llama.cpp."""
+
+from typing import Any
+
+from jaxglue.hf.gguf.layout import ARCHITECTURES
+from jaxglue.models.config import DecoderConfig
+
+_REMEDY = "serve the model folder with transformers or vLLM"
+
+
+def model_metadata(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
+    """Return a model's metadata, without the architecture's name in front.
+
+    Args:
+        config: of the model.
+        vocab_size: rows of its embedding.
+
+    Raises:
+        ValueError: a model that llama.cpp would compute otherwise.
+    """
+    _refuse_others(config)
+    found: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope.rope_theta),
+    }
+    if config.moe:
+        found |= {
+            "expert_count": config.moe.num_experts,
+            "expert_used_count": config.moe.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe.intermediate_size,
+        }
+    windows = {window for window in config.layer_windows if window}
+    if windows:
+        found["attention.sliding_window"] = windows.pop()
+    return found | _rope_metadata(config)
+
+
+def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
+    """Return the scaling of rotary frequencies; Llama 3.1's is a tensor (`rope_freqs`)."""
+    rope = config.rope
+    if rope.rope_type not in ("linear", "yarn"):
+        return {}
+    assert rope.factor
+    found: dict[str, Any] = {"rope.scaling.type": rope.rope_type, "rope.scaling.factor": float(rope.factor)}
+    if rope.rope_type == "yarn":
+        found["rope.scaling.original_context_length"] = rope.original_max_position_embeddings
+        found["rope.scaling.yarn_beta_fast"] = float(rope.beta_fast)
+        found["rope.scaling.yarn_beta_slow"] = float(rope.beta_slow)
+    return found
+
+
+def _refuse_others(config: DecoderConfig) -> None:
+    """Raise ValueError for a model that llama.cpp's architecture cannot express."""
+    found = None
+    windows = config.layer_windows
+    if config.model_type not in ARCHITECTURES:
+        found = f"models of type {config.model_type}"
+    elif config.scores:
+        found = "reward models"
+    elif config.model_type == "gpt_oss":
+        if any((window is None) != bool(layer % 2) for layer, window in enumerate(windows)):
+            found = "GPT-OSS with other layers in windows than every second"
+    elif any(windows):
+        found = "sliding windows"
+    if config.moe and not all(config.moe.sparse_layers):
+        found = "dense layers between sparse ones"
+    if config.moe and config.model_type == "qwen3_moe" and not config.moe.norm_topk_prob:
+        found = "norm_topk_prob=false"
+    if config.model_type == "qwen3" and config.attention_bias:
+        found = "biases in Qwen3's attention"
+    if config.rope.rope_type == "yarn" and (config.rope.attention_factor or config.rope.mscale):
+        found = "YaRN with an attention factor of its own"
+    if found:
+        raise ValueError(f"--gguf: llama.cpp does not compute {found}: {_REMEDY}")

@@ -1,0 +1,365 @@
+"""Contents of GGUF files: types, bytes, vocabulary, Modelfile; and what is refused."""
+
+import builtins
+import json
+import re
+import shutil
+from collections import Counter
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from jaxglue.hf.checkpoint import read_config, save_tensors
+from jaxglue.hf.export_check import embed_rows, folder_parts, random_rows
+from jaxglue.hf.gguf.export import export_gguf
+from jaxglue.hf.gguf.importance import measure_importance
+from jaxglue.hf.gguf.layout import interleaved_rows
+from jaxglue.hf.gguf.modelfile import ollama_template
+from jaxglue.hf.gguf.types import Shape, tensor_type
+from jaxglue.hf.gguf.vocabulary import vocabulary_metadata
+from jaxglue.hf.loading import random_model
+from jaxglue.hf.merge import MergedTensors
+from jaxglue.models import config_from_hf
+from jaxglue.models.parameters import flatten_names, split_model
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
+
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[test]'")
+
+RAW = {
+    "model_type": "llama",
+    "vocab_size": 420,
+    "hidden_size": 256,
+    "intermediate_size": 288,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
+
+
+@pytest.fixture
+def make_folder(tmp_path):
+    def make(change=lambda tensors: tensors, **changes):
+        raw = RAW | changes
+        model = random_model(config_from_hf(raw), dtype=jnp.bfloat16, seed=0)
+        tensors = {name: np.array(value) for name, value in flatten_names(split_model(model, nnx.Param)[1]).items()}
+        folder = tmp_path / "base"
+        save_tensors(folder, change(tensors))
+        (folder / "config.json").write_text(json.dumps(raw))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def export(make_tokenizer, tmp_path):
+    """Export a folder; return the tensors of the file and its metadata."""
+
+    def run(folder, kind, **options):
+        tokenizer = make_tokenizer("plain")
+        config = config_from_hf(read_config(folder))
+        file = export_gguf(MergedTensors(folder), config, tokenizer, {2}, kind, tmp_path / "out", **options)
+        reader = gguf.GGUFReader(file)
+        assert reader.tensors
+        return {tensor.name: tensor for tensor in reader.tensors}, reader.fields
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_bytes_are_those_of_the_gguf_package(kind, make_folder, export):
+    folder = make_folder()
+    tensors, _ = export(folder, kind)
+    original = MergedTensors(folder).read("model.layers.1.mlp.down_proj.weight").astype(np.float32)
+    expected = gguf.quantize(original, gguf.GGMLQuantizationType[kind.upper()])
+    np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"].data, expected)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_floats_are_rounded_once(kind, make_folder, export):
+    folder = make_folder()
+    tensors, _ = export(folder, kind)
+    original = MergedTensors(folder).read("model.layers.0.mlp.up_proj.weight")
+    dtype = np.float16 if kind == "f16" else ml_dtypes.bfloat16
+    written = np.ascontiguousarray(tensors["blk.0.ffn_up.weight"].data).view(dtype).reshape(original.shape)
+    np.testing.assert_array_equal(written, original.astype(np.float32).astype(dtype))
+
+
+def test_rotary_rows_of_llama_become_neighbors(make_folder, export):
+    folder = make_folder()
+    tensors, _ = export(folder, "bf16")
+    original = MergedTensors(folder).read("model.layers.0.self_attn.k_proj.weight")
+    written = np.ascontiguousarray(tensors["blk.0.attn_k.weight"].data).view(ml_dtypes.bfloat16)
+    heads = original.reshape(2, 2, 32, 256)  # head, half, pair, input
+    np.testing.assert_array_equal(written.reshape(2, 32, 2, 256), heads.swapaxes(1, 2))
+    assert sorted(interleaved_rows(128, 2)) == list(range(128))
+
+
+def test_types_fall_back_for_rows_of_other_lengths(make_folder, export):
+    tensors, fields = export(make_folder(), "q4_k_m")
+    types = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert types["blk.0.ffn_down.weight"] == "Q5_0"  # 288 values
+    assert types["blk.1.ffn_down.weight"] == "Q8_0"  # the last layer's would be Q6_K
+    assert types["blk.0.attn_q.weight"] == "Q4_K"
+    assert types["blk.1.attn_v.weight"] == "Q6_K"
+    assert types["output.weight"] == "Q6_K"
+    assert types["token_embd.weight"] == "Q4_K"
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    assert fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+def test_mixture_of_q4_k_m_is_that_of_published_files():
+    model = Shape("qwen3", 36, 0, False)  # Qwen3-8B
+    names = {"attn_v": (1024, 4096), "ffn_down": (4096, 12288), "ffn_up": (12288, 4096), "attn_k": (1024, 4096)}
+    found = {
+        name: Counter(tensor_type(f"blk.{layer}.{name}.weight", shape, "q4_k_m", model) for layer in range(36))
+        for name, shape in names.items()
+    }
+    assert found["attn_v"] == found["ffn_down"] == {"q6_k": 18, "q4_k": 18}
+    assert found["ffn_up"] == found["attn_k"] == {"q4_k": 36}
+    better = [i for i in range(36) if tensor_type(f"blk.{i}.attn_v.weight", (1024, 4096), "q4_k_m", model) == "q6_k"]
+    assert better == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 31, 32, 33, 34, 35]
+
+
+def test_tied_embedding_gets_the_type_of_the_output():
+    assert tensor_type("token_embd.weight", (420, 256), "q4_k_m", Shape("llama", 2, 0, True)) == "q6_k"
+    assert tensor_type("token_embd.weight", (420, 256), "q8_0", Shape("llama", 2, 0, True)) == "q8_0"
+
+
+def test_mxfp4_experts_keep_their_values(make_folder, export):
+    rng = np.random.default_rng(0)
+
+    def pack(tensors):
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+            tensors[f"{name}_blocks"] = blocks
+            tensors[f"{name}_scales"] = rng.integers(118, 126, blocks.shape[:3], dtype=np.uint8)
+        return tensors
+
+    folder = make_folder(pack, **GPT_OSS, quantization_config={"quant_method": "mxfp4"})
+    tensors, _ = export(folder, "mxfp4")
+    source = MergedTensors(folder)
+    path = "model.layers.0.mlp.experts.gate_up_proj"
+    stored = MXFP4(blocks=source.read(f"{path}_blocks"), scales=source.read(f"{path}_scales"))
+    values = np.asarray(dequantize_mxfp4(stored, jnp.float32))
+    for name, rows in (("gate", slice(0, None, 2)), ("up", slice(1, None, 2))):
+        tensor = tensors[f"blk.0.ffn_{name}_exps.weight"]
+        assert tensor.tensor_type.name == "MXFP4"
+        np.testing.assert_array_equal(gguf.dequantize(tensor.data, tensor.tensor_type), values[:, rows])
+    assert tensors["blk.0.attn_q.weight"].tensor_type.name == "Q8_0"
+    assert tensors["blk.0.ffn_gate_exps.bias"].tensor_type.name == "F32"
+
+
+def test_values_above_the_range_of_f16_are_refused(make_folder, export, tmp_path):
+    def enlarge(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
+        return tensors
+
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight: not finite .* in f16; .* --gguf bf16"):
+        export(make_folder(enlarge), "f16")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["q4_k_m", "q8_0"])
+def test_values_that_are_not_finite_are_refused(kind, make_folder, export, tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.0.self_attn.o_proj.weight"][3, 4] = np.nan
+        return tensors
+
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.o_proj.weight: not finite"):
+        export(make_folder(spoil), kind)
+    assert not [path for path in tmp_path.iterdir() if path.name != "base"]
+
+
+def test_a_full_disk_is_told_before_writing(make_folder, export, monkeypatch):
+    folder = make_folder()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(ValueError, match=r"out-f16.gguf needs .* GB, and .* has 0.0 GB free: make room"):
+        export(folder, "f16")
+
+
+def test_missing_package_is_named(make_folder, export, monkeypatch):
+    folder, imported = make_folder(), builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name == "gguf":
+            raise ImportError("No module named 'gguf'")
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ValueError, match=re.escape("pip install 'jaxglue[gguf]'")):
+        export(folder, "f16")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_importance_is_the_mean_square_of_inputs(model_type, make_folder):
+    sparse = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    folder = make_folder(model_type=model_type, **(sparse if model_type == "qwen3_moe" else {}))
+    config = config_from_hf(read_config(folder))
+    parts, rows = folder_parts(folder, config, dtype=jnp.float32), random_rows(420)
+    found = measure_importance(config, parts, [rows, rows], jnp.float32)
+    embedded = np.asarray(embed_rows(parts, rows, jnp.float32)).reshape(-1, 256)
+    normed = embedded / np.sqrt((embedded**2).mean(axis=1, keepdims=True) + config.rms_norm_eps)
+    for name in ("q", "k", "v"):
+        np.testing.assert_allclose(found[f"blk.0.attn_{name}.weight"], (normed**2).mean(axis=0), rtol=1e-2)
+    last = {"llama": "ffn_down", "qwen3_moe": "ffn_up_exps"}[model_type]
+    assert found[f"blk.1.{last}.weight"].shape == (288 if model_type == "llama" else 256,)
+    assert len(found) == (14 if model_type == "llama" else 12)
+
+
+def test_importance_changes_k_quants_alone(make_folder, export, tmp_path):
+    folder = make_folder(intermediate_size=512)
+    plain, _ = export(folder, "q4_k_m")
+    plain = {name: np.array(tensor.data) for name, tensor in plain.items()}
+    (tmp_path / "out").rename(tmp_path / "plain")
+    weights = np.random.default_rng(0).lognormal(sigma=2, size=512).astype(np.float32)
+    weighed, _ = export(folder, "q4_k_m", importance={"blk.0.ffn_down.weight": weights})
+    changed = [name for name, tensor in weighed.items() if (tensor.data != plain[name]).any()]
+    assert changed == ["blk.0.ffn_down.weight"]
+    original = MergedTensors(folder).read("model.layers.0.mlp.down_proj.weight").astype(np.float32)
+    kind = weighed["blk.0.ffn_down.weight"].tensor_type
+
+    def error(data):
+        return (weights * (gguf.dequantize(data, kind) - original) ** 2).mean()
+
+    assert error(weighed["blk.0.ffn_down.weight"].data) < 0.95 * error(plain["blk.0.ffn_down.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({}, "mxfp4", "for the experts of a sparse model"),
+        ({"model_type": "qwen3", "attention_bias": True}, "f16", "biases in Qwen3's attention"),
+        ({**GPT_OSS, "layer_types": ["full_attention"] * 2}, "f16", "other layers in windows"),
+        ({"vocab_size": 300}, "f16", "embedding only 300 rows"),
+    ],
+)
+def test_what_llama_cpp_lacks_is_refused(changes, kind, message, make_folder, export):
+    folder = make_folder(**changes)
+    with pytest.raises(ValueError, match=message):
+        export(folder, kind)
+
+
+def test_metadata_name_stops_template_and_types(make_folder, export, make_tokenizer):
+    _, fields = export(make_folder(), "f16")
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    types = fields["tokenizer.ggml.token_type"].contents()
+    assert tokens[:3] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert types[:3] == [gguf.TokenType.CONTROL] * 3
+    size = len(make_tokenizer("plain"))
+    assert tokens[size:] == [f"[PAD{i}]" for i in range(size, 420)]
+    assert set(types[size:]) == {gguf.TokenType.UNUSED}
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 2
+    assert fields["tokenizer.chat_template"].contents() == make_tokenizer("plain").chat_template
+    assert fields["llama.attention.head_count_kv"].contents() == 2
+
+
+def byte_level(*before, use_regex=False):
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<s>": 1, "b": 2, "ab": 3}, merges=[("a", "b")]))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, level]) if before else level
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re)?|\p{N}{1,3}|\s+"
+
+
+def split(pattern):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        (byte_level(use_regex=True), "gpt-2"),
+        (byte_level(split(QWEN)), "qwen2"),
+        (byte_level(split(QWEN.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?"))), "llama-bpe"),
+        (byte_level(split(O200K)), "gpt-4o"),
+        (byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True), "smollm"),
+    ],
+)
+def test_pre_tokenizer_is_known_by_its_expression(tokenizer, name):
+    assert vocabulary_metadata(tokenizer, 8, {1})["ggml.pre"] == name
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("template", [None, "{{ bos_token }}{{ messages[0].content }}", "{{ messages[0].content }}"])
+def test_bos_is_added_as_tokenizer_and_template_do(adds, template):
+    tokenizer = byte_level(use_regex=True)
+    if adds:
+        single = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.backend_tokenizer.post_processor = single
+    tokenizer.chat_template = template
+    expected = adds and (template is None or template.startswith("{{ bos"))
+    assert vocabulary_metadata(tokenizer, 8, {1})["ggml.add_bos_token"] is expected
+
+
+def test_unknown_pre_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="no pre-tokenizer like this one"):
+        vocabulary_metadata(byte_level(split(r"\w+")), 8, {1})
+
+
+def sentencepiece():
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{i:02X}>": 3 + i for i in range(256)}}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "hell"), ("▁hell", "o"), ("l", "o")]
+    for piece in ("▁", *"helo", *(a + b for a, b in merges)):
+        vocabulary.setdefault(piece, len(vocabulary))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_byte_fallback_vocabulary_is_written_with_scores_of_its_merges():
+    found = vocabulary_metadata(sentencepiece(), 300, {2})
+    assert found["ggml.model"] == "llama"
+    assert found["ggml.add_space_prefix"]
+    assert "ggml.merges" not in found
+    scores = dict(zip(found["ggml.tokens"], found["ggml.scores"], strict=True))
+    assert scores["he"] > scores["ll"] > scores["hell"] > scores["▁hello"] > scores["lo"] > scores["h"]
+    assert found["ggml.token_type"][:4] == [2, 3, 3, 6]
+    assert found["ggml.eos_token_id"] == 2
+
+
+def test_ollama_template_renders_as_the_chat_template(make_tokenizer):
+    text = ollama_template(make_tokenizer("plain"))
+    assert text == (
+        '{{- range .Messages }}{{- if eq .Role "system" }}{{- "<|im_start|>system\\n" }}{{- .Content }}'
+        '{{- "<|im_end|>\\n" }}{{- else if eq .Role "user" }}{{- "<|im_start|>user\\n" }}{{- .Content }}'
+        '{{- "<|im_end|>\\n" }}{{- else if eq .Role "assistant" }}{{- "<|im_start|>assistant\\n" }}{{- .Content }}'
+        '{{- "<|im_end|>\\n" }}{{- end }}{{- end }}{{- "<|im_start|>assistant\\n" }}'
+    )
+
+
+def test_default_system_message_is_printed_without_one(make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    default = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    tokenizer.chat_template = default + tokenizer.chat_template
+    text = ollama_template(tokenizer)
+    assert text.startswith(
+        '{{- "<|im_start|>system\\n" }}{{- if not .System }}{{- "Be kind.<|im_end|>\\n" }}{{- end }}'
+        '{{- range .Messages }}{{- if eq .Role "system" }}{{- .Content }}{{- "<|im_end|>\\n" }}'
+    )
+
+
+def test_template_that_ollama_cannot_express_is_left_out(make_tokenizer):
+    assert ollama_template(make_tokenizer("unstable")) is None
+
+
+def test_modelfile_names_file_and_stops(make_folder, export, tmp_path):
+    export(make_folder(), "q8_0")
+    lines = (tmp_path / "out/Modelfile").read_text().splitlines()
+    assert lines[0] == "FROM ./out-q8_0.gguf"
+    assert lines[-1] == 'PARAMETER stop "<|im_end|>"'
+    assert lines[1].startswith('TEMPLATE """{{- range .Messages }}')

@@ -1,0 +1,241 @@
+"""GGUF files in a real llama.cpp: they load, render our template, and give our tokens and stops."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from llama_cpp import ask
+from safetensors.numpy import load_file, save_file
+
+from jaxglue.commands import main
+from jaxglue.data.template import ChatTemplate
+from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.generation.config import SamplingConfig
+from jaxglue.generation.generator import Generator
+from jaxglue.hf.adapter import save_adapter
+from jaxglue.hf.checkpoint import open_checkpoint, save_tensors
+from jaxglue.hf.experts import checkpoint_layout
+from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
+from jaxglue.hf.loading import load_model, random_model
+from jaxglue.hf.merge import MergedTensors, export_adapter
+from jaxglue.models import config_from_hf
+from jaxglue.models.lora import add_lora
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.models.parameters import flatten_names, split_model
+
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[test]'")
+pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install 'jaxglue[test]'")
+
+SIZES = {
+    "vocab_size": 420,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+FAMILIES = {
+    "llama": {"model_type": "llama", "rope_scaling": LLAMA3, "rms_norm_eps": 1e-5},
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 32, "rope_theta": 500000.0},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {"model_type": "qwen3_moe", **SPARSE},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+}
+SEEDS = {"llama": 29, "llama_tied": 28, "qwen3": 10, "qwen3_moe": 1, "gpt_oss": 33}
+"""Of models whose greedy tokens are likelier than others by 0.06 at least, which no rounding decides."""
+ENDS = (0, 2)
+"""Tokens of the tokenizer that llama.cpp knows as ends by their names, whatever the file says."""
+CHATS = [
+    [{"role": "user", "content": "What is 3 plus 4?"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 3 plus 4?"},
+        {"role": "assistant", "content": "It is 7."},
+        {"role": "user", "content": "  And\n\n  5 plus 12 — naïve, 日本? "},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory, make_tokenizer):
+    """Write a small random model of a family with a tokenizer."""
+
+    def make(family, seed=SEEDS, **changes):
+        raw = SIZES | FAMILIES[family] | changes
+        seed = seed[family] if isinstance(seed, dict) else seed
+        folder = tmp_path_factory.mktemp(family) / "model"
+        model = random_model(config_from_hf(raw), dtype=jnp.float32, seed=seed)
+        tensors = flatten_names(split_model(model, nnx.Param)[1])
+        rng = np.random.default_rng(0)
+        tensors = {
+            name: (np.asarray(value) + (rng.normal(size=value.shape) * 0.1 if value.ndim == 1 else 0)).astype(
+                np.float16
+            )
+            for name, value in tensors.items()
+        }
+        layout = checkpoint_layout({name: value.shape for name, value in tensors.items()}, raw)
+        save_tensors(folder, {name: tensors[parameter][index] for name, (parameter, index) in layout.items()})
+        (folder / "config.json").write_text(json.dumps(raw))
+        make_tokenizer("plain").save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def parts(folder):
+    model = load_model(folder, dtype=jnp.float32)
+    graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
+    return Generator(graphdefs, model.config, dtype=jnp.float32), trainable, frozen, model.config
+
+
+def generate(folder, prompts, stops=(), tokens=12):
+    """Return our greedy tokens after each prompt."""
+    generator, trainable, frozen, _ = parts(folder)
+    sampling = SamplingConfig(temperature=0, max_tokens=tokens)
+    return [list(generator.stream(trainable, frozen, prompt, sampling, stops)) for prompt in prompts]
+
+
+def export(folder, kind, output, tokenizer, stops):
+    raw = json.loads((folder / "config.json").read_text())
+    return export_gguf(MergedTensors(folder), config_from_hf(raw), tokenizer, stops, kind, output)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_tokenizer, tmp_path):
+    folder, tokenizer = make_folder(family), make_tokenizer("plain")
+    template = ChatTemplate(tokenizer)
+    encoded = [template.encode(template.render_prompt(chat, None)) for chat in CHATS]
+    free = generate(folder, encoded)
+    stop = next(token for token in free[0][4:] if token not in free[0][:4])
+    stops = {stop, *ENDS}
+    ours = generate(folder, encoded, stops)
+    assert len(ours[0]) < len(free[0])
+    file = export(folder, "f16", tmp_path / "out", tokenizer, stops)
+    theirs = ask(model=file, prompts=encoded, chats=CHATS)
+    assert [chat["tokens"] for chat in theirs["chats"]] == encoded
+    for found, expected in zip(theirs["prompts"], ours, strict=True):
+        tokens = found["tokens"]
+        assert [token for token in tokens if token not in stops] == expected
+        assert found["stop_type"] == ("eos" if len(expected) < 12 else "limit")
+
+
+KINDS = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
+
+
+def log_probs(folder, prompt):
+    model = load_model(folder, dtype=jnp.float32)
+    return np.asarray(jax.nn.log_softmax(model(jnp.asarray([prompt]))[0, -1]))
+
+
+def differences(folder, file, prompts, **options):
+    """Return the largest difference of llama.cpp's likeliest tokens' log-probabilities from ours, for each prompt."""
+    tokenizer = load_tokenizer(folder)
+    # The server tells no probabilities of ends and parts of characters.
+    hidden = [index for index in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([index])]
+    bias = [[index, -100] for index in (*ENDS, *hidden)]
+    answer = ask(model=file, prompts=prompts, tokens=1, probs=5, bias=bias, **options)
+    tops = [found["completion_probabilities"][0]["top_logprobs"] for found in answer["prompts"]]
+    ours = [log_probs(folder, prompt) for prompt in prompts]
+    return [max(abs(one["logprob"] - p[one["id"]]) for one in top) for top, p in zip(tops, ours, strict=True)]
+
+
+PROMPTS = [list(range(40, 60)), list(range(300, 400, 3))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_reads_the_values_that_gguf_does(kind, make_folder, make_tokenizer, tmp_path):
+    folder = make_folder("qwen3")
+    file = export(folder, kind, tmp_path / "out", make_tokenizer("plain"), {2})
+    written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, SIZES["num_hidden_layers"])
+    expanded = {}
+    for name, info in open_checkpoint(folder).tensors.items():
+        tensor = written[names.get_name(name, (".weight",))]
+        expanded[name] = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(info.shape)
+    save_tensors(tmp_path / "read", expanded)
+    for path in (*folder.glob("tokenizer*"), folder / "config.json"):
+        shutil.copy(path, tmp_path / "read")
+    # llama.cpp rounds activations to eight bits, too
+    assert max(differences(tmp_path / "read", file, PROMPTS)) < 0.25
+    if kind in ("q5_k_m", "q4_k_m", "q4_0"):
+        assert max(differences(folder, file, PROMPTS)) > 0.4
+
+
+def test_mxfp4_experts_predict_as_the_model(make_folder, make_tokenizer, tmp_path):
+    folder = tmp_path / "mxfp4"
+    shutil.copytree(make_folder("gpt_oss"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        tensors[f"{name}_scales"] = rng.integers(121, 124, (experts, outputs, inputs // 32), dtype=np.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    file = export(folder, "f16", tmp_path / "out", make_tokenizer("plain"), {2})
+    assert {t.tensor_type.name for t in gguf.GGUFReader(file).tensors if "_exps.weight" in t.name} == {"MXFP4"}
+    assert max(differences(folder, file, PROMPTS)) < 0.25  # llama.cpp rounds the experts' inputs to eight bits
+
+
+@pytest.fixture
+def make_adapter(tmp_path):
+    """Write an adapter of random matrices on some modules of a folder's model."""
+
+    def make(folder, targets):
+        model = load_model(folder, dtype=jnp.float32)
+        config = LoraConfig(rank=4, alpha=16.0, targets=targets)
+        add_lora(model, config, rngs=nnx.Rngs(0))
+        rng = np.random.default_rng(3)
+        trainable = flatten_names(split_model(model, nnx.LoRAParam)[1])
+        tensors = {name: rng.normal(size=v.shape).astype(np.float32) * 0.05 for name, v in trainable.items()}
+        save_adapter(tmp_path / "adapter", tensors, config, folder)
+        return tmp_path / "adapter"
+
+    return make
+
+
+TARGETS = {
+    "llama": ("q_proj", "k_proj", "v_proj", "down_proj"),
+    "qwen3_moe": ("q_proj", "gate_up_proj", "down_proj"),
+    "gpt_oss": ("o_proj", "gate_up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_adapter_alone_and_merged_predict_alike(family, make_folder, make_adapter, make_tokenizer, tmp_path):
+    folder, tokenizer = make_folder(family), make_tokenizer("plain")
+    adapter = make_adapter(folder, TARGETS[family])
+    merged = MergedTensors(folder, adapter)
+    file = export_gguf(merged, merged.config, tokenizer, {2}, "f16", tmp_path / "merged")
+    export_adapter(adapter, folder, tmp_path / "whole")
+    assert max(differences(tmp_path / "whole", file, PROMPTS)) < 0.02
+    base = export(folder, "f16", tmp_path / "out", tokenizer, {2})
+    assert min(differences(tmp_path / "whole", base, PROMPTS)) > 0.1
+    lora = export_gguf_lora(merged.adapter, merged.config, tmp_path / "lora")
+    assert max(differences(tmp_path / "whole", base, PROMPTS, lora=lora)) < 0.02
+
+
+def test_command_writes_file_and_modelfile(make_folder, make_tokenizer, tmp_path, capsys):
+    folder = make_folder("qwen3")
+    main(["export", "--gguf", "q4_k_m", "--base", str(folder), "--output", str(tmp_path / "tuned")])
+    assert "llama-server -m" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "tuned").iterdir()) == ["Modelfile", "tuned-q4_k_m.gguf"]
+    assert ask(model=tmp_path / "tuned/tuned-q4_k_m.gguf", texts=["What is 3 plus 4?"])["texts"] == [
+        make_tokenizer("plain").encode("What is 3 plus 4?")
+    ]
