@@ -105,7 +105,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
         task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-        data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task)
+        columns = config.objective.kind.columns
+        data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
     lengths = sample_lengths(data.train.document_lengths)
     workload, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
     batches, eval_batches = _make_batches(config, data, workload.mesh)
