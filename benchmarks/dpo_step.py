@@ -38,8 +38,8 @@ from jaxglue.planner.gpus import GIB, peak_flops
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 
 PROMPT, ANSWER = (300, 200), (350, 250)
 """Mean and standard deviation of lengths."""
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         reference=[without_adapters(graphdefs.layers[0], trainable["layers"][0], frozen["layers"][0])]
         * len(graphdefs.layers),
     )
-    optimizer = Optimizer(OptimizerConfig(learning_rate=5e-6, schedule="constant", warmup_ratio=0.0), args.steps)
+    optimizer = AdamWOptimizer(OptimizerConfig(learning_rate=5e-6, schedule="constant", warmup_ratio=0.0), args.steps)
     state, ends, counts, losses, pending = optimizer.init(trainable), [], [], [], None
     for step in range(args.warm_up + args.steps):
         batch = next(batches)

@@ -41,8 +41,8 @@ from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.projection.lora import LORA
 from jaxglue.ops.segments import segment_bucket
 from jaxglue.ops.small_layer import SMALL_LAYER
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 
 OPERATIONS = ADAM, ATTENTION, CROSS_ENTROPY, LORA, LORA_SWIGLU, NORM_ROPE, SMALL_LAYER
 """Operations of a Qwen3 that have kernels."""
@@ -65,7 +65,7 @@ def train(
     """Return the loss of every batch, with AdamW between them."""
     graphdefs, trainable, frozen = parts
     trainable, frozen = jax.tree.map(jnp.copy, trainable), jax.tree.map(lambda x: x.astype(dtype), frozen)
-    optimizer = Optimizer(OptimizerConfig(learning_rate=rate, schedule="constant", warmup_ratio=0.0), len(batches))
+    optimizer = AdamWOptimizer(OptimizerConfig(learning_rate=rate, schedule="constant", warmup_ratio=0.0), len(batches))
     # As planned for a small model; the reference keeps less.
     settings: dict[str, Any] = {"policy": parse_policy("dots" if reference else "none"), "dtype": dtype}
     settings["layers_per_program"] = 1 if reference else len(graphdefs.layers)

@@ -37,8 +37,8 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.segments import pack_segments
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -135,7 +135,7 @@ class Training:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         config = replace(model.config, fp8_head=fp8_head)
         self._executor = Executor(graphdefs, config, policy=parse_policy("dots"), dtype=dtype)
-        self._optimizer = Optimizer(OptimizerConfig(learning_rate=learning_rate), steps)
+        self._optimizer = AdamWOptimizer(OptimizerConfig(learning_rate=learning_rate), steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
 
     def step(self, batch: Batch) -> jax.Array:

@@ -22,8 +22,8 @@ from step import parameters, random_batch, workload
 from jaxglue.engine.executor import Executor
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models.parameters import Params
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.step import WholeStep
 
 
@@ -41,7 +41,7 @@ class Variant:
         self.size, self._batch, self._count = size, batch, 0
         self._executor = Executor(graphdefs, work.config, policy=parse_policy("none"), layers_per_program=size)
         config = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
-        self._optimizer = Optimizer(config, 10_000)
+        self._optimizer = AdamWOptimizer(config, 10_000)
         self._trainable = jax.tree.map(jnp.copy, trainable)
         self._state = self._optimizer.init(self._trainable)
         self._spent: Params | None = None

@@ -32,8 +32,8 @@ from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import split_model
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def measure(case: Case, steps: int, profile: Path | None = None) -> dict:
     graphdefs, trainable, frozen = split_model(model, nnx.LoRAParam)
     del model
     trainable, frozen = commit(trainable), commit(frozen)
-    optimizer = Optimizer(OptimizerConfig(), steps)
+    optimizer = AdamWOptimizer(OptimizerConfig(), steps)
     state = optimizer.init(trainable)
     executor = Executor(graphdefs, config, policy=parse_policy(case.remat))
     batch = jax.device_put(_batch(case.lengths, config.vocab_size))

@@ -19,15 +19,15 @@ from step import workload
 from jaxglue.engine.transfer import commit
 from jaxglue.ops.adam import ADAM
 from jaxglue.planner.workload import abstract_parts
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 
 SHAPES = ("qwen3-0.6b", "qwen3-8b")
 CASES = (("XLA", "float32"), ("kernels", "float32"), ("kernels", "bfloat16"), ("XLA", "8bit"), ("kernels", "8bit"))
 
 
 def row(shape: str, by: str, moments: str) -> dict:
-    optimizer = Optimizer(OptimizerConfig(moments=moments), total_steps=100)
+    optimizer = AdamWOptimizer(OptimizerConfig(moments=moments), total_steps=100)
     trainable = abstract_parts(workload(shape, None, 8192, "lora"))[1]
     trainable = commit(jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, leaf.dtype), trainable))
     gradients, state = jax.tree.map(lambda leaf: 2 * leaf, trainable), optimizer.init(trainable)

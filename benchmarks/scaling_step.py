@@ -36,8 +36,8 @@ from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.sharding.mesh import MeshShape, make_mesh, place_batch
 from jaxglue.sharding.rules import Layout
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 
 MODELS = {
     "8b-lora": {"shape": "qwen3-8b", "remat": "dots"},
@@ -90,7 +90,7 @@ class Run:
         self._trainable, self._frozen = sharded(trees, layout) if mesh else parameters(self.work)[1:]
         executed = {"policy": self.policies, "dtype": self.work.dtype, "tile": self.work.tile}
         self._executor = Executor(graphdefs, self.work.config, mesh=mesh, **executed)
-        self._optimizer = Optimizer(OptimizerConfig(), 1000, layout)
+        self._optimizer = AdamWOptimizer(OptimizerConfig(), 1000, layout)
         self._state = self._optimizer.init(self._trainable)
         self._batch = place_batch(rows(self.work, shape.batch_shards), mesh)
         self.count = shape.batch_shards * setting.tokens

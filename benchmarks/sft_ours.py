@@ -42,8 +42,8 @@ from jaxglue.planner.plan import Plan
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer
 from jaxglue.training.progress import StartupTimer
 from jaxglue.training.weights import place_layers
 
@@ -129,7 +129,7 @@ class Run:
             layers_per_program=plan.layers_per_program if plan else 1,
         )
         optimizer = OptimizerConfig(learning_rate=learning_rate, schedule="constant", warmup_ratio=0.0, clip_norm=0.0)
-        self._optimizer = Optimizer(optimizer, steps)
+        self._optimizer = AdamWOptimizer(optimizer, steps)
         self._state, self._step = self._optimizer.init(self.trainable), 0
         self._spent: Params | None = None
 

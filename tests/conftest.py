@@ -293,7 +293,7 @@ def interpreted():
         class Interpreted(launcher):
             def _launch(self, kernel, arrays, out_type, grid, constants, *_, cost, **__):
                 assert cost.kind in KernelKind
-                written = [isinstance(jax.tree.leaves(array)[0], jax.Ref) for array in arrays]
+                written = [any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(array)) for array in arrays]
                 inputs = [array for array, out in zip(arrays, written, strict=True) if not out]
                 if any(written):
                     flat, tree = jax.tree.flatten((inputs, tuple(itertools.compress(arrays, written))))

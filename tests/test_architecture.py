@@ -105,6 +105,7 @@ CYCLES = {
     frozenset({"jaxglue.objectives.config", "jaxglue.objectives.objective"}): "for the type checker",
     frozenset({"jaxglue.ops.projection.lora", "jaxglue.ops.projection.triton"}): "a backend loaded where a GPU is",
     frozenset({"jaxglue.planner.planner", "jaxglue.planner.longest"}): "for the type checker",
+    frozenset({"jaxglue.training.config", "jaxglue.training.optimizer"}): "for the type checker",
 }
 """Modules that import each other, each with its reason; one of the imports is not run, or inside a function."""
 

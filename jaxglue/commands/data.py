@@ -20,8 +20,7 @@ from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
-from jaxglue.training.report import row_text
-from jaxglue.training.setup import with_seq_len
+from jaxglue.training.workload import row_text, settle
 
 _BAR = 40
 _SHADES = ("bold black on green3", "bold black on spring_green3"), ("dim", "default")
@@ -42,9 +41,10 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     console = console or Console()
     folder = model_path(config.model.model, config.model.revision, weights=False)
     tokenizer, model = load_tokenizer(folder), _read_model(folder) if config.data.seq_len is None else None
-    config = with_seq_len(config, model) if model else config
+    config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
-    prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task)
+    columns = config.objective.kind.columns
+    prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task, columns=columns)
     data = prepared.train
     for document in range(min(config.rows, len(data))):
         console.rule(f"document {document + 1}: {data.lengths[document]:,} tokens, {data.targets[document]:,} targets")
@@ -62,7 +62,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
 
 
 def _read_model(folder: Path) -> DecoderConfig | None:
-    """Return the model's shape; None for a folder that holds a tokenizer alone."""
+    """Return the model's architecture; None for a folder that holds a tokenizer alone."""
     return config_from_hf(read_config(folder)) if (folder / "config.json").is_file() else None
 
 

@@ -16,9 +16,7 @@ from rich.table import Table
 
 from jaxglue.commands.configs import EstimateConfig
 from jaxglue.engine.policy import PRESETS
-from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.hub import model_path
-from jaxglue.models import config_from_hf
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
 from jaxglue.planner.collection import without_collection
@@ -26,10 +24,8 @@ from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
-from jaxglue.training.checks import check_model, refuse_mapped
-from jaxglue.training.remat import make_workload
-from jaxglue.training.report import row_text
-from jaxglue.training.setup import with_global_batch, with_seq_len
+from jaxglue.training.checks import refuse_mapped
+from jaxglue.training.workload import make_workload, read_architecture, row_text, settle
 
 _SHOWN = 5
 _HOST = "dispatched as beside an H200"
@@ -41,21 +37,15 @@ _CLEARLY_LESS = 0.7
 def make_planner(config: EstimateConfig) -> Planner:
     """Return the planner of the configured run; raise ValueError for an unknown model or GPU, or a bad setting."""
     mesh = MeshShape.parse("data=1" if config.run.mesh == AUTO else config.run.mesh)
-    run = with_global_batch(replace(config, run=replace(config.run, mesh=str(mesh)))).run
-    config = replace(config, run=run)
-    model = config_from_hf(read_config(model_path(config.model.model, config.model.revision, weights=False)))
-    model = model.scored if config.objective.kind.trains_scores else model
-    model = model.expanded if config.model.expand_experts else model
-    model = model.quantized(config.model.storage, **config.model.fp8_products)
-    check_model(config, model)
-    config = with_seq_len(config, model)
+    model = read_architecture(config, model_path(config.model.model, config.model.revision, weights=False))
+    config = settle(config, model, devices=mesh.devices)
     gpu = find_gpu(config.gpu)
     if config.model.matmul == "fp8":
         check_fp8(gpu.capability)
     mesh.check(model, batch_size=config.run.batch_size, devices=mesh.devices)
     documents = (config.document_tokens,) if config.document_tokens else ()
     workload = make_workload(config, model, documents, mesh)
-    files = 0.0 if refuse_mapped(config, mesh) else FILES_RATE
+    files = 0.0 if refuse_mapped(config.model, mesh) else FILES_RATE
     gpu = replace(gpu, files=files).limited(config.model.memory_limit)
     return Planner(workload, gpu, steps=config.run.steps, layers_per_program=config.model.layers_per_program)
 

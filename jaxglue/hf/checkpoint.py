@@ -123,10 +123,9 @@ def load_tensors(
     Raises:
         ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors, all named before any is loaded.
     """
-    files = open_checkpoint(folder)
-    sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
-    shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
-    _check_tensors(folder, files, shapes, complete=complete, ignored=ignored)
+    files, sources = find_tensors(folder, wanted, complete=complete, ignored=ignored)
+    if complete and HEAD in files.tensors and HEAD not in wanted and HEAD not in ignored:
+        _check_tied(files)
     for name, source in sources.items():
         if not source.packed and jnp.issubdtype(wanted[name].dtype, jnp.floating):
             _require_floats(files, source.shapes)
@@ -151,6 +150,28 @@ def load_tensors(
         (progress or NoProgress()).stage(f"loading {folder}", sum(sizes.values())) as advance,
     ):
         return dict(metered(zip(wanted, readers.map(load, wanted), strict=True), sizes.values(), advance))
+
+
+def find_tensors(
+    folder: str | Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    complete: bool = True,
+    ignored: Collection[str] = (),
+) -> tuple[TensorFiles, dict[str, Source]]:
+    """Find the tensors of wanted parameters by the headers of a folder's files; load nothing.
+
+    Args:
+        folder, wanted, complete, ignored: as for `load_tensors`.
+
+    Raises:
+        ValueError: as `open_checkpoint`; or missing, extra or misshaped tensors.
+    """
+    files = open_checkpoint(folder)
+    sources = {name: find_source(files, name, spec.shape) for name, spec in wanted.items()}
+    shapes = {name: shape for source in sources.values() for name, shape in source.shapes.items()}
+    _check_tensors(folder, files, shapes, complete=complete, ignored=ignored)
+    return files, sources
 
 
 def _cast(array: Any, dtype: Any) -> Any:
@@ -208,8 +229,6 @@ def _check_tensors(
     if any(problems.values()):
         lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         raise ValueError("\n".join([f"the tensors in {folder} do not match its config.json:", *lines]))
-    if complete and HEAD in found and HEAD not in shapes:
-        _check_tied(files)
 
 
 def _ignored(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -22,6 +22,7 @@ from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
 from jaxglue.data.store import sync
 from jaxglue.distributed import SINGLE_PROCESS, Processes
+from jaxglue.json_file import read_json
 from jaxglue.training.array_checks import check_arrays
 from jaxglue.training.fingerprint import check_fingerprint
 
@@ -285,6 +286,18 @@ class NonFinite(ValueError):  # noqa: N818
 def _signed(content: dict[str, Any]) -> dict[str, Any]:
     copied = json.loads(json.dumps(content))  # written in the background, while the run changes its state
     return {"content": copied, "digest": _digest(copied)}
+
+
+def newest_fingerprint(checkpoints: Path) -> tuple[int, dict[str, Any]] | None:
+    """Return step and fingerprint of the newest checkpoint of a folder whose settings are intact; None without one."""
+    for step in sorted((int(path.name) for path in checkpoints.glob("*/") if path.name.isdecimal()), reverse=True):
+        try:
+            meta = read_json(checkpoints / str(step) / "meta" / "metadata")
+            check_meta(meta)
+        except (OSError, ValueError):
+            continue
+        return step, meta["content"]["fingerprint"]
+    return None
 
 
 def check_meta(meta: Any) -> None:

@@ -19,8 +19,8 @@ from jaxglue.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.result import export_result, require_equal
-from jaxglue.training.setup import read_model
 from jaxglue.training.vocabulary import Vocabulary, read_vocabulary
+from jaxglue.training.workload import read_architecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +129,13 @@ def _eval_loss(folder: Path) -> float | None:
 
 
 def _read_run(config: TrainConfig) -> FinishedRun:
-    base, trains_rows = read_model(config), config.lora.modules_to_save or config.lora.trainable_token_indices
+    folder = config.model.folder
+    base, trains_rows = (
+        read_architecture(config, folder),
+        config.lora.modules_to_save or config.lora.trainable_token_indices,
+    )
     adapter = load_adapter(config.model.adapter) if config.model.adapter and trains_rows else None
-    config, vocabulary = read_vocabulary(config, base, adapter)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
     if config.data.chat_template is not None:
         vocabulary.tokenizer.chat_template = read_template(config.data.chat_template)
     return FinishedRun(config=config, base=base, vocabulary=vocabulary)

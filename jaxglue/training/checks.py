@@ -13,7 +13,7 @@ from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.sharding.mesh import MeshShape
-from jaxglue.training.config import TrainConfig
+from jaxglue.training.config import ModelConfig, TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ def warn_of_peft(config: TrainConfig, model: DecoderConfig) -> None:
         )
 
 
-def refuse_mapped(config: TrainConfig, mesh: MeshShape) -> str | None:
+def refuse_mapped(model: ModelConfig, mesh: MeshShape) -> str | None:
     """Return why weights cannot stay in the model's files, with the remedy; None where they can."""
-    if config.model.random_weights:
+    if model.random_weights:
         return "--weights mapped reads the model's files, and --random-weights draws others: leave one out"
-    if config.model.storage != "none":
+    if model.storage != "none":
         return (
-            f"--weights mapped reads weights as they are stored, and {config.model.storage} would quantize them each "
+            f"--weights mapped reads weights as they are stored, and {model.storage} would quantize them each "
             "time: quantize the folder first (jaxglue export --quantize), or use --weights host"
         )
     if mesh.devices > 1:
@@ -65,16 +65,17 @@ def refuse_mapped(config: TrainConfig, mesh: MeshShape) -> str | None:
 
 def check_muon(config: TrainConfig, model: DecoderConfig) -> None:
     """Raise ValueError for Muon on adapters or experts: it orthogonalizes whole matrices."""
-    if config.optimizer.optimizer != "muon":
+    name = config.optimizer.optimizer
+    if not config.optimizer.kind.needs_matrices:
         return
     if config.model.method != "full":
         raise ValueError(
-            "--optimizer muon orthogonalizes whole weight matrices, not adapters: add --method full, or choose adamw, "
-            "lion or adafactor"
+            f"--optimizer {name} orthogonalizes whole weight matrices, not adapters: add --method full, or choose "
+            "adamw, lion or adafactor"
         )
     if model.moe:
         raise ValueError(
-            f"--optimizer muon orthogonalizes single matrices, and the experts of {config.model.model} are stacked: "
+            f"--optimizer {name} orthogonalizes single matrices, and the experts of {config.model.model} are stacked: "
             "choose adamw, lion or adafactor"
         )
 
@@ -96,7 +97,7 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
             f"{config.model.model} is quantized to {FORMATS[model.quantize].label}, and --method full cannot train "
             "quantized weights: use --method lora, or the folder of the original"
         )
-    if model.moe and model.moe.mxfp4:
+    if model.moe and model.moe.quantize != "none":
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
 
 

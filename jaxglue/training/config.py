@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxglue.config import (
     Alias,
+    Choices,
     CommaSeparated,
     Config,
     Instead,
@@ -23,20 +24,18 @@ from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.objectives.config import ObjectiveConfig
 from jaxglue.ops.choices import QUANTIZE, Attention, Matmul, MomentFormat, Quantize, Storage, choose_storage
+from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
 
     from jaxglue.models.context import RouterLosses
 
-RATE_FACTORS = {"lion": 0.1}
-"""Factors on those of optimizers whose updates are larger than AdamW's; Muon's are scaled to them."""
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "lion_32bit": "lion",
 }
-_BETA2 = {"lion": 0.99}
 _Share = Annotated[float, Range(ge=0, le=1)]
 _Decay = Annotated[float, Range(ge=0, lt=1)]
 
@@ -194,7 +193,8 @@ class OptimizerConfig(Config):
     """The optimizer, its learning-rate schedule and clipping."""
 
     optimizer: Annotated[
-        Literal["adamw", "adamw_8bit", "muon", "adafactor", "lion"],
+        str,
+        Choices(OPTIMIZERS),
         Alias("optim"),
         Synonyms(**_OPTIMIZERS),
         Instead(sgd="adafactor, which stores as little"),
@@ -243,16 +243,20 @@ class OptimizerConfig(Config):
                 raise ValueError("--optimizer adamw_8bit and --moments bfloat16 are both given: leave one out")
             object.__setattr__(self, "optimizer", "adamw")
             object.__setattr__(self, "moments", "8bit")
-        known = {"adamw": ("float32", "bfloat16", "8bit"), "adafactor": ("float32",)}
-        if self.moments not in known.get(self.optimizer, ("float32", "bfloat16")):
+        if self.moments not in self.kind.moments:
             raise ValueError(f"--moments {self.moments} is not for --optimizer {self.optimizer}: leave it out")
         if self.update_in_backward and self.clip_norm:
             raise ValueError("--update-in-backward needs --clip-norm 0: the global norm is known only after it")
 
     @property
+    def kind(self) -> OptimizerKind:
+        """Return the optimizer's entry."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def second_decay(self) -> float:
         """Return beta2, by default the optimizer's own."""
-        return _BETA2.get(self.optimizer, 0.999) if self.beta2 is None else self.beta2
+        return self.kind.beta2 if self.beta2 is None else self.beta2
 
 
 def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
@@ -358,6 +362,10 @@ class TrainConfig(Config):
         for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
             if is_given and not self.objective.kind.supervised:
                 raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
+        if self.objective.kind.needs_rollouts:
+            raise ValueError(
+                f"--objective {self.objective.objective} is of answers that no run writes yet: use another"
+            )
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:
@@ -403,7 +411,7 @@ class TrainConfig(Config):
     @property
     def default_learning_rate(self) -> float:
         """Return the learning rate of the method and the objective where none is given."""
-        return self.objective.kind.learning_rates[self.model.method] * RATE_FACTORS.get(self.optimizer.optimizer, 1.0)
+        return self.objective.kind.learning_rates[self.model.method] * self.optimizer.kind.rate_factor
 
     @property
     def shared(self) -> "TrainConfig":

@@ -32,7 +32,7 @@ from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
 from jaxglue.training.json_lines import read_steps, rewrite_lines
 from jaxglue.training.progress import SHOWN
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
 
 _LARGEST_EXPONENT = 700.0
 """Of a float64, whose exponential is finite."""
@@ -44,22 +44,22 @@ class Evaluation:
     """Evaluates a model during training.
 
     Args:
-        setup: the run, perhaps with held-out batches.
+        run: the run, perhaps with held-out batches.
         executor: runs the model.
         probe: reads its routers.
         mesh: devices that share the work; None for one device.
     """
 
-    def __init__(self, setup: Setup, executor: Executor, probe: "ExpertLoadProbe", mesh: Mesh | None):
-        self._batches, self._executor, self._mesh = setup.eval_batches, executor, mesh
-        self._sources = setup.data.eval_sources
-        self._objective = setup.workload.objective
-        self._probe = None if setup.model.moe is None else probe
+    def __init__(self, run: Run, executor: Executor, probe: "ExpertLoadProbe", mesh: Mesh | None):
+        self._batches, self._executor, self._mesh = run.eval_batches, executor, mesh
+        self._sources = run.data.eval_sources
+        self._objective = run.workload.objective
+        self._probe = None if run.model.moe is None else probe
         self.best: tuple[float, int] | None = None
         """The lowest loss on held-out data, and its step."""
         self.since_best = 0
         """Evaluations since then."""
-        self._patience = setup.config.run.early_stopping
+        self._patience = run.config.run.early_stopping
 
     @property
     def is_needed(self) -> bool:
@@ -171,7 +171,7 @@ class ExpertLoadProbe:
 
     Args:
         graphdefs: the model's modules, from `split_model`.
-        config: the model's shape.
+        config: the model's architecture.
         dtype: of activations and matmuls.
         attention: the attention backend.
         layout: placement of the parameters on the mesh.
@@ -228,23 +228,23 @@ def _apply(graph, trainable: Params, frozen: Params, x, packed: PackedContext):
 class Samples:
     """Answers the sample prompts of a run, on the console and in `samples.jsonl`."""
 
-    def __init__(self, setup: Setup, graphdefs: ModelGraphDefs, folder: Path | None, console: Console):
+    def __init__(self, run: Run, graphdefs: ModelGraphDefs, folder: Path | None, console: Console):
         """Encode the prompts.
 
         Args:
-            setup, graphdefs: the run and its model.
+            run, graphdefs: the run and its model.
             folder: of `samples.jsonl`; None on processes that write nothing.
             console: where to print.
 
         Raises:
             ValueError: the tokenizer has no chat template, or its template refuses a prompt.
         """
-        model, run = setup.config.model, setup.config.run
-        self._tokenizer, self._console, self._path = setup.tokenizer, console, folder and folder / "samples.jsonl"
-        self._prompts = {prompt: encode_prompt(setup.tokenizer, prompt) for prompt in run.sample_prompt}
-        self._stops = stop_tokens(setup.tokenizer)
-        self._generator = Generator(graphdefs, setup.model, dtype=model.compute_dtype, attention=model.attention)
-        self._sampling = SamplingConfig(max_tokens=run.sample_tokens, temperature=0.0)
+        model, settings = run.config.model, run.config.run
+        self._tokenizer, self._console, self._path = run.tokenizer, console, folder and folder / "samples.jsonl"
+        self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in settings.sample_prompt}
+        self._stops = stop_tokens(run.tokenizer)
+        self._generator = Generator(graphdefs, run.model, dtype=model.compute_dtype, attention=model.attention)
+        self._sampling = SamplingConfig(max_tokens=settings.sample_tokens, temperature=0.0)
 
     def answer(self, when: str, step: int, trainable: Params, frozen: Params) -> None:
         """Answer every prompt greedily."""

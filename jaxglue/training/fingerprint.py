@@ -9,11 +9,11 @@ from typing import Any
 
 from jaxglue.config import stable_repr
 from jaxglue.hf.identity import weights_digest
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, describe_as_earlier
 from jaxglue.recipe import as_dict, defaults_of, read_tables
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.secrets import masked
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
 
 _DIGESTED = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -37,20 +37,20 @@ _SHOWN = 80
 """Longest value shown, in characters."""
 
 
-def fingerprint(setup: Setup) -> dict[str, Any]:
+def fingerprint(run: Run) -> dict[str, Any]:
     """Return the settings that a resumed run must share with the one that it continues, JSON-able.
 
     `defaults` holds those of optional settings, by which versions that lack a setting compare (`differences`).
     """
-    config = setup.config
-    groups: dict[str, Any] = {"model": setup.model, "optimizer": config.optimizer}
+    config = run.config
+    groups: dict[str, Any] = {"model": run.model, "optimizer": config.optimizer}
     if config.model.method == "lora":
         groups["lora"] = config.lora
     if not config.objective.kind.supervised:
         groups["objective"] = config.objective
     return {
         "weights": "random" if config.model.random_weights else weights_digest(config.model.folder),
-        "data": setup.data.fingerprint,
+        "data": run.data.fingerprint,
         "seed": config.data.seed,
         "method": config.model.method,
         "router_losses": list(config.model.router_losses or ()),
@@ -59,7 +59,7 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         "adapter": config.model.adapter and str(config.model.adapter),
         "lora": None,
         "objective": None,
-        "steps": setup.total_steps,
+        "steps": run.total_steps,
         "batch": {
             "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
             "batch_size": config.run.batch_size,
@@ -67,13 +67,13 @@ def fingerprint(setup: Setup) -> dict[str, Any]:
         },
         **{name: as_dict(group) for name, group in groups.items()},
         "defaults": {name: defaults_of(group) for name, group in groups.items()},
-        "model_digest": model_digest(setup.model),
+        "model_digest": model_digest(run.model),
     }
 
 
 def model_digest(model: DecoderConfig) -> str:
     """Return the digest that stands for a model in earlier checkpoints, whichever fields it has been given since."""
-    return hashlib.sha256(stable_repr(model, _DIGESTED).encode()).hexdigest()[:16]
+    return hashlib.sha256(describe_as_earlier(stable_repr(model, _DIGESTED)).encode()).hexdigest()[:16]
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
@@ -90,10 +90,20 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     """
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
+    old, old_defaults = _with_current_names(old), _with_current_names(old_defaults)
     _, digest = (values.pop("model_digest", None) for values in (old, new))
     if digest and isinstance(old.get("model"), str):
         new["model"] = digest
     return differences(_filled(old, new_defaults), _filled(new, old_defaults))
+
+
+def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with experts in MXFP4, a switch of earlier versions, under the name of their format."""
+    model = settings.get("model")
+    if not isinstance(model, dict) or "mxfp4" not in (moe := model.get("moe") or {}):
+        return dict(settings)
+    others = {name: value for name, value in moe.items() if name != "mxfp4"}
+    return {**settings, "model": {**model, "moe": {**others, "quantize": "mxfp4" if moe["mxfp4"] else "none"}}}
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

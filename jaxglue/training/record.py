@@ -17,7 +17,7 @@ from jaxglue.hf.files import atomic_file
 from jaxglue.planner.gpus import peak_flops
 from jaxglue.training.json_lines import read_steps
 from jaxglue.training.progress import StartupTimer, StepReport, TrainingProgress
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
 from jaxglue.training.step import StepResult
 from jaxglue.training.trackers import Loggers
 
@@ -36,14 +36,14 @@ class Recorder:
     pause the run for 0.2 s each time.
 
     Args:
-        setup: the run.
+        run: the run.
         timer: of the start-up, which the first step ends.
     """
 
-    def __init__(self, setup: Setup, timer: StartupTimer):
-        self._timer, self._log_every, self._total_steps = timer, setup.config.run.log_every, setup.total_steps
-        self._steps_per_epoch = setup.batches.steps_per_epoch
-        self.meter = Meter(model_flops_per_token=setup.flops_per_token, devices=jax.devices())
+    def __init__(self, run: Run, timer: StartupTimer):
+        self._timer, self._log_every, self._total_steps = timer, run.config.run.log_every, run.total_steps
+        self._steps_per_epoch = run.batches.steps_per_epoch
+        self.meter = Meter(model_flops_per_token=run.flops_per_token, devices=jax.devices())
         self.has_compiled = False
         """Whether the first step of this process is done; its time is compilation, and does not count as training."""
         self.first_loss: float | None = None

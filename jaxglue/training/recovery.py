@@ -28,7 +28,7 @@ from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged, memory_use
 from jaxglue.training.remat import host_memory
 from jaxglue.training.result import abstract_state
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
 
 _WINDOW = 128
@@ -44,7 +44,9 @@ _RUINED = (
 )
 _ROWS = "Other rows are finite with the same weights: look at these, or leave them out with --on-spike skip"
 _log = logging.getLogger(__name__)
-_ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference", "margin")
+_ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference")
+_COLUMN = "column "
+"""Begins the names of columns' arrays."""
 _OPTIONAL_FIELDS = ("gap_starts", "gap_ends", "units")
 _ROW_FIELDS = ("tokens", "targets", "loss_weights")
 _SEGMENT_FIELDS = ("segment_ids", "positions", "starts", "ends", "long")
@@ -106,12 +108,12 @@ class Postmortem:
     """Finds the cause of a divergence; the model is not fit for training afterwards.
 
     Args:
-        setup, model, checkpoints: of the run.
+        run, model, checkpoints: of the run.
         start: state of the batches before step 1.
     """
 
-    def __init__(self, setup: Setup, model: TrainStep, checkpoints: Checkpoints, start: dict[str, Any]):
-        self._setup, self._model, self._checkpoints, self._start = setup, model, checkpoints, start
+    def __init__(self, run: Run, model: TrainStep, checkpoints: Checkpoints, start: dict[str, Any]):
+        self._run, self._model, self._checkpoints, self._start = run, model, checkpoints, start
 
     def explain(self, error: Diverged, *, replay: bool) -> str:
         """Return the cause and the remedy; set a checkpoint that nothing finite followed aside.
@@ -121,7 +123,7 @@ class Postmortem:
             replay: False where steps cannot be replayed by this process alone.
         """
         if bad := self._bad_weights():
-            folder = self._setup.config.model.model
+            folder = self._run.config.model.model
             return f"The weights in {folder} are not finite ({bad}): mend or copy them again; no flag helps"
         cause = self._replay(error.step) if replay else None
         saved = self._checkpoints.latest_step
@@ -144,8 +146,8 @@ class Postmortem:
         try:
             if not self._return_to(failed - 1):
                 return None
-            first = first_non_finite(self._model, next(self._setup.batches))
-            others = next(self._setup.batches, None)
+            first = first_non_finite(self._model, next(self._run.batches))
+            others = next(self._run.batches, None)
         except Exception as error:  # the divergence is the error to report
             _log.debug("the failed step could not be replayed", exc_info=error)
             return None
@@ -156,7 +158,7 @@ class Postmortem:
 
     def _return_to(self, step: int) -> bool:
         """Bring model and batches to the state after `step` steps; return whether it is near enough."""
-        model, batches = self._model, self._setup.batches
+        model, batches = self._model, self._run.batches
         abstract = abstract_state(model.state())
         begin = self._checkpoints.latest_step or 0
         if not begin <= step <= begin + _MOST_STEPS:
@@ -198,6 +200,7 @@ def save_step(path: Path, step: Step) -> None:
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENT_FIELDS}
     arrays |= _stacked(_OPTIONAL_FIELDS, [batch.segments for batch in batches])
     arrays |= _stacked(_ANSWER_FIELDS, [batch.answers for batch in batches])
+    arrays |= {_COLUMN + name: np.stack([batch.columns[name] for batch in batches]) for name in batches[0].columns}
     arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, counts=np.array([step.tokens, step.targets]), **arrays)
@@ -222,7 +225,8 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
     )
     segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
     rows = {name: arrays[name][index] for name in _ROW_FIELDS}
-    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None)
+    columns = {name.removeprefix(_COLUMN): arrays[name][index] for name in arrays if name.startswith(_COLUMN)}
+    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None, columns=columns)
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -240,36 +244,36 @@ class OutOfMemory(ValueError):  # noqa: N818
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(setup: Setup) -> Iterator[None]:
+def explained_out_of_memory(run: Run) -> Iterator[None]:
     """Turn XLA's and Python's errors of memory into an OutOfMemory that names the remedy."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemory(_explanation(setup)) from error
+            raise OutOfMemory(_explanation(run)) from error
         raise
 
 
-def _explanation(setup: Setup) -> str:
+def _explanation(run: Run) -> str:
     use = memory_use(jax.local_devices())
     where = "the GPU" if use.kind == "device" else "the host"
-    planned = f"--remat {setup.remat.remat!r}{setup.remat.note}"
-    rows = f"{setup.workload.batch_size} × {setup.workload.seq_len:,} tokens"
+    planned = f"--remat {run.remat.remat!r}{run.remat.note}"
+    rows = f"{run.workload.batch_size} × {run.workload.seq_len:,} tokens"
     return (
         f"{where} ran out of memory, with {use.peak / GIB:.1f} GiB in use at most; planned was {planned}, with {rows}. "
-        f"{_remedy(setup) if use.kind == 'device' else 'Lower --batch-size or --seq-len'}. "
+        f"{_remedy(run) if use.kind == 'device' else 'Lower --batch-size or --seq-len'}. "
         "Any checkpoint is intact: continue with --resume"
     )
 
 
-def _remedy(setup: Setup) -> str:
+def _remedy(run: Run) -> str:
     """Return the fastest plan that needs clearly less memory than the failed one, as flags."""
     gpu = device_gpu(jax.local_devices()[0], RECORDED)  # nothing is measured on a GPU that is full
-    planner = Planner(setup.workload, gpu)
-    failed = planner.plan(setup.remat.policies, weights=setup.remat.weights)
+    planner = Planner(run.workload, gpu)
+    failed = planner.plan(run.remat.policies, weights=run.remat.weights)
     limit = _LESS * min(failed.device_bytes, planner.gpu.memory) / GIB
     try:
-        plan = Planner(setup.workload, planner.gpu.limited(limit)).choose(host_memory=host_memory(), weights=AUTO)
+        plan = Planner(run.workload, planner.gpu.limited(limit)).choose(host_memory=host_memory(), weights=AUTO)
     except DoesNotFit as error:
         return f"With {limit:.1f} GiB, {error}"
     return f"{plan} is predicted to need {plan.device_bytes / GIB:.1f} GiB; or lower --batch-size or --seq-len"

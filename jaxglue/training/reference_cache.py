@@ -18,31 +18,31 @@ from jaxglue.hf.export import on_host
 from jaxglue.hf.files import atomic_file
 from jaxglue.hf.identity import weights_digest
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
-from jaxglue.training.setup import Setup
-from jaxglue.training.step import TrainStep, caches_reference
+from jaxglue.training.setup import Run
+from jaxglue.training.step import TrainStep
 
 LogProbs = Float32[np.ndarray, "units 2"]
 
 
-def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: Processes) -> str | None:
+def add_reference(run: Run, model: TrainStep, mesh: Mesh | None, processes: Processes) -> str | None:
     """Give the run's batches the log-probabilities of a cached reference; return a line about it.
 
     All processes call this with the weights that training begins with. None where no cached reference is needed.
     """
-    if not caches_reference(setup):
+    if not run.caches_reference:
         return None
-    if setup.config.model.matmul == "fp8":
+    if run.config.model.matmul == "fp8":
         raise ValueError("--matmul fp8 with a cached reference is not supported: use --reference-cache off")
     notes = []
-    assert isinstance(setup.batches, BatchIterator)  # no stream has answers
-    parts: list[BatchIterator | EvalBatches] = [setup.batches]
-    parts += [setup.eval_batches] if setup.eval_batches else []
+    assert isinstance(run.batches, BatchIterator)  # no stream has answers
+    parts: list[BatchIterator | EvalBatches] = [run.batches]
+    parts += [run.eval_batches] if run.eval_batches else []
     for batches in parts:
         dataset = batches.dataset
         assert isinstance(dataset, AnswerDataset)
-        path = Path(setup.config.data.cache_dir) / f"reference-{_key(setup, dataset)}.float32"
+        path = Path(run.config.data.cache_dir) / f"reference-{_key(run, dataset)}.float32"
         known = processes.all_gather_object(_read(path, len(dataset)) is not None)[0]
-        values = _read(path, len(dataset)) if known else _compute(setup, model, mesh, dataset, processes)
+        values = _read(path, len(dataset)) if known else _compute(run, model, mesh, dataset, processes)
         if values is None:
             raise ValueError(f"{path}: process 0 reads this file and another cannot: use a --cache-dir that all share")
         if not known and processes.is_main:
@@ -52,31 +52,29 @@ def add_reference(setup: Setup, model: TrainStep, mesh: Mesh | None, processes: 
     return f"reference's log-probabilities: {', '.join(notes)}"
 
 
-def _key(setup: Setup, dataset: TokenDataset) -> str:
+def _key(run: Run, dataset: TokenDataset) -> str:
     """Name the reference's weights and the data."""
-    config = setup.config
+    config = run.config
     adapter = config.model.adapter and file_digest(config.model.adapter / "adapter_model.safetensors")
     weights = f"random {config.data.seed}" if config.model.random_weights else weights_digest(config.model.folder)
-    run = [
-        repr(setup.model),
+    settings = [
+        repr(run.model),
         str(config.model.compute_dtype),
         config.model.storage,
         str(adapter),
         config.data.row_tokens,
     ]
-    return content_key(dataset.fingerprint, weights, *run)
+    return content_key(dataset.fingerprint, weights, *settings)
 
 
-def _compute(
-    setup: Setup, model: TrainStep, mesh: Mesh | None, dataset: AnswerDataset, processes: Processes
-) -> LogProbs:
-    run = setup.config.run
-    index, count = process_batch_shard(mesh, run.batch_size)
+def _compute(run: Run, model: TrainStep, mesh: Mesh | None, dataset: AnswerDataset, processes: Processes) -> LogProbs:
+    batch_size = run.config.run.batch_size
+    index, count = process_batch_shard(mesh, batch_size)
     batches = EvalBatches(
         dataset,
-        seq_len=setup.config.data.row_tokens,
-        batch_size=run.batch_size,
-        max_segments=setup.batches.max_segments,
+        seq_len=run.config.data.row_tokens,
+        batch_size=batch_size,
+        max_segments=run.batches.max_segments,
         process_index=index,
         process_count=count,
     )

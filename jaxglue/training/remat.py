@@ -1,4 +1,4 @@
-"""The plan of a run: its workload, the remat policy checked against the GPU's memory, and the host memory it pins."""
+"""The plan of a run: the remat policy, checked against the GPU's memory, and the host memory pinned for it."""
 
 import gc
 import math
@@ -17,8 +17,6 @@ from jaxglue.engine.host_buffers import HostBuffers
 from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, RematPolicy, parse_policies
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
-from jaxglue.models.config import DecoderConfig
-from jaxglue.ops.adam import MOMENT_BYTES
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
@@ -28,10 +26,8 @@ from jaxglue.planner.plan import DoesNotFit, Plan, gib
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.planner.rates import device_gpu, measure_files
 from jaxglue.planner.workload import Workload, abstract_parts
-from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training.checks import refuse_mapped
-from jaxglue.training.config import TrainConfig
-from jaxglue.training.optax_optimizer import state_bytes
+from jaxglue.training.config import ModelConfig
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
@@ -79,34 +75,25 @@ class RematChoice:
 
 
 @without_collection()
-def choose_remat(
-    config: TrainConfig,
-    model: DecoderConfig,
-    document_lengths: tuple[int, ...],
-    mesh: MeshShape,
-    steps: int | None = None,
-) -> RematChoice:
+def choose_remat(settings: ModelConfig, workload: Workload, steps: int | None = None) -> RematChoice:
     """Return the run's remat policy, checked against the GPU's memory, or the fastest that fits.
 
     Args:
-        config: of the run.
-        model: the model's shape.
-        document_lengths: of `Workload`.
-        mesh: how GPUs share the work.
+        settings: of the model.
+        workload: of the run on its mesh.
         steps: of the run, about; None for many.
 
     Raises:
         DoesNotFit: it needs more memory than there is; names the nearest setting that fits.
         ValueError: the policy is not for this model, or the GPU has no FP8 for `--matmul fp8`.
     """
-    remat = config.model.remat
     if jax.default_backend() == "cpu":
-        return _choose_on_cpu(config, model, mesh)
-    if config.model.matmul == "fp8":
+        return _choose_on_cpu(settings, workload)
+    if settings.matmul == "fp8":
         check_fp8(compute_capability())
-    workload = make_workload(config, model, document_lengths, mesh)
-    planner, plan = _fastest(config, workload, steps)
-    note = f"{_chosen(remat, plan, steps)}, {_predicted(plan, host_embeddings=planner.workload.host_embeddings)}"
+    planner, plan = _fastest(settings, workload, steps)
+    note = f"{_chosen(settings.remat, plan, steps)}, "
+    note += _predicted(plan, host_embeddings=planner.workload.host_embeddings)
     if planner.gpu.dispatch != RECORDED:
         note += f"; dispatch, measured: {_dispatch(planner.gpu.dispatch)}; link {planner.gpu.link / 1e9:.0f} GB/s"
     return RematChoice(
@@ -130,21 +117,21 @@ def host_memory() -> float:
     return pinned_memory(available_memory(), os.environ.get(HOST_LIMIT))
 
 
-def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) -> tuple[Planner, Plan]:
+def _fastest(settings: ModelConfig, workload: Workload, steps: int | None = None) -> tuple[Planner, Plan]:
     """Return the fastest plan over the embeddings' places.
 
     The host's dispatch and link are measured where plans are compared by time, or where the predicted time depends on
     them.
     """
-    device, model = jax.local_devices()[0], config.model
+    device = jax.local_devices()[0]
     files = cache(lambda: measure_files(device))
-    places = embedding_places(workload, model.embeddings)
+    places = embedding_places(workload, settings.embeddings)
 
     def find(gpu: Gpu) -> tuple[Planner, Plan]:
-        limited = gpu.limited(model.memory_limit)
-        return fastest_place(places, lambda placed: _resolve(config, placed, limited, files, steps))
+        limited = gpu.limited(settings.memory_limit)
+        return fastest_place(places, lambda placed: _resolve(settings, placed, limited, files, steps))
 
-    if AUTO not in (model.remat, model.weights, model.embeddings):
+    if AUTO not in (settings.remat, settings.weights, settings.embeddings):
         planner, plan = find(device_gpu(device, RECORDED))
         if planner.predictor.hides_dispatch(plan) and not plan.host_bytes:
             return planner, plan
@@ -152,46 +139,46 @@ def _fastest(config: TrainConfig, workload: Workload, steps: int | None = None) 
 
 
 def _resolve(
-    config: TrainConfig, workload: Workload, gpu: Gpu, files: Callable[[], float], steps: int | None
+    settings: ModelConfig, workload: Workload, gpu: Gpu, files: Callable[[], float], steps: int | None
 ) -> tuple[Planner, Plan]:
     """Return the plan; weights may stay in files where it asks for that, or where the host's memory is short.
 
     `files` measures the rate of these.
     """
-    model, pinned = config.model, host_memory()
-    options: dict[str, Any] = {"steps": steps, "layers_per_program": model.layers_per_program}
-    refused = refuse_mapped(config, workload.mesh)
-    if MAPPED in model.weights and refused:
+    pinned = host_memory()
+    options: dict[str, Any] = {"steps": steps, "layers_per_program": settings.layers_per_program}
+    refused = refuse_mapped(settings, workload.mesh)
+    if MAPPED in settings.weights and refused:
         raise ValueError(refused)
-    if MAPPED in model.weights:
+    if MAPPED in settings.weights:
         gpu = replace(gpu, files=files())
     planner = Planner(workload, gpu, **options)
     try:
-        return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
+        return planner, planner.resolve(settings.remat, weights=settings.weights, host_memory=pinned)
     except DoesNotFit:
-        if refused or gpu.files or model.weights != AUTO:
+        if refused or gpu.files or settings.weights != AUTO:
             raise
     planner = Planner(workload, replace(gpu, files=files()), **options)
-    return planner, planner.resolve(model.remat, weights=model.weights, host_memory=pinned)
+    return planner, planner.resolve(settings.remat, weights=settings.weights, host_memory=pinned)
 
 
-def _choose_on_cpu(config: TrainConfig, model: DecoderConfig, mesh: MeshShape) -> RematChoice:
+def _choose_on_cpu(settings: ModelConfig, workload: Workload) -> RematChoice:
     """Return the run's policy unchecked, as a CPU's memory is not planned for."""
-    auto = config.model.remat == AUTO
-    remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (config.model.remat, "")
-    policies = parse_policies(remat, model.num_hidden_layers)
-    weights = parse_weights(DEVICE if config.model.weights == AUTO else config.model.weights, model.num_hidden_layers)
-    if MAPPED in weights and (refused := refuse_mapped(config, mesh)):
+    auto, layers = settings.remat == AUTO, workload.config.num_hidden_layers
+    remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (settings.remat, "")
+    policies = parse_policies(remat, layers)
+    weights = parse_weights(DEVICE if settings.weights == AUTO else settings.weights, layers)
+    if MAPPED in weights and (refused := refuse_mapped(settings, workload.mesh)):
         raise ValueError(refused)
-    size = config.model.layers_per_program or 1
-    check_grouped(size, policies, devices=mesh.devices, stream_weights=is_streamed(weights))
+    size = settings.layers_per_program or 1
+    check_grouped(size, policies, devices=workload.mesh.devices, stream_weights=is_streamed(weights))
     return RematChoice(
         policies=policies,
         weights=weights,
         remat=remat,
-        host_embeddings=config.model.embeddings == "host",
-        attention=config.model.attention,
-        tile=config.model.tile,
+        host_embeddings=settings.embeddings == "host",
+        attention=settings.attention,
+        tile=settings.tile,
         layers_per_program=size,
         note=note,
     )
@@ -225,47 +212,6 @@ def _programs(plan: Plan) -> str:
     if plan.whole:
         return "a micro-batch is one program, "
     return f"{plan.layers_per_program} layers in a program, " if plan.layers_per_program > 1 else ""
-
-
-def make_workload(
-    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
-) -> Workload:
-    """Return a run's workload on one GPU of a mesh.
-
-    Args:
-        config: of the run.
-        model: the model's shape.
-        document_lengths: of `Workload`.
-        mesh: how GPUs share the work.
-    """
-    optimizer = config.optimizer
-    workload = Workload(
-        config=model,
-        batch_size=config.run.batch_size // mesh.batch_shards,
-        seq_len=config.data.row_tokens,
-        lora=config.lora if config.model.method == "lora" else None,
-        document_lengths=document_lengths,
-        gradient_accumulation_steps=config.run.gradient_accumulation_steps,
-        update_in_backward=optimizer.update_in_backward,
-        moment_bytes=MOMENT_BYTES[optimizer.moments],
-        host_embeddings=config.model.embeddings == "host",
-        mesh=mesh,
-        dtype=config.model.compute_dtype,
-        attention=config.model.attention,
-        tile=config.model.tile,
-        objective=config.objective.make(),
-        reference=config.objective.kind.needs_reference and _runs_beside(config),
-    )
-    if optimizer.optimizer == "adamw":
-        return workload
-    return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
-
-
-def _runs_beside(config: TrainConfig) -> bool:
-    """Tell whether the reference's layers run beside the model's, as far as flags decide."""
-    several = config.run.epochs > 1 and config.run.steps is None
-    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
-    return config.model.method == "lora" and config.model.adapter is None and not cached
 
 
 def open_buffers(workload: Workload, remat: RematChoice) -> AbstractContextManager[HostBuffers | None]:

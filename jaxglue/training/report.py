@@ -5,16 +5,16 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PRNGKeyArray
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.data.config import DEFAULT_SEQ_LEN
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.parameters import merge_module
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
@@ -30,19 +30,14 @@ from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
 from jaxglue.training.progress import format_duration
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
+from jaxglue.training.workload import row_text
 
 PATHS = ("adapter", "last_adapter", "checkpoints", "metrics", "curve")
 """Fields of the results that name a file or folder in the run's."""
 _BORDER = 6
 """Width of a panel's border and of the space between its columns."""
 _HEAD = ", the output projection multiplied in it too"
-_NAMES = {
-    "adamw": "AdamW",
-    "muon": "Muon for the layers' matrices, AdamW for the rest",
-    "adafactor": "Adafactor",
-    "lion": "Lion",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,116 +127,136 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
-def plan_rows(setup: Setup) -> dict[str, object]:
+class _Conditions(NamedTuple):
+    """Conditions of training: adapters may drop inputs, and weights for FP8 are multiplied so."""
+
+    dropout_key: PRNGKeyArray | None
+    fp8: bool = True
+
+
+def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
-    model, data = setup.config.model, setup.config.data
-    total, trained = parameter_counts(setup.workload)
-    run, rows = setup.config.run, row_text(data.row_tokens, setup.model)
+    model, data = run.config.model, run.config.data
+    total, trained = parameter_counts(run.workload)
+    settings, rows = run.config.run, row_text(data.row_tokens, run.model)
     rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
     return {
-        "model": f"{model.model} ({setup.model.model_type}, {total:,} parameters)",
+        "model": f"{model.model} ({run.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
-        "objective": _objective(setup),
-        "data": setup.data.report,
-        "batch": f"{run.gradient_accumulation_steps} × {run.batch_size} rows of {rows}",
-        "optimizer": _optimizer(setup),
-        "steps": _steps(setup),
-        "dtype": f"{model.compute_dtype}{_stored(setup)}{_HEAD * setup.model.fp8_head}",
-        "remat": setup.remat,
-        "attention": _attention(setup),
+        "objective": _objective(run),
+        "data": run.data.report,
+        "batch": f"{settings.gradient_accumulation_steps} × {settings.batch_size} rows of {rows}",
+        "optimizer": _optimizer(run),
+        "steps": _steps(run),
+        "dtype": f"{model.compute_dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
+        "remat": run.remat,
+        **_forms(run),
+        "attention": _attention(run),
         "rotation": f"{rotation.name}: {rotation.reason}",
-        **_experts(setup),
-        **_devices(setup),
-        "memory": _memory(setup),
-        "output": run.output,
+        **_experts(run),
+        **_devices(run),
+        "memory": _memory(run),
+        "output": settings.output,
     }
 
 
-def _steps(setup: Setup) -> str:
-    if setup.data.stream:
-        return f"{setup.total_steps:,}"
-    epoch = setup.batches.steps_per_epoch
-    return f"{setup.total_steps:,} ({epoch:,} an epoch, {setup.total_steps / epoch:.2f} epochs)"
+def _steps(run: Run) -> str:
+    if run.data.stream:
+        return f"{run.total_steps:,}"
+    epoch = run.batches.steps_per_epoch
+    return f"{run.total_steps:,} ({epoch:,} an epoch, {run.total_steps / epoch:.2f} epochs)"
 
 
-def _stored(setup: Setup) -> str:
-    description = FORMATS[setup.model.quantize].description
+def _stored(run: Run) -> str:
+    description = FORMATS[run.model.quantize].description
     return f", linear layers of the decoder layers {description}" if description else ""
 
 
-def _objective(setup: Setup) -> str | None:
+def _objective(run: Run) -> str | None:
     """Describe an objective other than supervised training, and whether its answers' prompt is computed once."""
-    objective = setup.config.objective
+    objective = run.config.objective
     if objective.kind.supervised:
         return None
-    title = setup.workload.objective.title
+    title = run.workload.objective.title
     if objective.kind.answers is None:
         return title
-    copied = refuse_shared_prompt(setup.config, setup.model)
+    copied = refuse_shared_prompt(run.config, run.model)
     prompts = f"each answer has a copy of its prompt: {copied}" if copied else "two answers share their prompt"
-    return f"{title}; {prompts}{_reference(setup)}"
+    return f"{title}; {prompts}{_reference(run)}"
 
 
-def _reference(setup: Setup) -> str:
+def _reference(run: Run) -> str:
     """Describe when the reference runs, if the objective has one."""
-    objective = setup.config.objective
+    objective = run.config.objective
     if not objective.kind.needs_reference:
         return ""
-    how = "runs beside every step" if setup.workload.reference else "is computed once, before training"
+    how = "runs beside every step" if run.workload.reference else "is computed once, before training"
     return f"; the reference {how}{' (auto)' if objective.reference_cache == 'auto' else ''}"
 
 
-def _optimizer(setup: Setup) -> str:
-    optimizer, method = setup.config.optimizer, setup.config.model.method
-    default = (
-        f" (default of --method {method})" if optimizer.learning_rate == setup.config.default_learning_rate else ""
-    )
-    rise = f"{optimizer.schedule} after {warmup_steps(optimizer, setup.total_steps):,} warm-up steps"
+def _optimizer(run: Run) -> str:
+    optimizer, method = run.config.optimizer, run.config.model.method
+    default = f" (default of --method {method})" if optimizer.learning_rate == run.config.default_learning_rate else ""
+    rise = f"{optimizer.schedule} after {warmup_steps(optimizer, run.total_steps):,} warm-up steps"
     moments = {"float32": "", "8bit": " with 8-bit moments"}.get(
         optimizer.moments, f" with {optimizer.moments} moments"
     )
-    return f"{_NAMES[optimizer.optimizer]}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
+    return f"{optimizer.kind.title}{moments}, learning rate {optimizer.learning_rate:g}{default}, {rise}"
 
 
-def _memory(setup: Setup) -> str:
-    size = resident_bytes(setup.workload).total(setup.remat.weights) / GIB
-    each = " on each GPU" if setup.mesh.devices > 1 else ""
+def _memory(run: Run) -> str:
+    size = resident_bytes(run.workload).total(run.remat.weights) / GIB
+    each = " on each GPU" if run.mesh.devices > 1 else ""
     return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
 
 
-def _experts(setup: Setup) -> dict[str, object]:
-    if (moe := setup.model.moe) is None:
+def _forms(run: Run) -> dict[str, object]:
+    """Describe how the first layer's projections are computed, and why."""
+    graphdefs, *trees = abstract_parts(run.workload)
+    forms: dict[str, object] = {}
+
+    def describe(trainable, frozen) -> None:
+        layer = merge_module(graphdefs.layers[0], trainable, frozen)
+        choices = layer.forms(_Conditions(jax.random.key(0)))
+        forms.update({title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()})
+
+    jax.eval_shape(describe, *(tree["layers"][0] for tree in trees))
+    return forms
+
+
+def _experts(run: Run) -> dict[str, object]:
+    if (moe := run.model.moe) is None:
         return {}
-    choice = GROUPED_MATMUL.choose(compute_capability(), setup.config.model.compute_dtype)
-    stored = ", in MXFP4" if moe.mxfp4 else ""
+    choice = GROUPED_MATMUL.choose(compute_capability(), run.config.model.compute_dtype)
+    stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
 
 
-def _devices(setup: Setup) -> dict[str, object]:
+def _devices(run: Run) -> dict[str, object]:
     kinds: dict[str, object] = {"devices": ", ".join(sorted({device.device_kind for device in jax.devices()}))}
-    workload, mesh = setup.workload, setup.mesh
+    workload, mesh = run.workload, run.mesh
     if mesh.devices == 1:
         return kinds
     sharding = plan_sharding(
         Layout(mesh.abstract, workload.dtype),
-        setup.model,
+        run.model,
         *abstract_parts(workload)[1:],
         tokens=workload.tokens,
         gradient_accumulation_steps=workload.gradient_accumulation_steps,
     )
-    auto = " (auto)" if setup.config.run.mesh == AUTO else ""
+    auto = " (auto)" if run.config.run.mesh == AUTO else ""
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
-def _attention(setup: Setup) -> str:
+def _attention(run: Run) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
-    usual = _attention_backend(setup, None)
+    usual = _attention_backend(run, None)
     text = f"{usual.name}: {usual.reason}"
-    if setup.config.data.row_tokens < LONG_DOCUMENT:
+    if run.config.data.row_tokens < LONG_DOCUMENT:
         return text
-    few, many = (_attention_backend(setup, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
-    rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if setup.batches.max_segments > FEW_DOCUMENTS else {})
+    few, many = (_attention_backend(run, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
+    rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if run.batches.max_segments > FEW_DOCUMENTS else {})
     for count, choice in rows.items():
         if choice.name != usual.name:
             documents = f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
@@ -249,27 +264,19 @@ def _attention(setup: Setup) -> str:
     return text
 
 
-def _attention_backend(setup: Setup, long_slots: int | None) -> BackendChoice:
+def _attention_backend(run: Run, long_slots: int | None) -> BackendChoice:
     """Return the backend of usual batches, or of those with long documents and up to so many slots."""
     long = long_slots is not None
-    windows, slots = setup.model.layer_windows, setup.batches.max_segments
+    windows, slots = run.model.layer_windows, run.batches.max_segments
     shape = AttentionShape(
-        dtype=setup.config.model.compute_dtype,
-        head_dim=setup.model.head_dim,
-        query_heads=setup.model.num_attention_heads,
-        kv_heads=setup.model.num_key_value_heads,
-        seq_len=setup.config.data.row_tokens,
+        dtype=run.config.model.compute_dtype,
+        head_dim=run.model.head_dim,
+        query_heads=run.model.num_attention_heads,
+        kv_heads=run.model.num_key_value_heads,
+        seq_len=run.config.data.row_tokens,
         segment_slots=min(slots, long_slots or slots),
         long=long,
-        forked=setup.workload.objective.answers is not None and not refuse_shared_prompt(setup.config, setup.model),
+        forked=run.workload.objective.answers is not None and not refuse_shared_prompt(run.config, run.model),
         window=None if long and None in windows else next((window for window in windows if window), None),
     )
-    return ATTENTION.choose(compute_capability(), shape, backend=setup.remat.attention)
-
-
-def row_text(seq_len: int, model: DecoderConfig | None) -> str:
-    """Describe the length of rows, and why one at a model's limit, if that is known, is below the default."""
-    tokens = f"{seq_len:,} tokens"
-    if model and seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
-        return f"{tokens} (all positions of the model, fewer than the default of {DEFAULT_SEQ_LEN:,} tokens)"
-    return tokens
+    return ATTENTION.choose(compute_capability(), shape, backend=run.remat.attention)

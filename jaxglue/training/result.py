@@ -42,7 +42,7 @@ from jaxglue.ops.quant.fp8 import E4M3
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.run_folder import RunFolder
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
 from jaxglue.training.vocabulary import Vocabulary, base_identity
 
@@ -64,8 +64,8 @@ class Result(NamedTuple):
 class ResultWriter:
     """Exports the weights that `--keep` names, and checks the files."""
 
-    def __init__(self, setup: Setup, model: TrainStep, output: RunFolder, processes: Processes, console: Console):
-        self._setup, self._model, self._output = setup, model, output
+    def __init__(self, run: Run, model: TrainStep, output: RunFolder, processes: Processes, console: Console):
+        self._run, self._model, self._output = run, model, output
         self._processes, self._console = processes, console
 
     def write(self, checkpoints: Checkpoints, best_step: int | None, batch: Batch | None) -> Result:
@@ -76,8 +76,8 @@ class ResultWriter:
             best_step: step with the lowest eval loss, if known.
             batch: for the check of the files where nothing is held out.
         """
-        keep = self._setup.config.run.keep
-        name = "adapter" if self._setup.config.model.method == "lora" else "model"
+        keep = self._run.config.run.keep
+        name = "adapter" if self._run.config.model.method == "lora" else "model"
         base = self._keep_base()
         last = self._export(f"{name}-last", base, batch) if keep == "both" else None
         step = self._model.step
@@ -87,7 +87,7 @@ class ResultWriter:
 
     def _keep_base(self) -> Path | None:
         folder = self._output.path / "base"
-        if reason := why_not_kept(self._setup, self._model.frozen):
+        if reason := why_not_kept(self._run, self._model.frozen):
             self._console.print(
                 f"{folder} is not written ({reason}), and the adapter needs its random weights: "
                 "for a usable one, name a folder with weights and leave out --random-weights",
@@ -95,7 +95,7 @@ class ResultWriter:
             )
             return None
         with self._output.writing("base"):
-            return keep_base(self._setup, self._model.frozen, folder, write=self._processes.is_main)
+            return keep_base(self._run, self._model.frozen, folder, write=self._processes.is_main)
 
     def _return_to_best(self, checkpoints: Checkpoints) -> int:
         abstract = abstract_state(self._model.state())
@@ -108,9 +108,9 @@ class ResultWriter:
     def _export(self, name: str, base: Path | None, batch: Batch | None) -> Path:
         path, model, is_main = self._output.path / name, self._model, self._processes.is_main
         with self._output.writing(name, ROWS_FILE):
-            export_result(self._setup, model.trainable, path, base, write=is_main)
+            export_result(self._run, model.trainable, path, base, write=is_main)
             parts = model.graphdefs, model.trainable, model.frozen
-            check = check_export(self._setup, *parts, path, batch, compares=is_main)
+            check = check_export(self._run, *parts, path, batch, compares=is_main)
         if check:
             self._console.print(f"{path}: {check}", highlight=False)
         return path
@@ -122,7 +122,7 @@ def abstract_state(state: PyTree) -> PyTree:
 
 
 def check_export(
-    setup: Setup,
+    run: Run,
     graphdefs: ModelGraphDefs,
     trainable: Params,
     frozen: Params,
@@ -139,7 +139,7 @@ def check_export(
     time from wherever the run has them. All processes must call it; one of them compares.
 
     Args:
-        setup: the run.
+        run: the run.
         graphdefs, trainable, frozen: its model.
         result: the exported folder.
         last_batch: of training.
@@ -151,19 +151,19 @@ def check_export(
     Raises:
         ValueError: the files differ from the trained model.
     """
-    rows, dtype = _rows(setup, last_batch), setup.config.model.compute_dtype
-    origin = predict(setup.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
+    rows, dtype = _rows(run, last_batch), run.config.model.compute_dtype
+    origin = predict(run.model, _on_one_device(live_parts(graphdefs, trainable, frozen)), rows, dtype)
     if not compares:
         return None
-    lora = setup.config.model.method == "lora"
+    lora = run.config.model.method == "lora"
     adapter = load_adapter(result) if lora else None
-    if adapter is not None and setup.model.tie_word_embeddings:
+    if adapter is not None and run.model.tie_word_embeddings:
         adapter = fit_tied(adapter)
     if adapter is not None:
-        require_equal(adapter, setup.config.lora, trainable)
-    config, parts = _files(setup, graphdefs, trainable, frozen, result, adapter)
-    written = dtype if lora else jnp.dtype(jnp.float32 if setup.config.model.dtype == "float32" else jnp.bfloat16)
-    made = FORMATS[setup.model.quantize]
+        require_equal(adapter, run.config.lora, trainable)
+    config, parts = _files(run, graphdefs, trainable, frozen, result, adapter)
+    written = dtype if lora else jnp.dtype(jnp.float32 if run.config.model.dtype == "float32" else jnp.bfloat16)
+    made = FORMATS[run.model.quantize]
     # Rounded masters may round to other FP8 values.
     rounded = [written, dtype, *([E4M3] if made.fp8 and made.trains else [])]
     check = compare(origin, predict(config, parts, rows, dtype), rows, rounding_limit(origin, rounded))
@@ -190,16 +190,16 @@ def _on_one_device(parts: Parts) -> Parts:
     return part
 
 
-def _files(setup: Setup, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
+def _files(run: Run, graphdefs, trainable: Params, frozen: Params, result: Path, adapter: Adapter | None):
     """Return (config, parts) of the model in the files; of random weights, the frozen ones are those in memory."""
     if adapter is None:
-        config = config_from_hf(read_config(result)).quantized(setup.config.model.storage)
-        return config, folder_parts(result, config, dtype=setup.config.model.compute_dtype)
-    if setup.config.model.random_weights:
-        return setup.model, _on_one_device(live_parts(graphdefs, _with_values(trainable, adapter), frozen))
-    folder, dtype = setup.config.model.folder, setup.workload.weight_dtype
-    parts: Parts = folder_parts(folder, setup.base, dtype=dtype, adapter=adapter)
-    return setup.model, parts
+        config = config_from_hf(read_config(result)).quantized(run.config.model.storage)
+        return config, folder_parts(result, config, dtype=run.config.model.compute_dtype)
+    if run.config.model.random_weights:
+        return run.model, _on_one_device(live_parts(graphdefs, _with_values(trainable, adapter), frozen))
+    folder, dtype = run.config.model.folder, run.workload.weight_dtype
+    parts: Parts = folder_parts(folder, run.base, dtype=dtype, adapter=adapter)
+    return run.model, parts
 
 
 def _with_values(trainable: Params, adapter: Adapter) -> Params:
@@ -222,11 +222,11 @@ def require_equal(adapter: Adapter, lora: LoraConfig, trainable: Params) -> None
             raise ValueError(f"{adapter.folder}: the scale of {path} differs from the trained one; the export failed")
 
 
-def _rows(setup: Setup, last_batch: Batch | None) -> Rows:
-    batch = last_batch if setup.eval_batches is None else next(iter(setup.eval_batches))
+def _rows(run: Run, last_batch: Batch | None) -> Rows:
+    batch = last_batch if run.eval_batches is None else next(iter(run.eval_batches))
     if batch is None or not np.any(batch.segments.segment_ids):
-        return random_rows(setup.model.vocab_size)
-    source = "trained" if setup.eval_batches is None else "held-out"
+        return random_rows(run.model.vocab_size)
+    source = "trained" if run.eval_batches is None else "held-out"
     return first_rows(np.asarray(batch.tokens), batch.segments, source)
 
 
@@ -239,7 +239,7 @@ class Exportable(Protocol):
 
     @property
     def base(self) -> DecoderConfig:
-        """Return the base's shape."""
+        """Return the base's architecture."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -275,30 +275,30 @@ def export_result(
     return output
 
 
-def keep_base(setup: Setup, frozen: Params, folder: Path, *, write: bool = True) -> Path | None:
+def keep_base(run: Run, frozen: Params, folder: Path, *, write: bool = True) -> Path | None:
     """Write an adapter's random base weights to a folder; None for other bases."""
-    if not _has_random_base(setup):
+    if not _has_random_base(run):
         return None
-    save_model(folder, flatten_names(frozen), setup.config.model.folder, write=write)
+    save_model(folder, flatten_names(frozen), run.config.model.folder, write=write)
     return folder
 
 
-def why_not_kept(setup: Setup, frozen: Params) -> str:
+def why_not_kept(run: Run, frozen: Params) -> str:
     """Return why an adapter's random base weights are not written; empty where they are, or are not random."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
     reasons = {
-        "weights in host memory": setup.remat.streams_weights or setup.workload.host_embeddings,
-        "quantized weights": setup.model.quantize != "none",
-        "new tokens": setup.vocabulary.changes,
-        "--modules-to-save": setup.config.lora.modules_to_save,
-        "a reward model": setup.model.scores,
+        "weights in host memory": run.remat.streams_weights or run.workload.host_embeddings,
+        "quantized weights": run.model.quantize != "none",
+        "new tokens": run.vocabulary.changes,
+        "--modules-to-save": run.config.lora.modules_to_save,
+        "a reward model": run.model.scores,
         f"{size / 1e9:.1f} GB": size > _MOST_KEPT,
     }
-    return next((reason for reason, holds in reasons.items() if holds and _has_random_base(setup)), "")
+    return next((reason for reason, holds in reasons.items() if holds and _has_random_base(run)), "")
 
 
-def _has_random_base(setup: Setup) -> bool:
-    return setup.config.model.random_weights and setup.config.model.method == "lora"
+def _has_random_base(run: Run) -> bool:
+    return run.config.model.random_weights and run.config.model.method == "lora"
 
 
 def _finish_folder(run: Exportable, folder: Path) -> None:

@@ -58,8 +58,6 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
     Raises:
         ValueError: the folder is in use, holds files of something else or symbolic links, or lacks a run to resume.
     """
-    if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: leave one out")
     _check_contents(path, resume=resume, overwrite=overwrite)
     _check_links(path)
     with named_errors(path):
@@ -71,6 +69,22 @@ def output_folder(path: Path, *, resume: bool = False, overwrite: bool = False) 
         with named_errors(path / _OWNER):
             (path / _OWNER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield path
+
+
+def check_output(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raise ValueError where `output_folder` would, and for a folder that cannot be made or written; change nothing."""
+    _check_contents(path, resume=resume, overwrite=overwrite)
+    _check_links(path)
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"output folder {path} cannot be made, as {nearest} is a file: choose another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"output folder {path} cannot be written, for lack of permission in {nearest}: choose another")
+    if (path / _LOCK).exists():
+        with _locked(path):
+            pass
+    if overwrite and path.is_dir() and not is_replaced(path):
+        _check_replaceable(path)
 
 
 @contextlib.contextmanager
@@ -104,6 +118,8 @@ def _wait_for(path: Path, content: str) -> bool:
 
 
 def _check_contents(path: Path, *, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other: leave one out")
     if (path.exists() or path.is_symlink()) and not path.is_dir():
         raise ValueError(f"output folder {path} is a file, or a link to nothing: choose another")
     is_run = (path / _OWNER).exists()

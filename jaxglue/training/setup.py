@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax
-from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.prepare import PreparedData, prepare_data
@@ -13,8 +13,7 @@ from jaxglue.data.stream import StreamIterator
 from jaxglue.distributed import SINGLE_PROCESS, Processes
 from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter
-from jaxglue.hf.checkpoint import open_checkpoint, read_config
-from jaxglue.models import config_from_hf
+from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.plan import DoesNotFit
@@ -22,18 +21,23 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
 from jaxglue.planner.workload import Workload, sample_lengths
 from jaxglue.sharding.mesh import AUTO, MeshShape, make_mesh, process_batch_shard
-from jaxglue.training.checks import check_dropout, check_model, refuse_shared_prompt, warn_of_peft
+from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
-from jaxglue.training.remat import RematChoice, choose_remat, make_workload
+from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
 from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary
+from jaxglue.training.workload import make_workload, read_architecture, settle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A checked run: data, tokenizer, shapes and steps."""
+class Run:
+    """A run in which everything is settled that can be before weights are loaded."""
 
     config: TrainConfig
+    """Settings as the run records them: batch size over all devices, length of rows, and adapters."""
     vocabulary: Vocabulary
     data: PreparedData
     workload: Workload
@@ -46,23 +50,28 @@ class Setup:
 
     @property
     def model(self) -> DecoderConfig:
-        """Return the model's shape."""
+        """Return the model's architecture."""
         return self.workload.config
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the run's tokenizer."""
         return self.vocabulary.tokenizer
 
     @property
     def base(self) -> DecoderConfig:
-        """Return the base's shape."""
+        """Return the base's architecture."""
         return replace(self.model, vocab_size=self.vocabulary.base_size)
 
     @property
     def mesh(self) -> MeshShape:
         """Return the shape of the mesh."""
         return self.workload.mesh
+
+    @property
+    def caches_reference(self) -> bool:
+        """Tell whether the reference's log-probabilities are computed once, before training."""
+        return self.config.objective.kind.needs_reference and not self.workload.reference
 
     @property
     def flops_per_token(self) -> float:
@@ -72,8 +81,8 @@ class Setup:
         return training_flops_per_token(self.model, visible_keys=keys, weight_gradients=full)
 
 
-def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup:
-    """Read and check model folder, tokenizer and data; load no weights.
+def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
+    """Read and check model folder, tokenizer and data, and choose mesh and plan; load no weights.
 
     Args:
         config: of the run.
@@ -83,31 +92,31 @@ def prepare(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Setup
         ValueError: bad model folder, data or settings; names the file and the remedy.
     """
     check_trackers(config.run.trackers)
-    config = with_global_batch(config)
-    model = read_model(config)
-    config = with_seq_len(config, model)
-    config, adapter = read_start(config, model)
-    if processes.is_main:
-        warn_of_peft(config, model)
+    folder = config.model.folder
+    base = read_architecture(config, folder)
+    adapter = read_start(config, base)
     if not config.model.random_weights:
-        open_checkpoint(config.model.folder)
-    config, vocabulary = read_vocabulary(config, model, adapter)
-    model, tokenizer = replace(model, vocab_size=vocabulary.size), vocabulary.tokenizer
+        check_weights(folder, base)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
+    config = settle(config, base, devices=jax.device_count(), adapter=adapter, vocabulary=vocabulary)
+    if processes.is_main:
+        warn_of_peft(config, base)
+    model = replace(base, vocab_size=vocabulary.size)
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
         task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-        data = prepare_data(config.data, tokenizer, model.vocab_size, progress, task)
+        columns = config.objective.kind.columns
+        data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
     lengths = sample_lengths(data.train.document_lengths)
-    mesh, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
-    batches, eval_batches = _make_batches(config, data, mesh)
+    workload, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
+    batches, eval_batches = _make_batches(config, data, workload.mesh)
     total_steps = config.run.steps or batches.total_steps
     assert total_steps is not None
-    workload = replace(make_workload(config, model, lengths, mesh), host_embeddings=remat.host_embeddings)
     if config.objective.kind.needs_reference:
         frozen, epochs = config.model.method == "lora" and adapter is None, total_steps / batches.steps_per_epoch
         beside = runs_beside(config, workload, remat, epochs=epochs, frozen=frozen, processes=processes)
         workload = replace(workload, reference=beside)
-    return Setup(
+    return Run(
         config=config,
         vocabulary=vocabulary,
         data=data,
@@ -125,30 +134,6 @@ def _expected_steps(config: TrainConfig, data: PreparedData) -> int:
     run, tokens = config.run, int(data.train.document_lengths.sum())
     row = config.data.row_tokens * run.batch_size * run.gradient_accumulation_steps
     return run.steps or max(1, -(-run.epochs * tokens // row))
-
-
-def read_model(config: TrainConfig) -> DecoderConfig:
-    """Return the model's shape, as its experts and linear layers are stored in this run."""
-    raw = read_config(config.model.folder)
-    model = config_from_hf(raw)
-    check_dropout(config.model.model, raw)
-    if model.scores and not config.objective.kind.trains_scores:
-        raise ValueError(
-            f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
-            "--objective reward, or a causal language model"
-        )
-    if config.objective.kind.trains_scores:
-        model = model.scored
-    if config.model.expand_experts:
-        model = model.expanded
-    model = model.quantized(config.model.storage, **config.model.fp8_products)
-    check_model(config, model)
-    return model
-
-
-def with_seq_len[C: TrainConfig](config: C, model: DecoderConfig) -> C:
-    """Return the configuration with a length of rows; a given one stays."""
-    return replace(config, data=config.data.within(model.max_position_embeddings))
 
 
 def _make_batches(
@@ -175,12 +160,12 @@ def _training_batches(config: TrainConfig, data: PreparedData, sizes: dict[str, 
 
 def choose_mesh(
     config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], steps: int | None = None
-) -> tuple[MeshShape, RematChoice]:
-    """Return the run's mesh, or the first of `auto`'s candidates that fits, with the remat policy on it.
+) -> tuple[Workload, RematChoice]:
+    """Return the workload on the run's mesh, or on the first of `auto`'s candidates that fits, with its remat policy.
 
     Args:
         config: of the run.
-        model: the model's shape.
+        model: its architecture.
         document_lengths: of `Workload`.
         steps: of the run, about; None for many.
 
@@ -191,26 +176,20 @@ def choose_mesh(
     devices = jax.device_count()
     if devices > 1 and config.model.embeddings == "host":
         raise ValueError("--embeddings host is for one GPU: leave it out, or split the table with --mesh fsdp=…")
-    shapes = _candidates(config, model, devices) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
+    full = config.model.method == "full"
+    shapes = _candidates(model, devices, full=full) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
     for shape in shapes:
         shape.check(model, batch_size=config.run.batch_size, devices=devices)
-    *others, last = shapes
-    for shape in others:
+    for shape in shapes:
+        workload = make_workload(config, model, document_lengths, shape)
         try:
-            return shape, choose_remat(config, model, document_lengths, shape, steps)
+            remat = choose_remat(config.model, workload, steps)
         except DoesNotFit:
+            if shape is shapes[-1]:
+                raise
             continue
-    return last, choose_remat(config, model, document_lengths, last, steps)
-
-
-def with_global_batch(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with `batch_size` for all devices, if it is given for each."""
-    run = config.run
-    if run.per_device_batch_size is None:
-        return config
-    shards = jax.device_count() if run.mesh == AUTO else MeshShape.parse(run.mesh).batch_shards
-    batch_size = run.per_device_batch_size * shards
-    return replace(config, run=replace(run, batch_size=batch_size, per_device_batch_size=None))
+        return replace(workload, host_embeddings=remat.host_embeddings), remat
+    raise AssertionError("no candidate")
 
 
 def agree_on_mesh(
@@ -219,30 +198,28 @@ def agree_on_mesh(
     document_lengths: tuple[int, ...],
     processes: Processes,
     steps: int | None = None,
-) -> tuple[MeshShape, RematChoice]:
+) -> tuple[Workload, RematChoice]:
     """Return process 0's choice on every process: programs must be the same, and GPUs' free memory may differ."""
     if processes.is_main:
-        mesh, remat = choose_mesh(config, model, document_lengths, steps)
+        workload, remat = choose_mesh(config, model, document_lengths, steps)
         processes.all_gather_object(
-            [str(mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
+            [str(workload.mesh), remat.remat, format_weights(remat.weights), remat.attention, remat.tile]
         )
-        return mesh, remat
-    chosen, remat_text, weights, attention, tile = processes.all_gather_object(None)[0]
-    agreed = replace(
-        config,
-        model=replace(config.model, remat=remat_text, weights=weights, attention=attention, tile=tile),
-        run=replace(config.run, mesh=chosen),
-    )
-    return choose_mesh(agreed, model, document_lengths)
+        return workload, remat
+    mesh, policy, weights, attention, tile = processes.all_gather_object(None)[0]
+    chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
+    as_chosen = replace(config, model=chosen, run=replace(config.run, mesh=mesh))
+    workload, remat = choose_mesh(as_chosen, model, document_lengths)
+    return replace(workload, attention=config.model.attention, tile=config.model.tile), remat
 
 
-def _candidates(config: TrainConfig, model: DecoderConfig, devices: int) -> list[MeshShape]:
+def _candidates(model: DecoderConfig, devices: int, *, full: bool) -> list[MeshShape]:
     """Return candidates: for adapters, copies of the weights, then parts; for full fine-tuning, parts.
 
     Experts are spread over as few devices as they fit, since tokens then travel the least.
     """
     experts = math.gcd(devices, model.moe.num_experts if model.moe else 1)
-    if config.model.method == "full":
+    if full:
         return [MeshShape(expert=experts, fsdp=devices // experts)]
     sizes = [size for size in range(2, experts + 1) if experts % size == 0]
     spread = [MeshShape(expert=size, data=devices // size) for size in sizes]

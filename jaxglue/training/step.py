@@ -32,9 +32,8 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.workload import abstract_parts
 from jaxglue.sharding.mesh import place_batch
 from jaxglue.sharding.rules import Layout
-from jaxglue.training.optax_optimizer import make_optimizer
-from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.setup import Setup
+from jaxglue.training.optimizer import Optimizer, make_optimizer
+from jaxglue.training.setup import Run
 from jaxglue.training.weights import build_parameters
 
 Accepts = Callable[[int, Mapping[str, float]], bool]
@@ -46,26 +45,26 @@ class TrainStep:
     """A model and its optimizer; `dispatch` advances them by one optimizer step.
 
     Args:
-        setup: the run.
+        run: the run.
         mesh: devices that share the work; None for one device.
         host_buffers: for offloaded values; None for JAX's pool.
     """
 
-    def __init__(self, setup: Setup, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
-        self._setup, self._config, self._mesh = setup, setup.config, mesh
-        self.layout = Layout(mesh, setup.config.model.compute_dtype)
-        self._objective, self._host_buffers = setup.workload.objective, host_buffers
+    def __init__(self, run: Run, mesh: Mesh | None, host_buffers: HostBuffers | None = None):
+        self._run, self._config, self._mesh = run, run.config, mesh
+        self.layout = Layout(mesh, run.config.model.compute_dtype)
+        self._objective, self._host_buffers = run.workload.objective, host_buffers
         self.step = 0
         """Optimizer steps done."""
         self._lowering: Lowering | None = None
         self._whole: WholeStep | None = None
-        self._optimizer = make_optimizer(setup.config.optimizer, setup.total_steps, self.layout)
+        self._optimizer = make_optimizer(run.config.optimizer, run.total_steps, self.layout)
         foreseen = self._lower_ahead()
         with self._lowering or nullcontext():
-            self.graphdefs, self.trainable, self.frozen = build_parameters(setup, self.layout)
+            self.graphdefs, self.trainable, self.frozen = build_parameters(run, self.layout)
         if foreseen != self.graphdefs:
             self._lowering = None
-            reference = reference_layers(setup, self.graphdefs, self.trainable, self.frozen)
+            reference = reference_layers(run, self.graphdefs, self.trainable, self.frozen)
             self.executor = self._make_executor(self.graphdefs, reference)
             self._whole = self._make_whole()
         self._optimizer_state = self._optimizer.init(self.trainable)
@@ -76,39 +75,39 @@ class TrainStep:
         self._fp8: dict[str, Any] | None = None
 
     def _make_executor(self, graphdefs: ModelGraphDefs, reference: list[nnx.GraphDef] | None = None) -> Executor:
-        setup = self._setup
+        run = self._run
         return Executor(
             graphdefs,
-            setup.model,
-            policy=setup.remat.policies,
-            dtype=setup.config.model.compute_dtype,
-            attention=setup.remat.attention,
-            tile=setup.remat.tile,
-            layers_per_program=setup.remat.layers_per_program,
-            stream_weights=setup.remat.streams_weights,
-            router_losses=setup.config.model.router_losses,
+            run.model,
+            policy=run.remat.policies,
+            dtype=run.config.model.compute_dtype,
+            attention=run.remat.attention,
+            tile=run.remat.tile,
+            layers_per_program=run.remat.layers_per_program,
+            stream_weights=run.remat.streams_weights,
+            router_losses=run.config.model.router_losses,
             objective=self._objective,
             reference=reference,
-            neftune_alpha=setup.config.model.neftune_alpha,
+            neftune_alpha=run.config.model.neftune_alpha,
             mesh=self._mesh,
             host_buffers=self._host_buffers,
         )
 
     def _make_whole(self) -> "WholeStep | None":
         """Return the step's only program, where it can be one."""
-        alone = self.executor.reuses_gradients and not self._setup.workload.host_embeddings
+        alone = self.executor.reuses_gradients and not self._run.workload.host_embeddings
         decided = self._config.run.on_spike == "nothing" and not self._config.optimizer.update_in_backward
         fits = alone and decided and self._optimizer.fits_programs
         return WholeStep(self.executor, self._optimizer) if fits else None
 
     def _lower_ahead(self) -> ModelGraphDefs | None:
         """Begin to trace and lower the step's programs, and return the modules foreseen; None where shapes say less."""
-        setup, batches = self._setup, self._setup.batches
-        grouped = 1 < setup.remat.layers_per_program < setup.model.num_hidden_layers
-        others = grouped or setup.workload.host_embeddings or setup.config.objective.kind.needs_reference
+        run, batches = self._run, self._run.batches
+        grouped = 1 < run.remat.layers_per_program < run.model.num_hidden_layers
+        others = grouped or run.workload.host_embeddings or run.config.objective.kind.needs_reference
         if self._mesh is not None or others or isinstance(batches, StreamIterator):
             return None
-        graphdefs, trainable, frozen = abstract_parts(setup.workload)
+        graphdefs, trainable, frozen = abstract_parts(run.workload)
         self.executor, first = self._make_executor(graphdefs), batches.first
         self._whole, key = self._make_whole(), self._micro_batch_key()
         if self._whole and len(first.micro_batches) == 1:
@@ -150,7 +149,7 @@ class TrainStep:
 
         None where nothing is multiplied in FP8, or the choice was made.
         """
-        if not FORMATS[self._setup.model.quantize].fp8 or self._fp8:
+        if not FORMATS[self._run.model.quantize].fp8 or self._fp8:
             return None
         placed, largest = place_batch(batch, self._mesh), self._config.model.fp8_max_error
         choice = choose_fp8(fp8_errors(self.executor, self.trainable, self.frozen, placed), largest)
@@ -168,8 +167,8 @@ class TrainStep:
             self._fp8 = fp8
             self.executor.multiply_in_fp8(fp8["layers"], fp8["head"])
             self._whole = self._make_whole()
-            as_lowered = all(fp8["layers"]) and fp8["head"] == self._setup.model.fp8_head
-            if not as_lowered or self._setup.remat.layers_per_program > 1:
+            as_lowered = all(fp8["layers"]) and fp8["head"] == self._run.model.fp8_head
+            if not as_lowered or self._run.remat.layers_per_program > 1:
                 self._lowering = None
 
     def state(self) -> dict[str, Any]:
@@ -188,7 +187,7 @@ class TrainStep:
         """Return to the state before step 1."""
         self.release()
         self.frozen = {}
-        _, self.trainable, self.frozen = build_parameters(self._setup, self.layout)
+        _, self.trainable, self.frozen = build_parameters(self._run, self.layout)
         self._optimizer_state, self.step = self._optimizer.init(self.trainable), 0
 
     def place(self, batch: Step) -> tuple[Batch, ...]:
@@ -360,16 +359,11 @@ def choose_fp8(errors: FP8Errors, largest: float) -> FP8Choice:
     return FP8Choice(layers, head, note)
 
 
-def caches_reference(setup: Setup) -> bool:
-    """Tell whether the reference's log-probabilities are computed once, before training."""
-    return setup.config.objective.kind.needs_reference and not setup.workload.reference
-
-
 def reference_layers(
-    setup: Setup, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
+    run: Run, graphdefs: ModelGraphDefs, trainable: Params, frozen: Params
 ) -> list[nnx.GraphDef] | None:
     """Return the frozen layers without adapters, to run beside the model's; None where no loss needs them."""
-    if not setup.workload.reference:
+    if not run.workload.reference:
         return None
     kinds: dict[nnx.GraphDef, nnx.GraphDef] = {}
     for graphdef, *trees in zip(graphdefs.layers, trainable["layers"], frozen["layers"], strict=True):

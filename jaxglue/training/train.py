@@ -29,10 +29,10 @@ from jaxglue.training.reference_cache import add_reference
 from jaxglue.training.remat import open_buffers, size_pool
 from jaxglue.training.report import RunSummary, plan_rows, print_panel, summary_json, summary_rows
 from jaxglue.training.result import Result, ResultWriter, abstract_state
-from jaxglue.training.resuming import finished_run, resume_notes
-from jaxglue.training.run_folder import RunFolder, check_inputs, shared_output_folder
+from jaxglue.training.resuming import check_resumable, finished_run, resume_notes
+from jaxglue.training.run_folder import RunFolder, check_inputs, check_output, shared_output_folder
 from jaxglue.training.secrets import masked
-from jaxglue.training.setup import Setup, prepare
+from jaxglue.training.setup import Run, resolve
 from jaxglue.training.step import StepResult, StepsInFlight, TrainStep
 from jaxglue.training.trackers import Loggers, open_loggers
 
@@ -70,25 +70,39 @@ def train(
     processes.agree("configuration", {**as_dict(config.shared), "jax": jax.__version__})
     if config.run.compilation_cache:
         keep_programs(config.run.compilation_cache, take_turns=processes.count == 1)
-    run = config.run
-    setup = prepare(config, processes) if run.dry_run or run.resume else None
-    if setup and run.dry_run:
-        print_panel(console, "plan (dry run: nothing is trained)", plan_rows(setup))
+    settings = config.run
+    if settings.dry_run:
+        _dry_run(config, console, processes)
         return None
-    if setup and (summary := finished_run(setup, processes)):
+    run = resolve(config, processes) if settings.resume else None
+    if run and (summary := finished_run(run, processes)):
         print_panel(console, "done before: no step is left to train", summary_rows(summary))
         return summary
-    with shared_output_folder(run.output, processes, resume=run.resume, overwrite=run.overwrite) as folder:
-        if run.overwrite and processes.is_main:
-            check_inputs(folder, config.inputs)
-        setup = setup or prepare(config, processes)
-        identity = fingerprint(setup)
+    folder = shared_output_folder(settings.output, processes, resume=settings.resume, overwrite=settings.overwrite)
+    with folder as output:
+        if settings.overwrite and processes.is_main:
+            check_inputs(output, config.inputs)
+        run = run or resolve(config, processes)
+        identity = fingerprint(run)
         processes.agree("model and data", identity)
         timer.stage("data")
-        print_panel(console, "plan", plan_rows(setup))
-        size_pool(setup.workload, setup.remat, os.environ)
-        with explained_out_of_memory(setup), open_buffers(setup.workload, setup.remat) as buffers:
-            return Trainer(setup, identity, console, timer, processes, interrupt, buffers).run()
+        print_panel(console, "plan", plan_rows(run))
+        size_pool(run.workload, run.remat, os.environ)
+        with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
+            return Trainer(run, identity, console, timer, processes, interrupt, buffers).run()
+
+
+def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> None:
+    """Print the plan of a run; refuse what the run would refuse before it trains, and write nothing."""
+    settings = config.run
+    if processes.is_main:
+        check_output(settings.output, resume=settings.resume, overwrite=settings.overwrite)
+        if settings.overwrite:
+            check_inputs(settings.output, config.inputs)
+    run = resolve(config, processes)
+    if settings.resume:
+        check_resumable(run)
+    print_panel(console, "plan (dry run: nothing is trained)", plan_rows(run))
 
 
 def pinned_model(config: TrainConfig) -> ModelConfig:
@@ -106,7 +120,7 @@ class Trainer:
 
     def __init__(
         self,
-        setup: Setup,
+        run: Run,
         identity: dict[str, Any],
         console: Console,
         timer: StartupTimer,
@@ -114,40 +128,40 @@ class Trainer:
         interrupt: Interrupt,
         host_buffers: HostBuffers | None = None,
     ):
-        self._setup, self._run, self._processes, self._identity = setup, setup.config.run, processes, identity
+        self._run, self._settings, self._processes, self._identity = run, run.config.run, processes, identity
         self._console, self._timer, self._interrupt = console, timer, interrupt
-        self._output = RunFolder(self._run.output, overwrite=self._run.overwrite, processes=processes)
-        self._folder = folder = self._run.output
-        mesh = make_mesh(setup.mesh) if setup.mesh.devices > 1 else None
-        self._model = TrainStep(setup, mesh, host_buffers)
+        self._output = RunFolder(self._settings.output, overwrite=self._settings.overwrite, processes=processes)
+        self._folder = folder = self._settings.output
+        mesh = make_mesh(run.mesh) if run.mesh.devices > 1 else None
+        self._model = TrainStep(run, mesh, host_buffers)
         timer.stage("weights")
-        if note := add_reference(setup, self._model, mesh, processes):
+        if note := add_reference(run, self._model, mesh, processes):
             console.print(note, highlight=False)
             timer.stage("reference")
-        shared: dict[str, Any] = {"dtype": setup.config.model.compute_dtype, "attention": setup.config.model.attention}
-        probe = ExpertLoadProbe(self._model.graphdefs, setup.model, **shared, layout=self._model.layout)
-        self._evaluation = Evaluation(setup, self._model.executor, probe, mesh)
-        self._samples = Samples(setup, self._model.graphdefs, folder if processes.is_main else None, console)
-        self._recorder = Recorder(setup, timer)
-        self._result = ResultWriter(setup, self._model, self._output, processes, console)
+        shared: dict[str, Any] = {"dtype": run.config.model.compute_dtype, "attention": run.config.model.attention}
+        probe = ExpertLoadProbe(self._model.graphdefs, run.model, **shared, layout=self._model.layout)
+        self._evaluation = Evaluation(run, self._model.executor, probe, mesh)
+        self._samples = Samples(run, self._model.graphdefs, folder if processes.is_main else None, console)
+        self._recorder = Recorder(run, timer)
+        self._result = ResultWriter(run, self._model, self._output, processes, console)
         self._last_batch: Batch | None = None
         self._recent: dict[int, Step] = {}
-        self._spikes = None if self._run.on_spike == "nothing" else Spikes(self._run.spike_sigma)
+        self._spikes = None if self._settings.on_spike == "nothing" else Spikes(self._settings.spike_sigma)
 
     def run(self) -> RunSummary | None:
         """Train to the end, or until an interruption, after which the run can be resumed."""
         begun = time.monotonic()
         with self._output.replacing(), self._open_checkpoints() as checkpoints:
-            if self._run.resume:
+            if self._settings.resume:
                 self._resume(checkpoints)
             if self._has_ended:
                 return self._finish(begun, checkpoints)
             if self._processes.is_main:
-                self._output.begin(masked(to_toml(self._setup.config.shared), os.environ))
+                self._output.begin(masked(to_toml(self._run.config.shared), os.environ))
             if self._model.step == 0:
                 self._answer_samples("before")
             with (
-                self._output.writing(*self._run.trackers, *(["profile"] if self._run.profile else [])),
+                self._output.writing(*self._settings.trackers, *(["profile"] if self._settings.profile else [])),
                 self._open_loggers() as loggers,
                 self._interrupt,
             ):
@@ -159,13 +173,13 @@ class Trainer:
 
     @property
     def _has_ended(self) -> bool:
-        return self._model.step == self._setup.total_steps or self._evaluation.is_stale
+        return self._model.step == self._run.total_steps or self._evaluation.is_stale
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(
             self._folder / "checkpoints",
             fingerprint=self._identity,
-            keep=self._run.keep_checkpoints,
+            keep=self._settings.keep_checkpoints,
             processes=self._processes,
             before_write=self._output.before_checkpoint,
             saved=self._output.checkpoint_saved,
@@ -173,13 +187,13 @@ class Trainer:
 
     def _train(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
         """Train to the end or an interruption; explain a divergence."""
-        start = self._setup.batches.get_state() if self._model.step == 0 else {}
+        start = self._run.batches.get_state() if self._model.step == 0 else {}
         try:
             self._run_steps(checkpoints, loggers)
         except Diverged as error:
             rows = self._save_rows(error.step)
             self._console.print(f"step {error.step} diverged: looking for the cause", highlight=False)
-            postmortem = Postmortem(self._setup, self._model, checkpoints, start)
+            postmortem = Postmortem(self._run, self._model, checkpoints, start)
             alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
             raise ValueError(f"{error}.{rows} {postmortem.explain(error, replay=alone)}.") from error
 
@@ -193,13 +207,13 @@ class Trainer:
 
     def _run_steps(self, checkpoints: Checkpoints, loggers: Loggers) -> None:
         """Dispatch step after step, reading a step's loss while later ones run."""
-        eval_every = self._run.eval_every or self._setup.batches.steps_per_epoch
-        save_every = self._run.save_every or eval_every
-        profiled = self._run.profile if self._processes.is_main else 0
+        eval_every = self._settings.eval_every or self._run.batches.steps_per_epoch
+        save_every = self._settings.save_every or eval_every
+        profiled = self._settings.profile if self._processes.is_main else 0
         profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
-        total, stop, in_flight = self._setup.total_steps, False, StepsInFlight()
+        total, stop, in_flight = self._run.total_steps, False, StepsInFlight()
         progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
-        compiling = Compiling(progress, self._setup.remat.compile_seconds, lambda: self._recorder.has_compiled)
+        compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
         with progress, compiling, profiler, self._recorder:
             while self._model.step < total and not stop:
                 profiler.before(self._model.step + 1)
@@ -223,13 +237,13 @@ class Trainer:
     def _open_loggers(self) -> Loggers:
         if not self._processes.is_main:
             return Loggers()
-        settings = masked(as_dict(self._setup.config.shared), os.environ)
-        trackers = self._run.trackers
+        settings = masked(as_dict(self._run.config.shared), os.environ)
+        trackers = self._settings.trackers
         return open_loggers(self._folder, resume_step=self._model.step, trackers=trackers, settings=settings)
 
     def _dispatch_step(self, checkpoints: Checkpoints, progress: TrainingProgress) -> StepResult:
         with self._recorder.meter.waiting():
-            batch = next(self._setup.batches)
+            batch = next(self._run.batches)
         self._last_batch = batch.micro_batches[-1]
         if note := self._model.check_fp8(self._last_batch):
             self._console.print(note, highlight=False)
@@ -244,7 +258,7 @@ class Trainer:
     def _skip(self, result: StepResult, checkpoints: Checkpoints, progress: TrainingProgress) -> None:
         """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint."""
         values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
-        saved = checkpoints.latest_step if self._run.on_spike == "rewind" else None
+        saved = checkpoints.latest_step if self._settings.on_spike == "rewind" else None
         if saved is not None:
             abstract = abstract_state(self._model.state())
             self._model.release()
@@ -266,11 +280,11 @@ class Trainer:
     def _must_keep(self) -> bool:
         """Return whether this step has the best weights, to be exported, or ends the run early."""
         best = self._evaluation.best
-        is_best = self._run.keep != "last" and best is not None and best[1] == self._model.step
+        is_best = self._settings.keep != "last" and best is not None and best[1] == self._model.step
         return is_best or self._evaluation.is_stale
 
     def _is_due(self, every: int) -> bool:
-        return self._model.step % every == 0 or self._model.step == self._setup.total_steps
+        return self._model.step % every == 0 or self._model.step == self._run.total_steps
 
     def _evaluate(self, loggers: Loggers, progress: TrainingProgress) -> float | None:
         """Log an evaluation of the model; return its held-out loss, None without held-out data."""
@@ -288,7 +302,7 @@ class Trainer:
 
     def _save(self, checkpoints: Checkpoints, eval_loss: float | None) -> None:
         host = {
-            "batches": self._setup.batches.get_state(),
+            "batches": self._run.batches.get_state(),
             **self._evaluation.get_state(),
             **self._model.get_state(),
             "first_loss": self._recorder.first_loss,
@@ -305,9 +319,9 @@ class Trainer:
         if restored is None:
             self._console.print("no checkpoint yet: starting from step 0", highlight=False)
             return
-        host, notes = restored.host, list(resume_notes(self._setup, restored))
+        host, notes = restored.host, list(resume_notes(self._run, restored))
         self._model.restore(restored.state, restored.step)
-        self._setup.batches.set_state(host["batches"])
+        self._run.batches.set_state(host["batches"])
         self._evaluation.set_state(host)
         self._model.set_state(host)
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
@@ -325,7 +339,7 @@ class Trainer:
         summary = self._summarize(result, time.monotonic() - begun)
         if self._processes.is_main:
             save_loss_curve(summary.metrics, summary.curve)
-            asked = {"keep": self._run.keep, "early_stopping": self._run.early_stopping}
+            asked = {"keep": self._settings.keep, "early_stopping": self._settings.early_stopping}
             write_json(self._folder / "summary.json", summary_json(summary) | asked | {"fingerprint": self._identity})
         print_panel(self._console, "done", summary_rows(summary))
         return summary

@@ -35,38 +35,42 @@ class Vocabulary:
     """Ids of the tokens of --new-tokens."""
 
     @property
+    def new_rows(self) -> tuple[int, ...]:
+        """Return the rows that train as new tokens do, in order: theirs, and those that the base lacks."""
+        return tuple(sorted({*self.new, *range(self.base_size, self.size)})) if self.new else ()
+
+    @property
     def changes(self) -> bool:
         """Tell whether the run's tokenizer or number of tokens differs from the base's."""
         return bool(self.new) or self.size > self.base_size
 
 
-def read_vocabulary(
-    config: TrainConfig, model: DecoderConfig, adapter: Adapter | None
-) -> tuple[TrainConfig, Vocabulary]:
-    """Return the run, in which the rows of its `--new-tokens` train, and its vocabulary.
+def read_vocabulary(folder: Path, new_tokens: Path | None, model: DecoderConfig, adapter: Adapter | None) -> Vocabulary:
+    """Return the vocabulary of a run.
 
-    A run that trains on from an adapter with rows of its own has that adapter's tokenizer.
+    One that trains on from an adapter with rows of its own has that adapter's tokenizer.
+
+    Args:
+        folder: of the base.
+        new_tokens: file of tokens to add; None for none.
+        model: the base's architecture.
+        adapter: to train on from, if there is one.
 
     Raises:
         ValueError: a bad tokenizer or file of tokens.
     """
-    size = model.vocab_size
+    base = size = model.vocab_size
     if adapter is not None and adapter.trains_vocabulary:
-        folder = adapter.folder if (adapter.folder / "tokenizer.json").is_file() else config.model.folder
-        size = max(size, adapter.vocab_size)
-        return config, Vocabulary(tokenizer=load_tokenizer(folder), base_size=model.vocab_size, size=size)
-    tokenizer = load_tokenizer(config.model.folder)
-    if config.model.new_tokens is None:
-        return config, Vocabulary(tokenizer=tokenizer, base_size=size, size=size)
-    new = add_tokens(tokenizer, config.model.new_tokens)
+        has_tokenizer = (adapter.folder / "tokenizer.json").is_file()
+        tokenizer = load_tokenizer(adapter.folder if has_tokenizer else folder)
+        return Vocabulary(tokenizer=tokenizer, base_size=base, size=max(size, adapter.vocab_size))
+    tokenizer = load_tokenizer(folder)
+    if new_tokens is None:
+        return Vocabulary(tokenizer=tokenizer, base_size=base, size=size)
+    new = add_tokens(tokenizer, new_tokens)
     if max(new) >= size:
         size = -(-(max(new) + 1) // _MULTIPLE) * _MULTIPLE
-    vocabulary = Vocabulary(tokenizer=tokenizer, base_size=model.vocab_size, size=size, new=new)
-    if config.model.method == "full":
-        return config, vocabulary
-    rows = {*config.lora.trainable_token_indices, *new, *range(model.vocab_size, size)}
-    lora = replace(config.lora, trainable_token_indices=tuple(sorted(rows)))
-    return replace(config, lora=lora), vocabulary
+    return Vocabulary(tokenizer=tokenizer, base_size=base, size=size, new=new)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:
@@ -108,25 +112,25 @@ def base_identity(config: TrainConfig, model: DecoderConfig) -> Identity:
     return {**identity, "quantize": model.quantize} if FORMATS[model.quantize].offered else identity
 
 
-def read_start(config: TrainConfig, model: DecoderConfig) -> tuple[TrainConfig, Adapter | None]:
-    """Return the run with the rank, alpha and targets of its `--adapter`, and that adapter, if it has one.
+def read_start(config: TrainConfig, model: DecoderConfig) -> Adapter | None:
+    """Return the adapter that a run trains on from; None without `--adapter`.
 
     Raises:
         ValueError: not an adapter folder, one that does not fit the base, or flags that contradict it.
     """
-    if config.model.adapter is None:
-        return config, None
+    folder = config.model.adapter
+    if folder is None:
+        return None
     shapes = base_shapes(abstract_model(model))
-    loaded = load_adapter(config.model.adapter)
-    adapter = check_adapter(loaded, shapes, base_identity(config, model), config.model.model)
+    adapter = check_adapter(load_adapter(folder), shapes, base_identity(config, model), config.model.model)
     if adapter.scores != model.scores:
         what = "a reward model's" if adapter.scores else "not a reward model's"
         objective = config.objective.objective
-        raise ValueError(f"--adapter {config.model.adapter} is {what}, so --objective {objective} cannot train it on")
-    lora = replace(adapter.config, dropout=config.lora.dropout or adapter.config.dropout)
-    if replace(config.lora, dropout=0.0) not in (LoraConfig(), replace(lora, dropout=0.0)):
+        raise ValueError(f"--adapter {folder} is {what}, so --objective {objective} cannot train it on")
+    lora, given = adapter.config, replace(config.lora, dropout=0.0)
+    if given not in (LoraConfig(), replace(lora, dropout=0.0)):
         raise ValueError(
-            f"--adapter {config.model.adapter} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
+            f"--adapter {folder} brings its own rank {lora.rank}, alpha {lora.alpha:g} and targets "
             f"{', '.join(lora.targets[:8])}: leave out the other settings of adapters than --dropout"
         )
-    return replace(config, lora=lora), adapter
+    return adapter

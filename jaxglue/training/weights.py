@@ -20,39 +20,39 @@ from jaxglue.models.lora_config import MODULES
 from jaxglue.models.parameters import ModelGraphDefs, Params, split_model
 from jaxglue.models.vocabulary import grow_vocabulary
 from jaxglue.sharding.rules import SINGLE_DEVICE, Layout
-from jaxglue.training.setup import Setup
+from jaxglue.training.setup import Run
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-def build_parameters(setup: Setup, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
+def build_parameters(run: Run, layout: Layout = SINGLE_DEVICE) -> tuple[ModelGraphDefs, Params, Params]:
     """Load, or draw, (graphdefs, trainable, frozen): trainable in float32, frozen in the compute dtype."""
-    config, workload, seed = setup.config, setup.workload, setup.config.data.seed
+    config, workload, seed = run.config, run.workload, run.config.data.seed
     dtype = workload.weight_dtype
-    rows_change = setup.vocabulary.changes or bool(workload.lora and workload.lora.trainable_token_indices)
+    rows_change = run.vocabulary.changes or bool(workload.lora and workload.lora.trainable_token_indices)
     whole = () if workload.lora is None else workload.lora.modules_to_save
     frozen_ends = [f"{PATHS[name]}." for name in ("embed_tokens", "lm_head") if name not in whole]
     # Rows are added and taken on the device.
     on_host = frozen_ends if workload.host_embeddings and not rows_change else []
-    place = partial(place_layers, setup.remat.weights, layout=layout, on_host=on_host)
+    place = partial(place_layers, run.remat.weights, layout=layout, on_host=on_host)
     if config.model.random_weights:
-        model = random_model(setup.base, dtype=dtype, seed=seed, place=place)
+        model = random_model(run.base, dtype=dtype, seed=seed, place=place)
     else:
         options: dict[str, Any] = {"expand_experts": config.model.expand_experts, "quantize": config.model.storage}
         options["fp8_experts"] = config.model.fp8_experts
         trained = [SCORE, *(f"{PATHS[module]}.weight" for module in whole)]
-        options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": setup.model.scores, "seed": seed}
+        options |= {"dtypes": dict.fromkeys(trained, jnp.float32), "scores": run.model.scores, "seed": seed}
         options["progress"] = DataProgress() if jax.process_index() == 0 else None
-        options["mapped"] = lambda name: place_of(setup.remat.weights, name) == MAPPED
+        options["mapped"] = lambda name: place_of(run.remat.weights, name) == MAPPED
         model = load_model(config.model.folder, dtype=dtype, place=place, **options)
-    if setup.vocabulary.changes:
-        grow_vocabulary(model, setup.vocabulary.new, setup.vocabulary.size)
+    if run.vocabulary.changes:
+        grow_vocabulary(model, run.vocabulary.new, run.vocabulary.size)
     if workload.lora is not None:
         add_lora(model, workload.lora, rngs=nnx.Rngs(seed))
-    if setup.adapter is not None:
-        set_adapter(model, setup.adapter)
+    if run.adapter is not None:
+        set_adapter(model, run.adapter)
     graphdefs, trainable, frozen = split_model(model, workload.trainable_type)
-    if setup.vocabulary.changes:
+    if run.vocabulary.changes:
         frozen |= layout.put({name: frozen[name] for name in MODULES if name in frozen})
     if workload.host_embeddings:
         frozen = embeddings_to_host(frozen)

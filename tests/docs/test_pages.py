@@ -60,6 +60,19 @@ def test_alias_tables_are_those_of_the_flags():
     assert module.render(page) == page, "run python scripts/alias_tables.py"
 
 
+def test_files_that_pages_name_exist():
+    """By name alone, or with a folder."""
+    folders = ("jaxglue", "models", "benchmarks", "scripts", "examples", "tests")
+    paths = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    missing = {
+        f"{page.name}: {name}"
+        for page in [*DOCS.glob("*.md"), *ROOT.glob("*.md")]
+        for name in re.findall(r"`(?:python )?([\w./]+\.py)\b", page.read_text(encoding="utf-8"))
+        if not name.startswith("vllm/") and not any(f"/{path}".endswith(f"/{name}") for path in paths)
+    }
+    assert not missing
+
+
 def test_every_page_and_picture_is_linked():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     missing = [page.name for page in DOCS.glob("*.md") if page.name != "index.md" and page.name not in index]

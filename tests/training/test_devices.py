@@ -1,5 +1,7 @@
 """Choice of the mesh by `auto` when some meshes do not fit the GPUs."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -15,17 +17,16 @@ def choose(make_config, tiny_config, monkeypatch):
     """choose(method, fitting meshes, **changes to config.json) → the mesh on eight GPUs, as text."""
 
     def make(method: str, fitting: set[str], **changes):
-        def choose_remat(config, model, document_lengths, mesh, steps):
-            if str(mesh) not in fitting:
-                raise DoesNotFit(f"{mesh} does not fit")
-            return "dots"
+        def choose_remat(settings, workload, steps):
+            if str(workload.mesh) not in fitting:
+                raise DoesNotFit(f"{workload.mesh} does not fit")
+            return SimpleNamespace(host_embeddings=False)
 
         monkeypatch.setattr(setup, "choose_remat", choose_remat)
         monkeypatch.setattr(jax, "device_count", lambda: 8)
         model = config_from_hf({**tiny_config, "model_type": "qwen3", **changes})
-        mesh, remat = setup.choose_mesh(make_config(method=method, batch_size=8), model, 32.0)
-        assert remat == "dots"
-        return str(mesh)
+        workload, _ = setup.choose_mesh(make_config(method=method, batch_size=8), model, (32,))
+        return str(workload.mesh)
 
     return make
 
@@ -48,11 +49,11 @@ def test_auto_spreads_experts_over_the_fewest_gpus(choose):
 
 
 def test_other_errors_try_no_further_mesh(make_config, tiny_config, monkeypatch):
-    def choose_remat(config, model, document_lengths, mesh, steps):
-        raise ValueError(f"bad policy on {mesh}")
+    def choose_remat(settings, workload, steps):
+        raise ValueError(f"bad policy on {workload.mesh}")
 
     monkeypatch.setattr(setup, "choose_remat", choose_remat)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     model = config_from_hf({**tiny_config, "model_type": "qwen3"})
     with pytest.raises(ValueError, match="bad policy on data=8"):
-        setup.choose_mesh(make_config(batch_size=8), model, 32.0)
+        setup.choose_mesh(make_config(batch_size=8), model, (32,))

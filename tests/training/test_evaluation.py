@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxglue.data.config import short_names
-from jaxglue.data.iterator import token_sources
+from jaxglue.data.dataset import token_values
 from jaxglue.training.evaluation import evaluation_lines, held_out_metrics
 from jaxglue.training.record import read_metrics
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -18,7 +18,7 @@ from jaxglue.training.train import train
 def test_tokens_know_their_source():
     ids = np.array([[1, 1, 2, 0], [1, 2, 2, 3], [0, 0, 0, 0]])
     owners = [np.array([2, 0]), np.array([0, 1, 0]), np.array([], int)]
-    assert token_sources(ids, owners).tolist() == [[2, 2, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+    assert token_values(ids, owners).tolist() == [[2, 2, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
 
 
 def test_names_of_sources_are_short_and_unique():
@@ -44,7 +44,7 @@ def test_sums_by_source_equal_single_tokens(make_config, write_jsonl, chat_rows)
     other = write_jsonl([{"text": "other words " * n} for n in range(2, 9)], name="other.jsonl")
     config = make_config(eval_fraction=0.5, batch_size=2)
     config = make_config(eval_fraction=0.5, batch_size=2, data=(*config.data.data, other))
-    setup = prepare(config)
+    setup = resolve(config)
     model = TrainStep(setup, None)
     totals, expected = 0.0, np.zeros((3, 2))
     for batch in jax.device_put(list(setup.eval_batches)):

@@ -12,7 +12,7 @@ from jaxglue.training.checks import warn_of_peft
 from jaxglue.training.evaluation import ExpertLoadProbe
 from jaxglue.training.record import read_metrics
 from jaxglue.training.report import plan_rows
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
 
 
@@ -36,7 +36,7 @@ def test_expert_load_is_read_from_training_batches(make_config, moe_folder, tmp_
 
 
 def test_mxfp4_byte_counts_as_two_parameters(make_config, moe_folder):
-    blocks, expanded = (prepare(make_config(expand_experts=expand)) for expand in (False, True))
+    blocks, expanded = (resolve(make_config(expand_experts=expand)) for expand in (False, True))
     assert parameter_counts(blocks.workload) == parameter_counts(expanded.workload)
     assert plan_rows(blocks)["experts"].startswith("2 of 4 for each token, in MXFP4; grouped matmul by reference: ")
     assert plan_rows(expanded)["experts"].startswith("2 of 4 for each token; ")
@@ -51,7 +51,7 @@ def test_mxfp4_byte_counts_as_two_parameters(make_config, moe_folder):
 )
 def test_unsupported_mxfp4_options_are_refused(make_config, moe_folder, options, message):
     with pytest.raises(ValueError, match=message):
-        plan_rows(prepare(make_config(**options)))
+        plan_rows(resolve(make_config(**options)))
 
 
 @pytest.mark.parametrize(("targets", "warned"), [(("all-linear",), True), (("q_proj", "gate_up_proj"), False)])
@@ -66,7 +66,7 @@ def test_adapters_that_peft_takes_for_those_of_experts_are_warned_of(make_config
 
 def test_router_losses_need_routers(make_config):
     with pytest.raises(ValueError, match="has no routers: leave out --router-balance-loss"):
-        prepare(make_config(router_balance_loss=0.01))
+        resolve(make_config(router_balance_loss=0.01))
     with pytest.raises(ValueError, match="router_z_loss: expected float >= 0, got -1"):
         make_config(router_z_loss=-1)
 

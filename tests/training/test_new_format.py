@@ -23,7 +23,7 @@ from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, register
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import parameter_counts
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
 
 BLOCK = 32
@@ -130,7 +130,7 @@ def test_its_flag_trains_and_its_folder_is_written_and_read(toy4, make_config, f
     flagged = train(make_config(**options, quantize="toy4", output=tmp_path / "flagged"))
     assert flagged.last_loss < flagged.first_loss - 0.2
     config = make_config(**options, model=str(tmp_path / "stored"), output=tmp_path / "from_stored")
-    assert prepare(config).model.quantize == "toy4"
+    assert resolve(config).model.quantize == "toy4"
     assert train(config).last_loss == flagged.last_loss
     plain = train(make_config(**options, output=tmp_path / "plain"))
     assert plain.last_loss != flagged.last_loss
@@ -147,7 +147,7 @@ def test_its_flag_trains_and_its_folder_is_written_and_read(toy4, make_config, f
 
 
 def test_the_planner_counts_its_bytes(toy4, make_config, folder):
-    plain, stored = (prepare(make_config(quantize=how)).workload for how in ("none", "toy4"))
+    plain, stored = (resolve(make_config(quantize=how)).workload for how in ("none", "toy4"))
     assert parameter_counts(plain) == parameter_counts(stored)
     linears = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
     saved = resident_bytes(plain).total() - resident_bytes(stored).total()

@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 
 from jaxglue.models.vocabulary import grow_vocabulary
-from jaxglue.training.setup import read_model
 from jaxglue.training.vocabulary import add_tokens, read_vocabulary
+from jaxglue.training.workload import read_architecture, settle
 
 
 def vocabulary(config, path, text):
     path.write_text(text, encoding="utf-8")
     config = replace(config, model=replace(config.model, new_tokens=path))
-    return read_vocabulary(config, read_model(config), None)
+    folder = config.model.folder
+    base = read_architecture(config, folder)
+    grown = read_vocabulary(folder, path, base, None)
+    return settle(config, base, devices=1, vocabulary=grown), grown
 
 
 def resize(model_folder, size):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optax_optimizer import make_optimizer, state_bytes
+from jaxglue.training.optimizer import make_optimizer, state_bytes
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 

@@ -11,11 +11,12 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
+from jaxglue.models.parameters import get_part
 from jaxglue.ops.adam import ADAM, AdamW, EightBit
 from jaxglue.ops.backend import tracing_for
-from jaxglue.training import optimizer as optimizer_module
+from jaxglue.training.adamw import AdamWOptimizer
 from jaxglue.training.config import OptimizerConfig
-from jaxglue.training.optimizer import Optimizer, learning_rate_schedule
+from jaxglue.training.partwise import learning_rate_schedule, param_keys
 
 
 def random_tree(seed, layers=10):
@@ -50,7 +51,7 @@ def backend(request):
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_updates_equal_optax_adamw(backend, clip_norm):
     config = OptimizerConfig(clip_norm=clip_norm, weight_decay=0.1, learning_rate=0.01, warmup_ratio=0.5)
-    optimizer, trainable = Optimizer(config, total_steps=4), random_tree(0)
+    optimizer, trainable = AdamWOptimizer(config, total_steps=4), random_tree(0)
     whole = optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         optax.adamw(
@@ -76,12 +77,12 @@ def test_updates_equal_optax_adamw(backend, clip_norm):
 
 def test_part_by_part_updates_equal_a_whole_update(backend):
     config = OptimizerConfig(clip_norm=0, weight_decay=0.1)
-    optimizer, gradients = Optimizer(config, total_steps=4), random_tree(1)
+    optimizer, gradients = AdamWOptimizer(config, total_steps=4), random_tree(1)
     expected = optimizer.update(random_tree(0), optimizer.init(random_tree(0)), gradients, 2)[:2]
     trainable = random_tree(0)
     state = optimizer.init(trainable)
-    for key in optimizer_module.param_keys(trainable):
-        gradient = optimizer_module.get_part(gradients, key)
+    for key in param_keys(trainable):
+        gradient = get_part(gradients, key)
         trainable, state = optimizer.update_part(trainable, state, key, gradient, 2)
     chex.assert_trees_all_equal((trainable, state), expected)
 
@@ -119,7 +120,7 @@ def test_8bit_kernels_equal_the_reference(large_tiles):
         return {"norm": {}, "layers": [{"w": jax.random.normal(*pair)} for pair in zip(keys, shapes, strict=True)]}
 
     def two_steps():
-        optimizer, trainable = Optimizer(OptimizerConfig(moments="8bit", weight_decay=0.1), total_steps=9), tree(0)
+        optimizer, trainable = AdamWOptimizer(OptimizerConfig(moments="8bit", weight_decay=0.1), total_steps=9), tree(0)
         state = optimizer.init(trainable)
         for step in range(2):
             trainable, state, _ = optimizer.update(trainable, state, tree(step + 1), step)
@@ -138,7 +139,7 @@ def test_8bit_kernels_equal_the_reference(large_tiles):
 
 @pytest.mark.parametrize(("moments", "bytes_each"), [("float32", 8), ("bfloat16", 6), ("8bit", 2 + 8 / 256)])
 def test_moment_formats_have_their_size_and_learn(moments, bytes_each):
-    optimizer = Optimizer(OptimizerConfig(moments=moments, learning_rate=0.1, schedule="constant"), total_steps=30)
+    optimizer = AdamWOptimizer(OptimizerConfig(moments=moments, learning_rate=0.1, schedule="constant"), total_steps=30)
     trainable = {"norm": {}, "layers": [{"weight": jax.random.normal(jax.random.key(0), (64, 128))}]}
     state = optimizer.init(trainable)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == 64 * 128 * bytes_each
@@ -159,7 +160,7 @@ def test_small_tensors_keep_float32():
 def test_gpu_step_is_few_launches_in_place(h200, moments):
     from jaxglue.ops.adam.triton import TritonAdam
 
-    optimizer = Optimizer(OptimizerConfig(moments=moments), total_steps=30)
+    optimizer = AdamWOptimizer(OptimizerConfig(moments=moments), total_steps=30)
     parts = [{"lora_A": jnp.zeros((16, 256)), "lora_B": jnp.zeros((512, 16))} for _ in range(8)]
     states = [optimizer._init(part) for part in parts]
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=h200), (parts, states, parts))
@@ -183,7 +184,7 @@ def test_gpu_kernels_equal_the_reference(moments):
         return {"norm": {}, "layers": [{"w": jax.random.normal(*pair)} for pair in zip(keys, shapes, strict=True)]}
 
     def three_steps():
-        optimizer, trainable = Optimizer(config, total_steps=9), tree(0)
+        optimizer, trainable = AdamWOptimizer(config, total_steps=9), tree(0)
         state = optimizer.init(trainable)
         for step in range(3):
             trainable, state, values = optimizer.update(trainable, state, tree(step + 1), step)

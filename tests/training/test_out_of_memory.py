@@ -7,7 +7,7 @@ from jaxglue.planner.gpus import find_gpu
 from jaxglue.training import recovery
 from jaxglue.training.record import Memory
 from jaxglue.training.recovery import OutOfMemory, explained_out_of_memory
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -26,7 +26,7 @@ def test_exhausted_memory_names_plan_and_remedy(make_config, monkeypatch):
 def test_gpu_out_of_memory_names_a_plan_that_fits(make_config, monkeypatch):
     monkeypatch.setattr(recovery, "memory_use", lambda devices: Memory(0, 2**34, "device"))
     monkeypatch.setattr(recovery, "device_gpu", lambda *_: find_gpu("H200"))
-    setup = prepare(make_config(remat="none", batch_size=4096))
+    setup = resolve(make_config(remat="none", batch_size=4096))
     line = (
         r"the GPU ran out of memory, with 16.0 GiB .*planned was --remat 'none'.* --remat '.*' .*or lower --batch-size"
     )

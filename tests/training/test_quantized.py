@@ -18,7 +18,7 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import Workload, abstract_parts, parameter_counts
 from jaxglue.training.report import plan_rows
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.train import train
 from jaxglue.training.weights import build_parameters
 
@@ -43,13 +43,22 @@ def test_quantized_run_learns(make_config, nf4_folder, tmp_path, how):
 
 @pytest.mark.parametrize(("how", "bytes_each"), [("nf4", 0.516), ("int8", 1.03)])
 def test_plan_and_planner_count_stored_bytes(make_config, nf4_folder, how, bytes_each):
-    plain, stored = (prepare(make_config(quantize=quantize)) for quantize in ("none", how))
+    plain, stored = (resolve(make_config(quantize=quantize)) for quantize in ("none", how))
     assert parameter_counts(plain.workload) == parameter_counts(stored.workload)
     assert plan_rows(stored)["dtype"] == f"float32, linear layers of the decoder layers in {how}"
     linears = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
     assert _resident(plain) - _resident(stored) == pytest.approx(linears * (4 - bytes_each), rel=0.01)
     planned = abstract_parts(stored.workload)[2]
     assert _specs(planned) == _specs(build_parameters(stored)[2])
+
+
+def test_plan_says_how_projections_are_computed_and_why(make_config, nf4_folder):
+    usual, dropping = (plan_rows(resolve(make_config(quantize="nf4", dropout=share))) for share in (0.0, 0.1))
+    assert (
+        usual["projections"] == dropping["projections"] == "reference: not fp8: weights are not stored for FP8 products"
+    )
+    assert usual["feed-forward"].startswith("lora_swiglu: not fp8: ")
+    assert dropping["feed-forward"].endswith("not lora_swiglu: dropout gives down's adapter an input of its own")
 
 
 def _resident(setup):
@@ -72,16 +81,16 @@ def test_quantized_folder_trains_like_the_flag(make_config, nf4_folder, tmp_path
     for path in nf4_folder.glob("tokenizer*"):
         assert (tmp_path / "stored" / path.name).is_file()
     config = make_config(steps=2, model=str(tmp_path / "stored"), random_weights=False)
-    assert prepare(config).model.quantize == "nf4"
+    assert resolve(config).model.quantize == "nf4"
     flagged = make_config(steps=2, random_weights=False, quantize="nf4", output=tmp_path / "flagged")
     assert train(config).last_loss == train(flagged).last_loss
     with pytest.raises(ValueError, match=r"is quantized to nf4.*use --method lora, or the folder of the original"):
-        prepare(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
+        resolve(make_config(model=str(tmp_path / "stored"), random_weights=False, method="full"))
 
 
 def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     with pytest.raises(ValueError, match=r"--embeddings host: the output projection of .* is tied to the table"):
-        prepare(make_config(embeddings="host"))
+        resolve(make_config(embeddings="host"))
     path = nf4_folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
     options = {"steps": 2, "quantize": "nf4", "eval_fraction": 0.2}
@@ -90,7 +99,7 @@ def test_host_embeddings_change_no_loss(make_config, nf4_folder, tmp_path):
     results = [train(host), train(device)]
     assert results[0].last_loss == results[1].last_loss
     assert results[0].best_eval_loss == results[1].best_eval_loss
-    assert _resident(prepare(device)) - _resident(prepare(host)) == 2 * 4 * 400 * 64  # table and head
+    assert _resident(resolve(device)) - _resident(resolve(host)) == 2 * 4 * 400 * 64  # table and head
     with pytest.raises(ValueError, match="--embeddings host needs frozen weights"):
         make_config(embeddings="host", method="full")
     with pytest.raises(ValueError, match="--sample-prompt needs --embeddings device"):
@@ -102,6 +111,6 @@ def test_full_fine_tuning_is_refused(make_config, nf4_folder):
         make_config(quantize="nf4", method="full")
     with pytest.raises(ValueError, match="--quantize int8 needs frozen weights"):
         make_config(quantize="int8", method="full")
-    config = prepare(make_config(quantize="nf4")).model
+    config = resolve(make_config(quantize="nf4")).model
     with pytest.raises(ValueError, match="quantize=nf4 holds frozen weights, and all train: use adapters"):
         Workload(config=config, batch_size=1, seq_len=8, lora=None)

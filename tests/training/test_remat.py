@@ -7,6 +7,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.planner.gpus import find_gpu
 from jaxglue.sharding.mesh import MeshShape
 from jaxglue.training import remat
+from jaxglue.training.workload import make_workload
 
 
 @pytest.fixture
@@ -16,9 +17,8 @@ def choose(make_config, tiny_config, monkeypatch):
     monkeypatch.setattr(remat, "device_gpu", lambda *_: find_gpu("H200"))
 
     def choice(**settings):
-        return remat.choose_remat(
-            make_config(**settings), config_from_hf({**tiny_config, "model_type": "qwen3"}), (64,), MeshShape()
-        )
+        config, model = make_config(**settings), config_from_hf({**tiny_config, "model_type": "qwen3"})
+        return remat.choose_remat(config.model, make_workload(config, model, (64,), MeshShape()))
 
     return choice
 

@@ -12,8 +12,8 @@ from jaxglue.sharding import plan
 from jaxglue.sharding.mesh import MeshShape, make_mesh
 from jaxglue.sharding.rules import Layout
 from jaxglue.training import report
-from jaxglue.training.optimizer import Optimizer
-from jaxglue.training.setup import prepare
+from jaxglue.training.adamw import AdamWOptimizer
+from jaxglue.training.setup import resolve
 from jaxglue.training.weights import build_parameters
 
 
@@ -27,7 +27,7 @@ def setup_of(make_config, model_folder):
     def make(mesh: str, **fields):
         if MeshShape.parse(mesh).devices != jax.device_count():
             pytest.skip(f"needs the devices of {mesh}")
-        return prepare(make_config(mesh=mesh, batch_size=8, dtype="bfloat16", **fields))
+        return resolve(make_config(mesh=mesh, batch_size=8, dtype="bfloat16", **fields))
 
     return make
 
@@ -36,7 +36,7 @@ def allocate(setup):
     """Build (trainable, frozen, optimizer state) as the trainer does."""
     layout = Layout(make_mesh(setup.mesh) if setup.mesh.devices > 1 else None, setup.workload.dtype)
     _, trainable, frozen = build_parameters(setup, layout)
-    return trainable, frozen, Optimizer(setup.config.optimizer, setup.total_steps, layout).init(trainable)
+    return trainable, frozen, AdamWOptimizer(setup.config.optimizer, setup.total_steps, layout).init(trainable)
 
 
 def device_bytes(tree) -> set[int]:

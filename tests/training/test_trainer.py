@@ -24,7 +24,7 @@ from jaxglue.recipe import load_config
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.record import read_metrics
 from jaxglue.training.report import plan_rows
-from jaxglue.training.setup import prepare
+from jaxglue.training.setup import resolve
 from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
@@ -183,7 +183,7 @@ def test_rows_have_the_models_positions_where_these_are_few(make_config, write_j
 def test_rows_without_a_length_have_4096_tokens(make_config, model_folder):
     config = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    rows = plan_rows(prepare(make_config(seq_len=None)))
+    rows = plan_rows(resolve(make_config(seq_len=None)))
     assert rows["batch"] == "1 × 1 rows of 4,096 tokens"
 
 

@@ -1,8 +1,11 @@
 """Triton kernels of SwiGLU between adapters: the wide arrays are read and written once each way.
 
-gate, up [M, F] are the projections without their adapters, whose products are formed here: hidden [M, 2R] has gate's
+gate, up [M, F] are the projections without their adapters, whose products are formed here: low_rank [M, 2R] has gate's
 ranks, then up's; gate_b, up_b [F, R] and down_a [R, F] are float32. A program covers COLUMNS of its rows forward and
 ROWS of its columns backward; its partial sums are added up afterwards, so the result is deterministic.
+
+Rows of wide arrays are WIDTH, of low_rank RANKS, and of the output OUT values apart, for they may be parts of longer
+rows. An argument that a call has no use for is None, and its part of the kernel is not compiled.
 
 Loops name their number of stages: otherwise Triton loads only matmul operands ahead, not addends.
 """
@@ -19,10 +22,10 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _ranks(hidden, rows, lanes, M: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr):
-    """Load [rows, lanes] of hidden [M, STRIDE] from column FIRST on."""
+def _ranks(low_rank, rows, lanes, M: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr):
+    """Load [rows, lanes] of low_rank [M, STRIDE] from column FIRST on."""
     mask = (rows < M)[:, None] & (lanes < R)[None, :]
-    return tl.load(hidden + rows[:, None].to(tl.int64) * STRIDE + FIRST + lanes[None, :], mask=mask, other=0.0)
+    return tl.load(low_rank + rows[:, None].to(tl.int64) * STRIDE + FIRST + lanes[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -45,21 +48,28 @@ def _vector(x, at, length: tl.constexpr):
 
 
 @triton.jit
-def _forward(
-    gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
+def swiglu_kernel(
+    gate, up, low_rank, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, down_ranks, absmax,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read gate and up with rows of WIDTH values, and hidden with rows of RANKS; write out with rows of OUT."""
+    """Compute out [M, F] and partial sums down_ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns).
+
+    With scales, of rows [M] and of gate's and up's columns [F], gate and up are without them; then also compute partial
+    maxima absmax [F / COLUMNS, M] of |out| in each row.
+    """
+    SCALED: tl.constexpr = row_scales is not None
     rows, lanes = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     dtype = out.dtype.element_ty
-    gate_hidden = _ranks(hidden, rows, lanes, M, R, RANKS, 0)
-    up_hidden = _ranks(hidden, rows, lanes, M, R, RANKS, R)
+    # The ranks of these rows stay in registers, and so does the sum of their products with down_a.
+    gate_ranks = _ranks(low_rank, rows, lanes, M, R, RANKS, 0)
+    up_ranks = _ranks(low_rank, rows, lanes, M, R, RANKS, R)
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
     largest = tl.full((BLOCK_M,), 0.0, tl.float32)
     if SCALED:
         row_scale = _vector(row_scales, rows, M)[:, None]
+    # A base in 64 bits, and 32-bit offsets that are the same in every turn of the loop.
     origin, out = tl.program_id(0).to(tl.int64) * BLOCK_M * WIDTH, out + tl.program_id(0).to(tl.int64) * BLOCK_M * OUT
     offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
     to = tl.arange(0, BLOCK_M)[:, None] * OUT + tl.arange(0, BLOCK_N)[None, :]
@@ -72,79 +82,61 @@ def _forward(
         if SCALED:
             g = g * row_scale * _vector(gate_scales, columns, F)[None, :]
             u = u * row_scale * _vector(up_scales, columns, F)[None, :]
-        g = tl.dot(gate_hidden, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
-        u = tl.dot(up_hidden, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
+        # Products of adapters accumulate onto the projections in float32, which are never rounded in between.
+        g = tl.dot(gate_ranks, tl.trans(_outer(gate_b, columns, lanes, F, R, dtype)), g, input_precision=PRECISION)
+        u = tl.dot(up_ranks, tl.trans(_outer(up_b, columns, lanes, F, R, dtype)), u, input_precision=PRECISION)
         y = (g * _sigmoid(g) * u).to(dtype)
         tl.store(out + start + to, y, mask=mask)
         if SCALED:
             largest = tl.maximum(largest, tl.max(tl.abs(y.to(tl.float32)), 1))
         a = _inner(down_a, columns, lanes, F, R, dtype)
         product = tl.dot(y, tl.trans(a), product, input_precision=PRECISION)
-    to = ranks + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + lanes[None, :]
+    to = down_ranks + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + lanes[None, :]
     tl.store(to, product, mask=(rows < M)[:, None] & (lanes < R)[None, :])
     if SCALED:
         tl.store(absmax + tl.program_id(1).to(tl.int64) * M + rows, largest, mask=rows < M)
 
 
 @triton.jit
-def forward_kernel(
-    gate, up, hidden, gate_b, up_b, down_a, out, ranks,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute out [M, F] and partial sums ranks [F / COLUMNS, M, R] of out·down_aᵀ; grid (rows, columns)."""
-    _forward(
-        gate, up, hidden, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, F, 2 * R, F,
-    )  # fmt: skip
-
-
-@triton.jit
-def joined_forward_kernel(
-    z, gate_b, up_b, down_a, out, ranks,
+def joined_swiglu_kernel(
+    z, gate_b, up_b, down_a, out, down_ranks,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do as `forward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; out is [M, OUT]."""
-    _forward(
-        z, z + F, z + 2 * F, gate_b, up_b, down_a, gate_b, gate_b, up_b, out, ranks, ranks,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, False, WIDTH, WIDTH, OUT,
+    """Do as `swiglu_kernel` for z [M, WIDTH] with gate, up and low_rank side by side; out is [M, OUT]."""
+    swiglu_kernel(
+        gate=z, up=z + F, low_rank=z + 2 * F, gate_b=gate_b, up_b=up_b, down_a=down_a,
+        row_scales=None, gate_scales=None, up_scales=None, out=out, down_ranks=down_ranks, absmax=None,
+        M=M, F=F, R=R, WIDTH=WIDTH, RANKS=WIDTH, OUT=OUT,
+        BLOCK_R=BLOCK_R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, COLUMNS=COLUMNS, STAGES=STAGES, PRECISION=PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
-def scaled_forward_kernel(
-    gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+def swiglu_gradient_kernel(
+    gate, up, low_rank, gate_b, up_b, down_a, dout, ddown_ranks, row_scales, gate_scales, up_scales, dout_scales,
+    dgate, dup, ddown_a, absmax, dlow_rank, dgate_b, dup_b,
+    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr,
+    OUT_RANKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do as `forward_kernel` for gate and up without their scales, of rows [M] and columns [F].
+    """Compute dgate, dup [M, F] from dout [M, F] and ddown_ranks [M, R], and partial sums of ddown_aᵀ.
 
-    Also compute partial maxima absmax [F / COLUMNS, M] of |out| in each row.
+    Sum ddown_a [M / ROWS, F, R] over rows afterwards. Rows of ddown_ranks are OUT_RANKS values apart. Grid (columns,
+    rows).
+
+    With scales gate, up and dout are without them: dout has one for each row. Then also compute partial maxima absmax
+    [F / BLOCK_N, M] of |dgate·gate_scales| and |dup·up_scales| in each row.
+
+    With dlow_rank, also compute partial sums of the gradients to low_rank there, [F / BLOCK_N, M, 2R], and to gate_b
+    and up_b, [M / ROWS, F, R].
     """
-    _forward(
-        gate, up, hidden, gate_b, up_b, down_a, row_scales, gate_scales, up_scales, out, ranks, absmax,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, COLUMNS, STAGES, PRECISION, True, F, 2 * R, F,
-    )  # fmt: skip
-
-
-@triton.jit
-def _backward(
-    gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-    dgate, dup, ddown_a, absmax, dhidden, dgate_b, dup_b,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SCALED: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, OUT: tl.constexpr, OUT_RANKS: tl.constexpr,
-    JOINED: tl.constexpr,
-):  # fmt: skip
-    """Read gate and up, and write their gradients, with rows of WIDTH values; read hidden with rows of RANKS.
-
-    Read dout with rows of OUT values and dranks with rows of OUT_RANKS. With JOINED, also compute the partial sums of
-    `joined_backward_kernel`.
-    """
+    SCALED: tl.constexpr = row_scales is not None
     lanes, left = tl.arange(0, BLOCK_R), tl.program_id(0) * BLOCK_N
     columns = left + tl.arange(0, BLOCK_N)
     dtype = dgate.dtype.element_ty
+    # The matrices of these columns stay in registers for all rows of the program, and so do the sums of gradients to
+    # them; a program that passed over columns would write a partial sum for every tile.
     b_gate, b_up = _outer(gate_b, columns, lanes, F, R, dtype), _outer(up_b, columns, lanes, F, R, dtype)
     a = _inner(down_a, columns, lanes, F, R, dtype)
     total = tl.full((BLOCK_N, BLOCK_R), 0.0, tl.float32)
@@ -165,86 +157,53 @@ def _backward(
             row_scale = _vector(row_scales, rows, M)[:, None]
             g, u = g * row_scale * gate_scale, u * row_scale * up_scale
             d = d * _vector(dout_scales, rows, M)[:, None]
-        down_ranks = _ranks(dranks, rows, lanes, M, R, OUT_RANKS, 0)
-        gate_ranks = _ranks(hidden, rows, lanes, M, R, RANKS, 0)
-        up_ranks = _ranks(hidden, rows, lanes, M, R, RANKS, R)
+        down_row_ranks = _ranks(ddown_ranks, rows, lanes, M, R, OUT_RANKS, 0)
+        gate_ranks = _ranks(low_rank, rows, lanes, M, R, RANKS, 0)
+        up_ranks = _ranks(low_rank, rows, lanes, M, R, RANKS, R)
+        # The activation's inputs are formed again, at less than the cost of reading them.
         g = tl.dot(gate_ranks, tl.trans(b_gate), g, input_precision=PRECISION)
         u = tl.dot(up_ranks, tl.trans(b_up), u, input_precision=PRECISION)
-        d = tl.dot(down_ranks, a, d, input_precision=PRECISION)
+        d = tl.dot(down_row_ranks, a, d, input_precision=PRECISION)
         sigmoid = _sigmoid(g)
         silu = g * sigmoid
         du, dg = (d * silu).to(dtype), (d * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
         tl.store(dup + at + offsets, du, mask=mask)
         tl.store(dgate + at + offsets, dg, mask=mask)
         if SCALED:
+            # Of the rounded gradients, which are quantized next: a larger one would overflow e4m3.
             folded = tl.maximum(tl.abs(dg.to(tl.float32) * gate_scale), tl.abs(du.to(tl.float32) * up_scale))
             tl.store(absmax + tl.program_id(0).to(tl.int64) * M + rows, tl.max(folded, 1), mask=rows < M)
-        if JOINED:
-            to = dhidden + (tl.program_id(0).to(tl.int64) * M + rows[:, None]) * (2 * R) + lanes[None, :]
+        if dlow_rank is not None:
+            to = dlow_rank + (tl.program_id(0).to(tl.int64) * M + rows[:, None]) * (2 * R) + lanes[None, :]
             inside = (rows < M)[:, None] & (lanes < R)[None, :]
             tl.store(to, tl.dot(dg, b_gate, input_precision=PRECISION), mask=inside)
             tl.store(to + R, tl.dot(du, b_up, input_precision=PRECISION), mask=inside)
             gate_total = tl.dot(tl.trans(dg), gate_ranks, gate_total, input_precision=PRECISION)
             up_total = tl.dot(tl.trans(du), up_ranks, up_total, input_precision=PRECISION)
-        total = tl.dot(tl.trans((silu * u).to(dtype)), down_ranks, total, input_precision=PRECISION)
+        total = tl.dot(tl.trans((silu * u).to(dtype)), down_row_ranks, total, input_precision=PRECISION)
     to = tl.program_id(1).to(tl.int64) * F * R + columns[:, None] * R + lanes[None, :]
     inside = (columns < F)[:, None] & (lanes < R)[None, :]
     tl.store(ddown_a + to, total, mask=inside)
-    if JOINED:
+    if dlow_rank is not None:
         tl.store(dgate_b + to, gate_total, mask=inside)
         tl.store(dup_b + to, up_total, mask=inside)
 
 
 @triton.jit
-def backward_kernel(
-    gate, up, hidden, gate_b, up_b, down_a, dout, dranks, dgate, dup, ddown_a,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dgate, dup [M, F] from dout [M, F] and dranks [M, R], and partial sums of ddown_aᵀ; grid (columns, rows).
-
-    Sum ddown_a [M / ROWS, F, R] over rows afterwards.
-    """
-    _backward(
-        gate, up, hidden, gate_b, up_b, down_a, dout, dranks, gate_b, gate_b, up_b, gate_b,
-        dgate, dup, ddown_a, ddown_a, ddown_a, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, F, 2 * R, F, R, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def joined_backward_kernel(
-    z, gate_b, up_b, down_a, dout, dz, dhidden, dgate_b, dup_b, ddown_a,
+def joined_swiglu_gradient_kernel(
+    z, gate_b, up_b, down_a, dout, dz, dlow_rank, dgate_b, dup_b, ddown_a,
     M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do as `backward_kernel` for z [M, WIDTH] with gate, up and hidden side by side; leave out dz's last columns.
+    """Do as `swiglu_gradient_kernel` for z [M, WIDTH] with gate, up and low_rank side by side.
 
-    dout is [M, OUT], with the gradient to the ranks from column F on.
-
-    Also compute partial sums of the gradients to hidden, dhidden [F / BLOCK_N, M, 2R], and to gate_b and up_b, likewise
-    [M / ROWS, F, R].
+    dout is [M, OUT], with the gradient to the ranks from column F on. All partial sums are computed; dz's last columns
+    are left as they are.
     """
-    _backward(
-        z, z + F, z + 2 * F, gate_b, up_b, down_a, dout, dout + F, gate_b, gate_b, up_b, gate_b,
-        dz, dz + F, ddown_a, ddown_a, dhidden, dgate_b, dup_b,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, False, WIDTH, WIDTH, OUT, OUT, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def scaled_backward_kernel(
-    gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-    dgate, dup, ddown_a, absmax,
-    M: tl.constexpr, F: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Do as `backward_kernel` for gate, up and dout without their scales: dout has one for each row.
-
-    Also compute partial maxima absmax [F / BLOCK_N, M] of |dgate·gate_scales| and |dup·up_scales| in each row.
-    """
-    _backward(
-        gate, up, hidden, gate_b, up_b, down_a, dout, dranks, row_scales, gate_scales, up_scales, dout_scales,
-        dgate, dup, ddown_a, absmax, ddown_a, ddown_a, ddown_a,
-        M, F, R, BLOCK_R, BLOCK_M, BLOCK_N, ROWS, STAGES, PRECISION, True, F, 2 * R, F, R, False,
+    swiglu_gradient_kernel(
+        gate=z, up=z + F, low_rank=z + 2 * F, gate_b=gate_b, up_b=up_b, down_a=down_a, dout=dout, ddown_ranks=dout + F,
+        row_scales=None, gate_scales=None, up_scales=None, dout_scales=None, dgate=dz, dup=dz + F, ddown_a=ddown_a,
+        absmax=None, dlow_rank=dlow_rank, dgate_b=dgate_b, dup_b=dup_b,
+        M=M, F=F, R=R, WIDTH=WIDTH, RANKS=WIDTH, OUT=OUT, OUT_RANKS=OUT,
+        BLOCK_R=BLOCK_R, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS=ROWS, STAGES=STAGES, PRECISION=PRECISION,
     )  # fmt: skip

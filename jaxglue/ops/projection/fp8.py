@@ -40,7 +40,7 @@ def _check(capability: Capability | None, dtype) -> None:
 
 
 def _load(capability: Capability, dtype) -> EncodeBackend:
-    from jaxglue.ops.projection.encode_triton import TritonEncode
+    from jaxglue.ops.projection.triton import TritonEncode
 
     return TritonEncode.of(capability)
 

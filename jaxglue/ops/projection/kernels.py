@@ -1,75 +1,105 @@
-"""Triton kernels of LoRA products and their gradients; the latter read the wide cotangent once."""
+"""Triton kernels of adapters' products, their gradients, and FP8 quantization: a wide array is read once in each.
+
+A matrix of a few ranks cannot fill tensor cores, so all of these are bound by the memory's rate. An argument that a
+call has no use for is None, and its part of the kernel is not compiled.
+"""
 
 import triton
 import triton.language as tl
 
-from jaxglue.ops.quant.fp8_kernels import clip_e4m3
+from jaxglue.ops.quant.fp8_kernels import clip_e4m3, e4m3_scale
 
 
 @triton.jit
 def gradients_kernel(
-    dy, matrix, hidden, column_factors, row_scales, dhidden, dmatrix, codes,
+    dy, matrix, low_rank, column_factors, row_scales, dlow_rank, dmatrix, fp8_values,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, QUANTIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute partial sums over rows and COLUMNS of dy [M, N]; grid (M / BLOCK_M, N / COLUMNS).
 
-    Sum dhidden [N / COLUMNS, M, R] over columns and dmatrix [M / BLOCK_M, N, R] over rows afterwards. hidden
-    [M, STRIDE] has this product's ranks from FIRST on. With QUANTIZE, codes [M, N] are dy · column_factors [N] /
-    row_scales [M] in e4m3.
+    Sum dlow_rank [N / COLUMNS, M, R] over columns and dmatrix [M / BLOCK_M, N, R] over rows afterwards. low_rank
+    [M, STRIDE] has this product's ranks from FIRST on. With fp8_values [M, N], write dy · column_factors [N] /
+    row_scales [M] in e4m3 there.
     """
     rows, ranks = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     inside = (rows < M)[:, None] & (ranks < R)[None, :]
-    own = tl.load(hidden + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
+    # Rows stay in registers for all columns: the sum over rows is then one product a tile, and only partial sums of few
+    # programs are written. These are added in a fixed order afterwards; atomics would not repeat to the bit.
+    own = tl.load(low_rank + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
     product = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    if QUANTIZE:
-        inverse = 1.0 / tl.load(row_scales + rows, mask=rows < M, other=1.0)
+    if fp8_values is not None:
+        inverse = 1.0 / tl.load(row_scales + rows, mask=rows < M, other=1.0)  # one division a row, not one a value
     first = tl.program_id(1) * COLUMNS
     for start in range(first, min(first + COLUMNS, N), BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
         mask = (rows < M)[:, None] & (columns < N)[None, :]
         wide = rows[:, None].to(tl.int64) * N + columns[None, :]
         tile = tl.load(dy + wide, mask=mask, other=0.0)
-        if QUANTIZE:
+        if fp8_values is not None:
             factors = tl.load(column_factors + columns, mask=columns < N, other=0.0)
+            # The scales' quotient may be rounded up, and e4m3 has only NaN beyond its largest value.
             values = clip_e4m3(tile.to(tl.float32) * factors[None, :] * inverse[:, None])
-            tl.store(codes + wide, values.to(codes.dtype.element_ty), mask=mask)
+            tl.store(fp8_values + wide, values.to(fp8_values.dtype.element_ty), mask=mask)
         at, mask = columns[:, None] * R + ranks[None, :], (columns < N)[:, None] & (ranks < R)[None, :]
         factor = tl.load(matrix + at, mask=mask, other=0.0).to(tile.dtype)
         product = tl.dot(tile, factor, product, input_precision=PRECISION)
         to = dmatrix + tl.program_id(0).to(tl.int64) * N * R + at
         tl.store(to, tl.dot(tl.trans(tile), own, input_precision=PRECISION), mask=mask)
-    tl.store(dhidden + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :], product, mask=inside)
+    to = dlow_rank + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * R + ranks[None, :]
+    tl.store(to, product, mask=inside)
 
 
 @triton.jit
 def product_kernel(
-    hidden, matrix, base, row_scales, column_factors, addend, out,
+    low_rank, matrix, base, row_scales, column_factors, addend, out,
     M: tl.constexpr, N: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_BASE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of out [M, N] = hidden·matrixᵀ (+ base (· row_scales [M]) (· column_factors [N])) (+ addend).
+    """Compute a tile of out [M, N] = low_rank·matrixᵀ (+ base (· row_scales [M]) (· column_factors [N])) (+ addend).
 
-    hidden [M, STRIDE] has this product's ranks from FIRST on. Grid (N / BLOCK_N, M / BLOCK_M).
+    low_rank [M, STRIDE] has this product's ranks from FIRST on. Grid (N / BLOCK_N, M / BLOCK_M): programs that run
+    together write neighboring columns of the same rows.
     """
     rows, ranks = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, mask = rows[:, None].to(tl.int64) * N + columns[None, :], (rows < M)[:, None] & (columns < N)[None, :]
     inside = (rows < M)[:, None] & (ranks < R)[None, :]
-    own = tl.load(hidden + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
+    own = tl.load(low_rank + rows[:, None] * STRIDE + FIRST + ranks[None, :], mask=inside, other=0.0)
     inside = (columns < N)[:, None] & (ranks < R)[None, :]
     factor = tl.load(matrix + columns[:, None] * R + ranks[None, :], mask=inside, other=0.0).to(own.dtype)
     product = tl.dot(own, tl.trans(factor), input_precision=PRECISION)
-    if HAS_BASE:
+    # All terms are added in float32 and rounded once: an adapter's product alone is often below a stream's last bit.
+    if base is not None:
         scaled = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
-        if HAS_ROWS:
+        if row_scales is not None:
             scaled *= tl.load(row_scales + rows, mask=rows < M, other=0.0)[:, None]
-        if HAS_COLUMNS:
+        if column_factors is not None:
             scaled *= tl.load(column_factors + columns, mask=columns < N, other=0.0)[None, :]
         product += scaled
-    if HAS_ADDEND:
+    if addend is not None:
         product += tl.load(addend + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def encode_kernel(
+    x, columns, given, fp8_values, scales,
+    M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Quantize rows of x [M, D], times `columns` [D] if any, by scales `given` [M] or by their largest values.
+
+    The hardware converts to e4m3 here; XLA's conversion takes several instructions a value. Grid (M / ROWS).
+    """
+    at = tl.arange(0, BLOCK)
+    mask, first = at < D, tl.program_id(0).to(tl.int64) * ROWS
+    if columns is not None:
+        factors = tl.load(columns + at, mask=mask, other=0.0)  # once for all rows of the program
+    for row in range(first, tl.minimum(first + ROWS, M)):
+        values = tl.load(x + row * D + at, mask=mask, other=0.0).to(tl.float32)
+        if columns is not None:
+            values = values * factors
+        scale = e4m3_scale(tl.max(tl.abs(values), 0)) if given is None else tl.load(given + row)
+        values = clip_e4m3(values / scale)
+        tl.store(fp8_values + row * D + at, values.to(fp8_values.dtype.element_ty), mask=mask)
+        tl.store(scales + row, scale)

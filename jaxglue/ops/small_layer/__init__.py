@@ -38,8 +38,7 @@ def _check(capability: Capability | None, x: Array, projections: Sequence[Projec
 
 
 def _load(capability: Capability, *call: Any) -> Any:
-    from jaxglue.ops.small_layer.tiles import shallow_tiles
-    from jaxglue.ops.small_layer.triton import TritonSmallLayer
+    from jaxglue.ops.small_layer.triton import TritonSmallLayer, shallow_tiles
 
     roomy = HOPPER <= capability < (12, 0)
     return TritonSmallLayer.of(capability, **({} if roomy else shallow_tiles(TritonSmallLayer)))

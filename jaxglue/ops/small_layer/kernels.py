@@ -130,8 +130,8 @@ def norm_gradient_kernel(
 ):  # fmt: skip
     """Add a norm's gradient, from that to its result dout [M, WIDTH], to dresidual [M, RESIDUAL]; grid (M).
 
-    Where WIDTH exceeds D the result was extended [M, WIDTH] by ranks, of downs [BLOCK_R, D]. Where OUT does, extend
-    dx [M, OUT] by its product with up [D, R].
+    With downs [BLOCK_R, D], the result was extended [M, WIDTH] by ranks, its products with them. With up [D, R],
+    extend dx [M, OUT] by its product with up.
     """
     row = tl.program_id(0) * BLOCK_M
     dtype = dx.dtype.element_ty
@@ -143,7 +143,9 @@ def norm_gradient_kernel(
         squares += tile * tile
         products += gradient * _weight(weight, start + tl.arange(0, BLOCK_N), D) * tile
     scale, along = rms_scale(tl.sum(squares, 1), D, EPS), tl.sum(products, 1)
-    if WIDTH > D:  # ranks are the norm's products with the matrices, so their gradients' share needs no products
+    if (
+        downs is not None
+    ):  # ranks are the norm's products with the matrices, so their gradients' share needs no products
         dranks = _load(dout + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         ranks = _load(extended + D, row, 0, M, WIDTH - D, WIDTH, BLOCK_M, BLOCK_R)
         along += tl.sum(dranks.to(tl.float32) * ranks.to(tl.float32), 1) / scale
@@ -153,7 +155,7 @@ def norm_gradient_kernel(
     for start in tl.range(0, D, BLOCK_N, num_stages=STAGES):
         tile = _load(x, row, start, M, D, D, BLOCK_M, BLOCK_N).to(tl.float32)
         gradient = _load(dout, row, start, M, D, WIDTH, BLOCK_M, BLOCK_N).to(tl.float32)
-        if WIDTH > D:
+        if downs is not None:
             matrix = _load(downs, 0, start, BLOCK_R, D, D, BLOCK_R, BLOCK_N)
             gradient = tl.dot(dranks, matrix, gradient, input_precision=PRECISION)
         gradient *= _weight(weight, start + tl.arange(0, BLOCK_N), D)
@@ -161,10 +163,10 @@ def norm_gradient_kernel(
         gradient += _load(dresidual, row, start, M, D, RESIDUAL, BLOCK_M, BLOCK_N).to(tl.float32)
         gradient = gradient.to(dtype)
         _store(dx, gradient, row, start, M, D, OUT, BLOCK_M, BLOCK_N)
-        if OUT > D:
+        if up is not None:
             matrix = _load(up, start, 0, D, R, R, BLOCK_N, BLOCK_U).to(dtype)
             product = tl.dot(gradient, matrix, product, input_precision=PRECISION)
-    if OUT > D:
+    if up is not None:
         _store_ranks(dx, product, row, M, D, OUT, BLOCK_U, BLOCK_M)
 
 

@@ -1,9 +1,9 @@
-"""Launches of the kernels in `kernels.py`."""
+"""Launches of the kernels in `kernels.py`, and their tile sizes, measured on an H200."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +12,51 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from jaxglue.ops.gated_mlp.kernels import joined_backward_kernel, joined_forward_kernel
+from jaxglue.ops.gated_mlp.kernels import joined_swiglu_gradient_kernel, joined_swiglu_kernel
 from jaxglue.ops.gated_mlp.swiglu import Matrices
 from jaxglue.ops.kernel_cost import KernelCost, KernelKind, turns
 from jaxglue.ops.launch import dot_precision, shape_dtype_of
 from jaxglue.ops.norm_rope.triton import TritonNormRope
+from jaxglue.ops.projection.triton import LoraTiles, rank_lanes
 from jaxglue.ops.small_layer import kernels
-from jaxglue.ops.small_layer.pairs import ExtendedWeights, Pair, Partials, WeightGroup, extended_width
-from jaxglue.ops.small_layer.tiles import (
-    ADD_NORM_TILES,
-    ENTERED_TILES,
-    EXTEND_TILES,
-    GRADIENT_TILES,
-    MIDDLE_TILES,
-    RANKS_TILES,
-    SWIGLU_GRADIENT_TILES,
-    SWIGLU_TILES,
-    WEIGHT_TILES,
-    RowTiles,
-    even_length,
-)
+from jaxglue.ops.small_layer.layer import ExtendedWeights, Pair, Partials, WeightGroup, extended_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTiles(LoraTiles):
+    """SwiGLU's programs cover `length` columns forward; those of ranks add up block_n partial sums at once."""
+
+    block_m: int = 64
+    block_n: int = 128
+    length: int = 1024
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+EXTEND_TILES = RowTiles(num_warps=8)
+ADD_NORM_TILES = RowTiles(block_m=16, block_n=256, num_stages=2)
+MIDDLE_TILES = RowTiles(num_warps=8)
+ENTERED_TILES = RowTiles(num_warps=8)
+SWIGLU_TILES = RowTiles(block_n=64)
+SWIGLU_GRADIENT_TILES = RowTiles(block_n=64)
+RANKS_TILES = RowTiles(block_m=32, block_n=4, num_stages=6)
+GRADIENT_TILES = RowTiles(num_stages=6)
+WEIGHT_TILES = RowTiles(block_m=4, block_n=1024, num_warps=2, num_stages=1)
+
+_PROGRAMS = 264
+"""Programs of SwiGLU's backward kernel that an H200 runs at a time."""
+
+
+def even_length(rows: int, blocks: int, block_m: int) -> int:
+    """Return the rows of a program of a block of columns, of `blocks`, so that the last programs are not few."""
+
+    def length(waves: int) -> int:
+        parts = max(_PROGRAMS * waves // blocks, 1)
+        return -(-rows // (parts * block_m)) * block_m
+
+    waves = min((1, 2, 3), key=lambda waves: waves * (length(waves) + block_m))
+    return length(waves)
+
 
 _TYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
@@ -58,7 +83,7 @@ class TritonSmallLayer(TritonNormRope):
         numbers = itertools.count()
         for group in groups:
             columns, total, width = group.weights[0].shape[1], sum(map(len, group.weights)), group.width(rank)
-            lanes = _lanes(rank * len(group.adapters))
+            lanes = rank_lanes(rank * len(group.adapters))
             shapes = [(width, columns)] if group.joined else [(total, width), (lanes, columns)]
             firsts, below, end = len(outs) + len(shapes) - 1, total if group.joined else 0, shapes[-1][0]
             above = itertools.accumulate(map(len, group.weights), initial=0)
@@ -95,26 +120,26 @@ class TritonSmallLayer(TritonNormRope):
         out_type = shape_dtype_of(x), shape_dtype_of(x), jax.ShapeDtypeStruct((len(x), R), x.dtype)
         sizes = {"R": R, "WIDTH": product.shape[1], "EPS": eps}
         arrays = x, product, up, weight
-        return self._rows_of(kernels.add_norm_kernel, arrays, out_type, tiles, sizes, _lanes(R))
+        return self._rows_of(kernels.add_norm_kernel, arrays, out_type, tiles, sizes, rank_lanes(R))
 
     def entered_gradient(self, x, weight, dresidual, dextended, extended, downs, *, eps: float):
         """Return the gradient to x of `extend`, whose result was extended, plus dresidual, with more columns or not."""
-        arrays = x, weight, dresidual, dextended, extended, downs
-        return self._norm_gradient(arrays, weight[:, None], len(downs), 0, self.entered_tiles, eps)
+        arrays = x, weight, dresidual, dextended, extended, downs, None
+        return self._norm_gradient(arrays, len(downs), 0, self.entered_tiles, eps)
 
     def middle_gradient(self, x, weight, dresidual, dout, up, *, eps: float):
         """Return dresidual plus the gradient to x of its norm, extended by their product with up."""
-        arrays = x, weight, dresidual, dout, dout, dout
-        return self._norm_gradient(arrays, up, 0, up.shape[1], self.middle_tiles, eps)
+        arrays = x, weight, dresidual, dout, None, None, up
+        return self._norm_gradient(arrays, 0, up.shape[1], self.middle_tiles, eps)
 
-    def _norm_gradient(self, arrays, up, lanes: int, rank: int, tiles: RowTiles, eps: float):
+    def _norm_gradient(self, arrays, lanes: int, rank: int, tiles: RowTiles, eps: float):
         x, _, dresidual, dout, *_ = arrays
         M, D = x.shape
         width = extended_width(D, rank) if rank else D
         sizes = {"R": rank, "RESIDUAL": dresidual.shape[1], "WIDTH": dout.shape[1], "OUT": width, "EPS": eps}
-        sizes["BLOCK_U"] = _lanes(rank)
+        sizes["BLOCK_U"] = rank_lanes(rank)
         out_type = (jax.ShapeDtypeStruct((M, width), x.dtype),)
-        return self._rows_of(kernels.norm_gradient_kernel, (*arrays, up), out_type, tiles, sizes, lanes)[0]
+        return self._rows_of(kernels.norm_gradient_kernel, arrays, out_type, tiles, sizes, lanes)[0]
 
     def swiglu(self, z, matrices: Matrices):
         """Return `extend` of `lora_swiglu` for z with gate, up and their ranks side by side."""
@@ -122,10 +147,10 @@ class TritonSmallLayer(TritonNormRope):
         parts, wide = triton.cdiv(F, tiles.length), extended_width(F, R)
         out_type = jax.ShapeDtypeStruct((M, wide), z.dtype), jax.ShapeDtypeStruct((parts, M, R), jnp.float32)
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": wide, "COLUMNS": tiles.length}
-        constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
+        constants = sizes | self._constants(tiles, rank_lanes(R), z.dtype)
         grid = triton.cdiv(M, tiles.block_m), parts
         cost = KernelCost(kind=KernelKind.ROWS, turns=turns(min(tiles.length, F), tiles.block_n))
-        out, partials = self._run(joined_forward_kernel, (z, *matrices), out_type, grid, constants, tiles, cost)
+        out, partials = self._run(joined_swiglu_kernel, (z, *matrices), out_type, grid, constants, tiles, cost)
         return self._with_ranks(out, partials, F)
 
     def swiglu_gradient(self, z, matrices: Matrices, dextended):
@@ -139,17 +164,19 @@ class TritonSmallLayer(TritonNormRope):
             *[jax.ShapeDtypeStruct((parts, F, R), jnp.float32)] * 3,
         )
         sizes = {"M": M, "F": F, "R": R, "WIDTH": width, "OUT": dextended.shape[1], "ROWS": length}
-        constants = sizes | self._constants(tiles, _lanes(R), z.dtype)
+        constants = sizes | self._constants(tiles, rank_lanes(R), z.dtype)
         arrays, out_type = (z, *matrices, dextended), (shape_dtype_of(z), *sums)
         cost, grid = KernelCost(kind=KernelKind.ROWS, turns=turns(min(length, M), tiles.block_m)), (blocks, parts)
-        dz, dranks, *dmatrices = self._run(joined_backward_kernel, arrays, out_type, grid, constants, tiles, cost)
+        dz, dranks, *dmatrices = self._run(
+            joined_swiglu_gradient_kernel, arrays, out_type, grid, constants, tiles, cost
+        )
         return self._with_ranks(dz, dranks, 2 * F)[0], dmatrices
 
     def _with_ranks(self, out, partials, D: int):
         """Return `out`, written up to column D, with the sums of its ranks and zeros behind; and these sums."""
         (parts, M, R), width, tiles = partials.shape, out.shape[1], self.ranks_tiles
         refs = [jax.new_ref(array) for array in (out, jax.lax.empty((M, R), out.dtype))]
-        constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts, "BLOCK_R": _lanes(R)}
+        constants = {"M": M, "D": D, "R": R, "WIDTH": width, "PARTS": parts, "BLOCK_R": rank_lanes(R)}
         constants |= {"BLOCK_M": tiles.block_m, "BLOCK_P": tiles.block_n, "STAGES": tiles.num_stages}
         cost, grid = KernelCost(kind=KernelKind.ROWS), (triton.cdiv(M, tiles.block_m),)
         self._run(kernels.ranks_kernel, (partials, *refs), (), grid, constants, tiles, cost)
@@ -178,7 +205,7 @@ class TritonSmallLayer(TritonNormRope):
             outs.append(jax.new_ref(jax.lax.empty(shape, jnp.float32)))
         constants = {"M": M, "R": rank, "DTYPE": _TYPES[wides[0].dtype.name]}
         constants |= {"ALIGNMENT": math.gcd(16, *(row[i] for row in rows for i in (1, 2, 3, 5, 6, 10)))}
-        constants |= self._constants(tiles, _lanes(rank), wides[0].dtype)
+        constants |= self._constants(tiles, rank_lanes(rank), wides[0].dtype)
         partial_sums = tuple(array for array, _ in sums)
         arrays = jnp.asarray(np.array(rows, np.int32)), tuple(wides), tuple(narrows), partial_sums, tuple(outs)
         cost = KernelCost(kind=KernelKind.ADAPTER_GRADIENTS)
@@ -201,14 +228,16 @@ class TritonSmallLayer(TritonNormRope):
         return self._launch(kernel, arrays, tuple(out_type), grid, constants, *compiled, cost=cost)
 
 
-def _lanes(ranks: int) -> int:
-    """Return a kernel's lanes for so many ranks."""
-    return max(16, triton.next_power_of_2(ranks))
-
-
 def _distinct(arrays: Sequence[Array]) -> list[Array]:
     return list({id(array): array for array in arrays}.values())
 
 
 def _index(arrays: Sequence[Array], array: Array) -> int:
     return next(i for i, other in enumerate(arrays) if other is array)
+
+
+def shallow_tiles(kernels: type) -> dict[str, RowTiles]:
+    """Return the tiles of a class of kernels, by field, for 99 KiB of shared memory."""
+    tiles = {field.name: field.default for field in fields(kernels) if isinstance(field.default, RowTiles)}
+    low = tiles | dict.fromkeys(("middle_tiles", "entered_tiles"), RowTiles(block_m=32))
+    return {name: replace(each, num_stages=min(each.num_stages, 2)) for name, each in low.items()}

@@ -57,8 +57,7 @@ def backend(request):
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.gated_mlp.tiles import LoraSwigluTiles
-    from jaxglue.ops.gated_mlp.triton import TritonLoraSwiglu
+    from jaxglue.ops.gated_mlp.triton import LoraSwigluTiles, TritonLoraSwiglu
 
     tiles = LoraSwigluTiles(block_m=16, block_n=16, length=32, num_warps=1, num_stages=1)
     backend = interpreted(TritonLoraSwiglu)

@@ -37,7 +37,7 @@ def assert_kernel_matches(call, dtype, *, interpreted):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_interpreted_kernel_matches_the_reference(interpreted, call):
-    from jaxglue.ops.projection.encode_triton import TritonEncode
+    from jaxglue.ops.projection.triton import TritonEncode
 
     with ENCODE.using(interpreted(TritonEncode)(compute_capability=90)):
         assert_kernel_matches(call, jnp.float32, interpreted=True)

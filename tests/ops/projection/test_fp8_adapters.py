@@ -57,8 +57,7 @@ def backend(request):
     """Return the backend: None for the reference, or interpreted kernels with small tiles."""
     if request.param == "reference":
         return None
-    from jaxglue.ops.projection.tiles import GradientTiles
-    from jaxglue.ops.projection.triton import TritonLora
+    from jaxglue.ops.projection.triton import GradientTiles, TritonLora
 
     tiles = GradientTiles(block_m=16, block_n=16, columns=32)
     interpreted = request.getfixturevalue("interpreted")(TritonLora)

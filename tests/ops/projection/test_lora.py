@@ -43,8 +43,7 @@ def backend(request):
     if request.param == "reference":
         return None
     interpreted = request.getfixturevalue("interpreted")
-    from jaxglue.ops.projection.tiles import GradientTiles
-    from jaxglue.ops.projection.triton import TritonLora
+    from jaxglue.ops.projection.triton import GradientTiles, TritonLora
 
     tiles = GradientTiles(block_m=16, block_n=16, columns=32)
     return interpreted(TritonLora)(compute_capability=90, gradient_tiles=tiles, product_tiles=tiles)
@@ -103,8 +102,7 @@ def assert_same_codes(got, expected):
 
 
 def test_cotangents_are_quantized_while_they_are_read(interpreted):
-    from jaxglue.ops.projection.tiles import GradientTiles
-    from jaxglue.ops.projection.triton import TritonLora
+    from jaxglue.ops.projection.triton import GradientTiles, TritonLora
 
     tiles = GradientTiles(block_m=16, block_n=16, columns=32)
     with LORA.using(interpreted(TritonLora)(compute_capability=90, gradient_tiles=tiles)):

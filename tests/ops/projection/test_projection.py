@@ -9,7 +9,7 @@ import pytest
 from closeness import assert_close
 
 from jaxglue.ops.projection import PROJECTION, RESIDUAL_SUM, Adapter, Projection, adapted_projection
-from jaxglue.ops.quant.fp8 import expand_products, quantize_fp8
+from jaxglue.ops.quant.fp8 import quantize_fp8
 
 KEY = jax.random.key(0)
 
@@ -38,7 +38,7 @@ def in_fp8(projection):
 
 FP8_OBSTACLES = {
     "not stored for FP8": (PLAIN, Conditions()),
-    "weights are not stored for FP8 products": (replace(FP8, weight=expand_products(FP8.weight)), Conditions()),
+    "weights are not stored for FP8 products": (replace(FP8, weight=replace(FP8.weight, expand=True)), Conditions()),
     "in the activations' dtype": (FP8, Conditions(fp8=False)),
     "no adapter": (replace(FP8, adapter=None), Conditions()),
     "DoRA": (in_fp8(DORA), Conditions()),

@@ -58,8 +58,7 @@ def output_and_gradients(layer, arguments):
 
 @pytest.fixture(scope="module")
 def kernels(interpreted):
-    from jaxglue.ops.small_layer.tiles import RowTiles
-    from jaxglue.ops.small_layer.triton import TritonSmallLayer
+    from jaxglue.ops.small_layer.triton import RowTiles, TritonSmallLayer
 
     tiles = RowTiles(block_m=16, block_n=32, length=32, num_warps=1, num_stages=1)
     names = "extend", "add_norm", "middle", "entered", "swiglu", "swiglu_gradient", "ranks", "gradient", "weight"
@@ -149,6 +148,6 @@ def test_long_rows_and_large_weights_are_not_small():
 
 
 def test_programs_of_equal_length_fill_an_h200():
-    from jaxglue.ops.small_layer.tiles import even_length
+    from jaxglue.ops.small_layer.triton import even_length
 
     assert [even_length(rows, 48, 64) for rows in (8192, 4096, 100)] == [768, 832, 64]

@@ -1,0 +1,116 @@
+"""What settings, model folder and devices decide before any data is read: architecture, batch, rows and workload."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxglue.data.config import DEFAULT_SEQ_LEN
+from jaxglue.hf.checkpoint import read_config
+from jaxglue.models import config_from_hf
+from jaxglue.models.config import DecoderConfig
+from jaxglue.models.lora_config import LoraConfig
+from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.sharding.mesh import AUTO, MeshShape
+from jaxglue.training.checks import check_dropout, check_model
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.optimizer import state_bytes
+
+if TYPE_CHECKING:
+    from jaxglue.hf.adapter import Adapter
+    from jaxglue.training.vocabulary import Vocabulary
+
+
+def read_architecture(config: TrainConfig, folder: Path) -> DecoderConfig:
+    """Return the architecture of a model folder, as its experts and linear layers are stored in this run."""
+    raw = read_config(folder)
+    model = config_from_hf(raw)
+    check_dropout(config.model.model, raw)
+    if model.scores and not config.objective.kind.trains_scores:
+        raise ValueError(
+            f"{config.model.model} is a reward model, which --objective {config.objective.objective} cannot train: use "
+            "--objective reward, or a causal language model"
+        )
+    if config.objective.kind.trains_scores:
+        model = model.scored
+    if config.model.expand_experts:
+        model = model.expanded
+    model = model.quantized(config.model.storage, **config.model.fp8_products)
+    check_model(config, model)
+    return model
+
+
+def settle[C: TrainConfig](
+    config: C,
+    model: DecoderConfig,
+    *,
+    devices: int,
+    adapter: "Adapter | None" = None,
+    vocabulary: "Vocabulary | None" = None,
+) -> C:
+    """Return the configuration with what model, devices, adapter and vocabulary decide; nothing later changes it.
+
+    The batch size is that over all devices, and rows have a length: a given one, or the default within the model's.
+    """
+    run, lora = config.run, config.lora
+    if run.per_device_batch_size is not None:
+        shards = devices if run.mesh == AUTO else MeshShape.parse(run.mesh).batch_shards
+        run = replace(run, batch_size=run.per_device_batch_size * shards, per_device_batch_size=None)
+    if vocabulary is not None:
+        lora = _trained_parts(lora, adapter, vocabulary, full=config.model.method == "full")
+    return replace(config, run=run, lora=lora, data=config.data.within(model.max_position_embeddings))
+
+
+def _trained_parts(lora: LoraConfig, adapter: "Adapter | None", vocabulary: "Vocabulary", *, full: bool) -> LoraConfig:
+    """Return the settings of a run's adapters: those of the one it trains on from, and with the rows of new tokens."""
+    if adapter is not None:
+        lora = replace(adapter.config, dropout=lora.dropout or adapter.config.dropout)
+    if full or not vocabulary.new_rows:
+        return lora
+    rows = {*lora.trainable_token_indices, *vocabulary.new_rows}
+    return replace(lora, trainable_token_indices=tuple(sorted(rows)))
+
+
+def row_text(seq_len: int, model: DecoderConfig | None) -> str:
+    """Describe the length of rows, and why one at a model's limit, if that is known, is below the default."""
+    tokens = f"{seq_len:,} tokens"
+    if model and seq_len == model.max_position_embeddings < DEFAULT_SEQ_LEN:
+        return f"{tokens} (all positions of the model, fewer than the default of {DEFAULT_SEQ_LEN:,} tokens)"
+    return tokens
+
+
+def make_workload(
+    config: TrainConfig, model: DecoderConfig, document_lengths: tuple[int, ...], mesh: MeshShape
+) -> Workload:
+    """Return a run's workload on one GPU of a mesh.
+
+    Args:
+        config: of the run.
+        model: the model's architecture.
+        document_lengths: of `Workload`.
+        mesh: how GPUs share the work.
+    """
+    optimizer = config.optimizer
+    workload = Workload(
+        config=model,
+        batch_size=config.run.batch_size // mesh.batch_shards,
+        seq_len=config.data.row_tokens,
+        lora=config.lora if config.model.method == "lora" else None,
+        document_lengths=document_lengths,
+        gradient_accumulation_steps=config.run.gradient_accumulation_steps,
+        update_in_backward=optimizer.update_in_backward,
+        host_embeddings=config.model.embeddings == "host",
+        mesh=mesh,
+        dtype=config.model.compute_dtype,
+        attention=config.model.attention,
+        tile=config.model.tile,
+        objective=config.objective.make(),
+        reference=config.objective.kind.needs_reference and _runs_beside(config),
+    )
+    return replace(workload, moment_bytes=state_bytes(optimizer, abstract_parts(workload)[1]))
+
+
+def _runs_beside(config: TrainConfig) -> bool:
+    """Tell whether the reference's layers run beside the model's, as far as flags decide."""
+    several = config.run.epochs > 1 and config.run.steps is None
+    cached = config.objective.reference_cache == "on" or (config.objective.reference_cache == "auto" and several)
+    return config.model.method == "lora" and config.model.adapter is None and not cached
