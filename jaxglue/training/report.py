@@ -217,7 +217,7 @@ def _experts(run: Run) -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
     choice = GROUPED_MATMUL.choose(compute_capability(), run.config.model.compute_dtype)
-    stored = ", in MXFP4" if moe.mxfp4 else ""
+    stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
 
