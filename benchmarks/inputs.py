@@ -21,8 +21,8 @@ from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name
+from jaxglue.ops.quant.mxfp4 import mxfp4_scale
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

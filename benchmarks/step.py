@@ -40,12 +40,11 @@ from jaxglue.engine.residency import DEVICE, is_streamed, parse_weights
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora_config import LoraConfig
-from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import merge_module
 from jaxglue.ops.cross_entropy import linear_cross_entropy
 from jaxglue.ops.quant.formats import FORMATS, is_quantized, quantize_matrix
 from jaxglue.ops.quant.fp8 import FP8Weight
-from jaxglue.ops.quant.mxfp4 import BLOCK
+from jaxglue.ops.quant.mxfp4 import BLOCK, mxfp4_scale
 from jaxglue.ops.quant.nf4 import NF4
 from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.gpus import GIB

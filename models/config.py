@@ -1,5 +1,6 @@
 """The decoder's shape, read from Hugging Face's config.json."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +26,8 @@ class MoeConfig:
     """Whether each layer has experts rather than a dense feed-forward."""
     norm_topk_prob: bool = True
     """Normalize each token's expert weights to sum to one."""
-    mxfp4: bool = False
-    """Store the experts' matrices in MXFP4, which cannot be trained."""
+    quantize: Storage = "none"
+    """Storage of the experts' matrices; quantized ones cannot be trained."""
 
     def __post_init__(self):
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -103,7 +104,7 @@ class DecoderConfig:
 
     def _check_quantize(self) -> None:
         made = find_format(self.quantize)
-        if self.quantize not in ("none", "fp8_stored") and self.moe and not self.moe.mxfp4:
+        if self.quantize not in ("none", "fp8_stored") and self.moe and self.moe.quantize == "none":
             raise ValueError(f"{made.flag} needs the experts in MXFP4: leave it out")
         heads = {"num_attention_heads × head_dim": self.num_attention_heads * self.head_dim}
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
@@ -120,7 +121,7 @@ class DecoderConfig:
         Raises:
             ValueError: no experts in MXFP4, a format that cannot hold the layers, or a folder quantized to another.
         """
-        if fp8_experts and not (self.moe and self.moe.mxfp4):
+        if fp8_experts and not (self.moe and self.moe.quantize == "mxfp4"):
             raise ValueError("--fp8-experts needs experts in MXFP4: leave it out")
         products: dict[str, Any] = {"fp8_head": fp8_head, "fp8_experts": fp8_experts}
         if how == "none" or how == self.quantize:
@@ -169,7 +170,7 @@ class DecoderConfig:
     @property
     def expanded(self) -> "DecoderConfig":
         """Return the config with experts in the dtype of the other weights."""
-        return replace(self, moe=replace(self.moe, mxfp4=False)) if self.moe else self
+        return replace(self, moe=replace(self.moe, quantize="none")) if self.moe else self
 
 
 _Size = Annotated[int, Range(ge=1, le=2**31 - 1)]
@@ -284,8 +285,27 @@ def decoder_fields(
         "mlp_bias": given.get("mlp_bias", False),
         "initializer_range": given.get("initializer_range", 0.02),
         "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
-        "quantize": "none" if raw["model_type"] == "gpt_oss" else stored_format(raw.get("quantization_config")),
+        "quantize": "none" if experts_quantized(raw) != "none" else stored_format(raw.get("quantization_config")),
     }
+
+
+def experts_quantized(raw: Mapping[str, Any]) -> Storage:
+    """Return the format of a folder's experts; none where they are not quantized apart from linear layers.
+
+    Raises:
+        ValueError: a dense model in a format of experts.
+    """
+    config = raw.get("quantization_config") or {}
+    if not FORMATS[how := stored_format(config)].parts:
+        return "none"
+    if not (raw.get("num_experts") or raw.get("num_local_experts")):
+        raise ValueError(f"quant_method {config['quant_method']!r} in config.json is for experts, and there are none")
+    return how
+
+
+def describe_as_earlier(text: str) -> str:
+    """Return a config's text as versions wrote it that knew MXFP4 experts alone, by a switch; digests of it remain."""
+    return re.sub(r", quantize='(\w+)'\)", lambda match: f", mxfp4={match[1] == 'mxfp4'})", text)
 
 
 def _scores(raw: Mapping[str, Any]) -> bool:

@@ -6,11 +6,19 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, layer_windows, require_fields
+from jaxglue.models.config import (
+    DecoderConfig,
+    MoeConfig,
+    decoder_fields,
+    experts_quantized,
+    layer_windows,
+    require_fields,
+)
 from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import DecoderLayer
 from jaxglue.models.moe_layers import ExpertConfig, Experts, Router, mix_experts
+from jaxglue.ops.choices import Storage
 from jaxglue.ops.moe import GPT_OSS_LIMIT
 
 _DEFAULTS = {"attention_bias": True, "rms_norm_eps": 1e-5}
@@ -48,16 +56,17 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         num_experts_per_tok=raw["num_experts_per_tok"],
         intermediate_size=raw["intermediate_size"],
         sparse_layers=(True,) * layers,
-        mxfp4=_is_mxfp4(raw),
+        quantize=_experts_format(raw),
     )
     return DecoderConfig(**fields, layer_windows=layer_windows(raw, types, raw.get("sliding_window", 128)), moe=moe)
 
 
-def _is_mxfp4(raw: Mapping[str, Any]) -> bool:
-    method = (raw.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "mxfp4"):
+def _experts_format(raw: Mapping[str, Any]) -> Storage:
+    how, config = experts_quantized(raw), raw.get("quantization_config")
+    if how == "none" and config:
+        method = config.get("quant_method")
         raise ValueError(f"quant_method {method!r} in config.json's quantization_config is not supported: 'mxfp4' is")
-    return method is not None
+    return how
 
 
 class GptOssMLP(nnx.Module):

@@ -17,10 +17,11 @@ from jaxglue.models.context import LayerContext, PackedContext
 from jaxglue.models.linear import Linear, Normed, project_together
 from jaxglue.models.tiles import map_tiles
 from jaxglue.ops import names
+from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.collectives import copy_to, reduce_from
-from jaxglue.ops.gated_mlp import Activation, GatedParts, gated_mlp, gated_mlp_reads_fp8
+from jaxglue.ops.gated_mlp import GATED_MLP, Activation, GatedParts, gated_mlp, gated_mlp_reads_fp8
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
-from jaxglue.ops.projection import projections_read_fp8
+from jaxglue.ops.projection import PROJECTION, Conditions, projections_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
 from jaxglue.ops.small_layer import LayerNorms, LayerSpec, small_layer
 
@@ -170,6 +171,15 @@ class DecoderLayer(nnx.Module):
         x, normed = self.input_layernorm.branch(x, fp8=self.self_attn.reads_fp8_values(context))
         x = checkpoint_name(self.self_attn.add_to(x, normed, context), names.ATTENTION_RESIDUAL)
         return self._feed_forward(x, context)
+
+    def forms(self, conditions: Conditions) -> dict[str, BackendChoice]:
+        """Return how the layer's projections are computed, by title, and why."""
+        capability, shared = compute_capability(), [linear.projection for linear in self.self_attn.linears[:3]]
+        forms = {"projections": PROJECTION.choose(capability, shared, conditions, False)}
+        if isinstance(self.mlp, GatedMLP):
+            call = self.mlp.parts, conditions, self.mlp.activation
+            forms["feed-forward"] = GATED_MLP.choose(capability, *call)
+        return forms
 
     def _as_small(self, x, context: LayerContext) -> Float[Array, "B T D"] | None:
         """Return the layer's output where kernels of small layers serve, on one device; None elsewhere."""

@@ -1,6 +1,5 @@
 """Mixture-of-experts blocks shared by the model families."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jaxglue.ops.moe import (
     z_loss,
 )
 from jaxglue.ops.projection import project
-from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4
+from jaxglue.ops.quant.formats import FORMATS, Quantized
 
 
 class ExpertConfig(NamedTuple):
@@ -29,12 +28,12 @@ class ExpertConfig(NamedTuple):
 
     activation: Activation
     transposed: bool
-    """Matrices are stored [E, out, in]; MXFP4 ones always are."""
+    """Matrices are stored [E, out, in]; quantized ones always are."""
     bias: bool
 
 
 class ExpertLinear(nnx.Module):
-    """Parameters of one projection of all experts: matrices or their MXFP4 blocks, biases and adapters.
+    """Parameters of one projection of all experts: matrices or the parts of quantized ones, biases, adapters.
 
     Hugging Face names `weight` `gate_up_proj`, `bias` `gate_up_proj_bias` and so on: see `hf_name`.
     """
@@ -50,18 +49,18 @@ class ExpertLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         assert config.moe is not None
-        E, std, mxfp4 = config.moe.num_experts, config.initializer_range, config.moe.mxfp4
-        shape = (E, out_features, in_features) if experts.transposed else (E, in_features, out_features)
-        blocks = (E, out_features, _blocks(in_features) if mxfp4 else 0)
-        self.weight = None if mxfp4 else nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std)
-        self.blocks = nnx.Param(jax.random.bits(rngs.params(), (*blocks, BLOCK // 2), jnp.uint8)) if mxfp4 else None
-        self.scales = nnx.Param(jnp.full(blocks, mxfp4_scale(std), jnp.uint8)) if mxfp4 else None
+        E, std, key = config.moe.num_experts, config.initializer_range, rngs.params()
+        self.transposed, self.quantize = experts.transposed or config.moe.quantize != "none", config.moe.quantize
+        shape = (E, out_features, in_features) if self.transposed else (E, in_features, out_features)
+        made, quantized = FORMATS[self.quantize], self.quantize != "none"
+        self.weight = None if quantized else nnx.Param(jax.random.normal(key, shape, dtype) * std)
+        for part, spec in made.part_specs(shape).items() if quantized else ():
+            setattr(self, part, nnx.Param(made.random_part(part, key, spec, std)))
         self.bias = nnx.Param(jnp.zeros((E, out_features), dtype)) if experts.bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)
         self.lora_scale = 0.0
         self.experts, self.in_features, self.out_features = E, in_features, out_features
-        self.transposed = experts.transposed or config.moe.mxfp4
         self.fp8 = config.fp8_experts
 
     def add_lora(self, *, rank: int, scale: float, dropout: float, name: str, rngs: nnx.Rngs) -> None:
@@ -92,22 +91,11 @@ class ExpertLinear(nnx.Module):
         )
 
     @property
-    def _matrix(self) -> Float[Array, "E a b"] | MXFP4:
+    def _matrix(self) -> Float[Array, "E a b"] | Quantized:
         if self.weight is not None:
             return self.weight[...]
-        assert self.blocks is not None and self.scales is not None
-        return MXFP4(blocks=self.blocks[...], scales=self.scales[...])
-
-
-def _blocks(features: int) -> int:
-    if features % BLOCK:
-        raise ValueError(f"MXFP4 experts need sizes that are multiples of {BLOCK}, got {features}")
-    return features // BLOCK
-
-
-def mxfp4_scale(std: float) -> int:
-    """Return the e8m0 exponent that gives uniformly random blocks about this standard deviation."""
-    return 127 + round(math.log2(std / 2.93))
+        made = FORMATS[self.quantize]
+        return made.join({part: getattr(self, part)[...] for part in made.parts})
 
 
 class Experts(nnx.Module):

@@ -45,7 +45,7 @@ class ModelGraphDefs:
         return getattr(self, self.output_name)
 
 
-_EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(weight|bias|blocks|scales)$")
+_EXPERT_PARAMETER = re.compile(r"(\.experts\.\w+)\.(?!lora_)(\w+)$")
 
 
 def split_model(model: CausalLM, trainable: nnx.filterlib.Filter) -> tuple[ModelGraphDefs, Params, Params]:

@@ -43,7 +43,8 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
     tokenizer, model = load_tokenizer(folder), _read_model(folder) if config.data.seq_len is None else None
     config = settle(config, model, devices=1) if model else config
     task = config.objective.task(shared_prompt=True)
-    prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task)
+    columns = config.objective.kind.columns
+    prepared = prepare_data(config.data, tokenizer, progress=DataProgress(), task=task, columns=columns)
     data = prepared.train
     for document in range(min(config.rows, len(data))):
         console.rule(f"document {document + 1}: {data.lengths[document]:,} tokens, {data.targets[document]:,} targets")
@@ -61,7 +62,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
 
 
 def _read_model(folder: Path) -> DecoderConfig | None:
-    """Return the model's shape; None for a folder that holds a tokenizer alone."""
+    """Return the model's architecture; None for a folder that holds a tokenizer alone."""
     return config_from_hf(read_config(folder)) if (folder / "config.json").is_file() else None
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float32, Int
 
 from jaxglue.config import stable_repr
 from jaxglue.data.batch import CHOSEN, PARTS, PROMPT, REJECTED, Answers, Batch
-from jaxglue.data.config import AnswerTask, DataConfig, Source
-from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, row_origin
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source
+from jaxglue.data.dataset import Selection, TokenDataset, overlong_error, read_columns, row_origin
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.store import TokenStore
 from jaxglue.ops.segments import BatchKind, PackedSegments, pack_forks, pack_segments, segment_bucket
@@ -53,24 +53,20 @@ class AnswerDataset(TokenDataset):
     """Counted tokens of the first answer, and of the prompt where it counts."""
     reference: Float32[np.ndarray, "units 2"] | None = None
     """The reference's log-probabilities of the answers, once they are known."""
-    margins: Float32[np.ndarray, "units"] | None = None
-    """Least differences of the answers' scores, where they are scored."""
 
     PER_DOCUMENT: ClassVar[tuple[str, ...]] = (
         *TokenDataset.PER_DOCUMENT,
-        *("prompts", "sizes", "seconds", "desirable", "first_tokens", "reference", "margins"),
+        *("prompts", "sizes", "seconds", "desirable", "first_tokens", "reference"),
     )
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash tokens, masks, selection and layout."""
-        digest = hashlib.blake2b(super().fingerprint.encode(), digest_size=16)
+        digest = hashlib.blake2b(self._tokens_digest.hexdigest().encode(), digest_size=16)
         digest.update(stable_repr(self.task, _DIGESTED).encode())
         for values in (self.prompts, self.sizes, self.seconds, self.desirable):
             digest.update(np.ascontiguousarray(values).data)
-        if self.margins is not None:
-            digest.update(np.ascontiguousarray(self.margins).data)
-        return digest.hexdigest()
+        return self._with_columns(digest)
 
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
@@ -98,7 +94,7 @@ class AnswerDataset(TokenDataset):
         """Return the fields of the concatenation with data sets of further sources."""
         parts = [self, *others]
         starts = np.cumsum([0, *(len(part.store.tokens) for part in parts)])
-        names = ("prompts", "sizes", "desirable", "first_tokens", *(("margins",) if self.task.scored else ()))
+        names = ("prompts", "sizes", "desirable", "first_tokens")
         fields = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         seconds = [part.seconds + start for part, start in zip(parts, starts, strict=False)]  # type: ignore[attr-defined]
         return super().joined(others) | fields | {"seconds": np.concatenate(seconds)}
@@ -125,7 +121,15 @@ class AnswerDataset(TokenDataset):
                 self._fill(pieces, tokens[row], targets[row], weights[row], owners[row])
         answers = self._answers(members, max_segments, owners, step)
         arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
-        return Batch(**arrays, segments=segments, answers=answers)
+        columns = {name: self._by_slot(values, members, max_segments) for name, values in self.columns.items()}
+        return Batch(**arrays, segments=segments, answers=answers, columns=columns)
+
+    def _by_slot(self, values: Float32[np.ndarray, "units"], members: list[np.ndarray], slots: int) -> Any:
+        """Return each unit's value in its place in the rows; 0 for unused slots."""
+        found = np.zeros((len(members), slots), np.float32)
+        for row, units in enumerate(members):
+            found[row, : len(units)] = values[units]
+        return found
 
     def _segments(self, members: list[np.ndarray], seq_len: int, slots: int) -> PackedSegments:
         parts = np.concatenate([self.prompts[:, None], self.sizes], axis=1)
@@ -180,16 +184,13 @@ class AnswerDataset(TokenDataset):
         shape = len(members), slots
         used, desirable, token_weight = np.zeros((3, *shape), np.float32)
         reference: Any = None if self.reference is None else np.zeros((*shape, 2), np.float32)
-        margin: Any = None if self.margins is None else np.zeros(shape, np.float32)
         for row, units in enumerate(members):
             used[row, : len(units)], desirable[row, : len(units)] = 1, self.desirable[units]
             if reference is not None and self.reference is not None:
                 reference[row, : len(units)] = self.reference[units]
-            if margin is not None and self.margins is not None:
-                margin[row, : len(units)] = self.margins[units]
         token_weight[:] = len(step) / max(self.first_tokens[step].sum(), 1)
         arrays: dict[str, Any] = {"owners": owners, "used": used, "desirable": desirable, "token_weight": token_weight}
-        return Answers(**arrays, reference=reference, margin=margin)
+        return Answers(**arrays, reference=reference)
 
 
 class _Unit(NamedTuple):
@@ -219,14 +220,16 @@ class _Bounds:
         )
 
 
-def select_answers(store: TokenStore, config: DataConfig, source: Source, task: AnswerTask) -> Selection:
+def select_answers(
+    store: TokenStore, config: DataConfig, source: Source, task: AnswerTask, columns: Columns = NO_COLUMNS
+) -> Selection:
     """Select the units whose answers have target tokens, fitted into a row.
 
     A store has two documents for every row of the data: a preferred and another answer, one empty where the row has a
     label. An overlong unit loses the ends of its answers, the longer one's first.
 
     Raises:
-        ValueError: an overlong unit under `overlong='error'`, or no unit left.
+        ValueError: an overlong unit under `overlong='error'`, no unit left, or a value of a column that is no number.
     """
     bounds, seq_len = _Bounds.of(store), config.row_tokens
     candidates = list(_labeled(store, bounds) if task.labeled else _pairs(store, bounds, task))
@@ -247,7 +250,8 @@ def select_answers(store: TokenStore, config: DataConfig, source: Source, task: 
             f"{source}: no answer has a target token beside its prompt within seq_len={seq_len} tokens: raise --seq-len"
         )
     expected = len(candidates) if task.labeled else rows
-    dataset = _scored(store, units, task, source) if task.scored else _dataset(store, units, task)
+    dataset = _dataset(store, units, task)
+    dataset = replace(dataset, columns=read_columns(store, dataset.rows, columns, source))
     return Selection(dataset=dataset, truncated=truncated, dropped=expected - len(units))
 
 
@@ -331,17 +335,3 @@ def _dataset(store: TokenStore, units: list[_Unit], task: AnswerTask) -> AnswerD
         desirable=np.array([u.desirable for u in units]),
         first_tokens=np.array(counted) + (prompts if task.prompt_loss else 0),
     )
-
-
-def _scored(store: TokenStore, units: list[_Unit], task: AnswerTask, source: Source) -> AnswerDataset:
-    """Return the data set with the margins of its rows, 0 where a row gives none.
-
-    Raises:
-        ValueError: a margin that is not a number.
-    """
-    dataset = _dataset(store, units, task)
-    margins = np.zeros(len(units), np.float32) if store.margins is None else store.margins[dataset.rows]
-    if len(bad := np.flatnonzero(~np.isfinite(margins))):
-        origin = row_origin(source, int(dataset.rows[bad[0]]))
-        raise ValueError(f"{origin}: 'margin' must be a finite number: mend it, or leave out the column")
-    return replace(dataset, margins=margins)

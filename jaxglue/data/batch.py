@@ -1,6 +1,6 @@
 """Batches of packed rows, with the units of answers that objectives compare."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,8 +28,6 @@ class Answers:
     """Units over tokens of first answers, of the whole step: turns sums of their log-probabilities into means."""
     reference: Float32[Array, "B U 2"] | None = None
     """The reference's log-probabilities of the answers; None until they are known."""
-    margin: Float32[Array, "B U"] | None = None
-    """Least difference that a reward model's scores should have; None for other objectives."""
 
 
 def sum_parts(values: Float[Array, "B T"], answers: Answers) -> Float[Array, "B U PARTS"]:
@@ -52,6 +50,9 @@ class Batch:
     segments: PackedSegments
     answers: Answers | None = None
     """Units of answers that an objective compares; None in supervised training."""
+    columns: dict[str, Float32[Array, "B ..."]] = field(default_factory=dict)
+    """Columns of rows that an objective reads: for each token of texts and chats [B, T], for each unit of answers
+    [B, U]."""
     sources: Int32[Array, "B T"] | None = None
     """Source of each token, in evaluation on several sources only."""
 

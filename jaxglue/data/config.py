@@ -1,9 +1,10 @@
 """Configuration of data: sources with settings of their own (`chats.jsonl?weight=2`), and their processing."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from urllib.parse import unquote
 
@@ -24,6 +25,9 @@ Format = Literal[
     "labeled",
 ]
 LossOn = Literal["assistant", "all"]
+Columns = Mapping[str, float]
+"""Columns of numbers that an objective reads beside a row's text, each with the value of rows without it."""
+NO_COLUMNS: Columns = MappingProxyType({})
 Overlong = Literal["truncate", "drop", "error"]
 DEFAULT_SEQ_LEN = 4096
 """Tokens in a row where no length is given; fewer for a model of fewer positions."""

@@ -1,21 +1,21 @@
 """Data sets of tokenized documents: selection, truncation, the held-out split, and their batches."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float32, Int, Shaped
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.config import DataConfig, Source
+from jaxglue.data.config import NO_COLUMNS, Columns, DataConfig, Source
 from jaxglue.data.packing import PackPlan
 from jaxglue.data.readers import read_rows
 from jaxglue.data.store import TokenStore, join_stores
-from jaxglue.ops.segments import BatchKind, pack_segments
+from jaxglue.ops.segments import BatchKind, PackedSegments, pack_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class TokenDataset:
     """Source of each document; None for a single one."""
     passes: tuple[float, ...] = (1.0,)
     """Passes over each source in an epoch."""
+    columns: Mapping[str, Float32[np.ndarray, "documents"]] = field(default_factory=dict)
+    """Columns of the documents' rows that an objective reads."""
 
     @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
@@ -63,7 +65,8 @@ class TokenDataset:
     def select(self, chosen: np.ndarray) -> Self:
         """Return the documents of a mask or of indices."""
         values = {name: getattr(self, name) for name in self.PER_DOCUMENT}
-        return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
+        given = {name: value[chosen] for name, value in values.items() if value is not None}
+        return replace(self, **given, columns={name: value[chosen] for name, value in self.columns.items()})
 
     def joined(self, others: "Sequence[TokenDataset]") -> dict[str, Any]:
         """Return the fields of the concatenation with data sets of further sources."""
@@ -75,6 +78,7 @@ class TokenDataset:
             "documents": np.concatenate([part.documents + first for part, first in zip(parts, firsts, strict=False)]),
             "sources": np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
             "passes": (1.0,) * len(parts),
+            "columns": {name: np.concatenate([part.columns[name] for part in parts]) for name in self.columns},
         }
 
     def build_batch(
@@ -107,17 +111,33 @@ class TokenDataset:
         targets[:, :-1] = tokens[:, 1:] * same
         weights[:, :-1] = mask[:, 1:] & same
         arrays: dict[str, Any] = {"tokens": tokens, "targets": targets, "loss_weights": weights}
-        return Batch(**arrays, segments=segments)
+        return Batch(**arrays, segments=segments, columns=self._columns_of_tokens(segments, members))
+
+    def _columns_of_tokens(self, segments: PackedSegments, members: list[np.ndarray]) -> dict[str, Any]:
+        """Return each token's values of the columns, 0 in padding."""
+        return {
+            name: token_values(np.asarray(segments.segment_ids), [values[row] for row in members]).astype(np.float32)
+            for name, values in self.columns.items()
+        }
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash tokens, masks, selection and lengths."""
+        """Hash tokens, masks, selection, lengths and columns."""
+        return self._with_columns(self._tokens_digest)
+
+    @property
+    def _tokens_digest(self) -> "hashlib.blake2b":
         digest = hashlib.blake2b(self.store.info["digest"].encode(), digest_size=16)
         digest.update(self.documents.astype(np.int64).data)
         digest.update(self.lengths.astype(np.int64).data)
         if self.sources is not None and set(self.passes) != {1.0}:
             digest.update(self.sources.astype(np.int64).data)
             digest.update(repr(self.passes).encode())
+        return digest
+
+    def _with_columns(self, digest: "hashlib.blake2b") -> str:
+        for name in sorted(self.columns):
+            digest.update(np.ascontiguousarray(self.columns[name]).data)
         return digest.hexdigest()
 
 
@@ -140,11 +160,12 @@ class Selection:
     """Documents omitted as overlong or without target tokens."""
 
 
-def select_documents(store: TokenStore, config: DataConfig, source: Source) -> Selection:
+def select_documents(store: TokenStore, config: DataConfig, source: Source, columns: Columns = NO_COLUMNS) -> Selection:
     """Select the documents with target tokens, fitted into a row.
 
     Raises:
-        ValueError: a document above `seq_len` under `overlong='error'`, or no document left.
+        ValueError: a document above `seq_len` under `overlong='error'`, no document left, or a column's value that is
+            no number.
     """
     overlong = np.flatnonzero(store.lengths > config.row_tokens)
     if len(overlong) and config.overlong == "error":
@@ -159,10 +180,41 @@ def select_documents(store: TokenStore, config: DataConfig, source: Source) -> S
         raise _nothing_left(store, config, source, len(overlong))
     documents = np.flatnonzero(keep)
     return Selection(
-        dataset=TokenDataset(store=store, documents=documents, lengths=lengths[documents], targets=targets[documents]),
+        dataset=TokenDataset(
+            store=store,
+            documents=documents,
+            lengths=lengths[documents],
+            targets=targets[documents],
+            columns=read_columns(store, documents, columns, source),
+        ),
         truncated=int(keep[overlong].sum()),
         dropped=len(keep) - len(documents),
     )
+
+
+def read_columns(
+    store: TokenStore, rows: Int[np.ndarray, "documents"], columns: Columns, source: Source
+) -> dict[str, Float32[np.ndarray, "documents"]]:
+    """Return the rows' values of columns.
+
+    Raises:
+        ValueError: a value that is no number.
+    """
+    found = {}
+    for name, absent in columns.items():
+        values = store.columns.get(name)
+        found[name] = np.full(len(rows), absent, np.float32) if values is None else values[rows]
+        if len(bad := np.flatnonzero(~np.isfinite(found[name]))):
+            origin = row_origin(source, int(rows[bad[0]]))
+            raise ValueError(f"{origin}: {name!r} must be a finite number: mend it, or leave out the column")
+    return found
+
+
+def token_values(
+    segment_ids: Int[np.ndarray, "B T"], values: Sequence[Shaped[np.ndarray, "documents"]]
+) -> Shaped[np.ndarray, "B T"]:
+    """Return each token's value, 0 for padding, from the values of each row's documents."""
+    return np.stack([np.concatenate([[0], own])[ids] for ids, own in zip(segment_ids, values, strict=True)])
 
 
 def join_selections(selections: Sequence[Selection]) -> Selection:

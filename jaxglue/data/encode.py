@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
-from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIRS, read_answers, read_margin, read_row
+from jaxglue.data.formats import ANSWER_KEYS, CHATS, PAIR_COLUMNS, PAIRS, read_answers, read_number, read_row
 from jaxglue.data.limits import memory_limit, template_time_limit
 from jaxglue.data.messages import Chat, Messages, Tools, read_weight
 from jaxglue.data.store import TOKEN_BYTES, Encoded
@@ -78,7 +79,17 @@ class Encoder:
             space to each piece (SentencePiece) where pieces are needed.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, format: str, loss_on: str, system: str = ""):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        format: str,
+        loss_on: str,
+        system: str = "",
+        columns: Columns = NO_COLUMNS,
+    ):
+        self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
+        """Columns of numbers that are read beside the documents."""
         self._format, self._all, self._system = format, loss_on == "all", system
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
@@ -107,7 +118,10 @@ class Encoder:
             np.frombuffer(bytearray().join(chain(*parts)), np.int32),
             np.repeat(trained, lengths),
             np.array([sum(map(len, part)) // TOKEN_BYTES for part in parts], np.int32),
-            np.array([read_margin(row.value) for row in rows], np.float32) if self._format == PAIRS else None,
+            {
+                name: np.array([read_number(row.value, name, absent) for row in rows], np.float32)
+                for name, absent in self.columns.items()
+            },
         )
 
     def _prepends_space(self, tokenizer: PreTrainedTokenizerBase) -> bool:

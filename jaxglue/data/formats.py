@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.data.files import Row
 from jaxglue.data.messages import WEIGHTS, Chat, listed, read_chat, read_flag
 
@@ -39,7 +40,9 @@ PAIRS = "preference"
 ANSWER_KEYS: dict[str, tuple[str, ...]] = {PAIRS: ("chosen", "rejected"), "labeled": ("label",)}
 """Required keys by format, in order of detection."""
 _LARGEST = 3e38
-"""Largest margin."""
+"""Largest number of a column."""
+PAIR_COLUMNS: Columns = {"margin": 0.0}
+"""Columns that every store of pairs holds: least differences of the answers' scores."""
 _TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _REQUIRED = KEYS | ANSWER_KEYS
@@ -186,13 +189,13 @@ def read_answers(row: Mapping[str, Any], format: str) -> AnswerTexts:
     return first and with_system(first, row), second and with_system(second, row)
 
 
-def read_margin(row: Mapping[str, Any]) -> float:
-    """Return the least difference of the answers' scores, 0 without one, NaN for anything but a number of float32."""
-    margin = row.get("margin")
-    if margin is None:
-        return 0.0
-    is_number = isinstance(margin, int | float) and not isinstance(margin, bool) and abs(margin) <= _LARGEST
-    return float(margin) if is_number else math.nan
+def read_number(row: Mapping[str, Any], name: str, absent: float) -> float:
+    """Return a row's value of a column, `absent` without one, NaN for anything but a number of float32."""
+    value = row.get(name)
+    if value is None:
+        return absent
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return float(value) if is_number else math.nan
 
 
 def _pair(row: Mapping[str, Any]) -> AnswerTexts:
@@ -279,11 +282,11 @@ def _with_prompt(chat: Chat, prompt: int, name: str) -> Chat:
     return Chat(chat.messages, chat.tools, flags + chat.trained[prompt:])
 
 
-def unused_columns(rows: Iterable[Row], format: str) -> list[str]:
-    """Return the columns with values that the format does not use, in order of appearance."""
+def unused_columns(rows: Iterable[Row], format: str, columns: Columns = NO_COLUMNS) -> list[str]:
+    """Return the columns with values that neither the format nor the objective uses, in order of appearance."""
     found: dict[str, None] = {}
     for row in rows:
-        used = {*_used(row.value, format), *found}
+        used = {*_used(row.value, format), *columns, *found}
         found |= dict.fromkeys(key for key, value in row.value.items() if key not in used and value not in _EMPTY)
     return list(found)
 

@@ -1,6 +1,6 @@
 """Prefetching iterators of training and evaluation batches, with a checkpointable state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxglue.data.batch import Batch
-from jaxglue.data.dataset import TokenDataset
+from jaxglue.data.dataset import TokenDataset, token_values
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.packing import PackPlan, plan_packing
 from jaxglue.ops.segments import batch_kind, segment_bucket
@@ -77,7 +77,7 @@ class Steps:
         if not self.with_sources or self.dataset.sources is None:
             return batch
         owners = [self.dataset.sources[self.plan.row(row)] for row in own]
-        sources: Any = token_sources(np.asarray(batch.segments.segment_ids), owners)
+        sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
 
 
@@ -247,14 +247,6 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return (step.micro_batches[0] for step in read_ahead(self._steps))
-
-
-def token_sources(
-    segment_ids: Int[np.ndarray, "B T"], owners: Sequence[Int[np.ndarray, "documents"]]
-) -> Int[np.ndarray, "B T"]:
-    """Return the source of each token, 0 for padding, from the sources of each row's documents."""
-    rows = [np.concatenate([[0], own])[ids] for ids, own in zip(segment_ids, owners, strict=True)]
-    return np.stack(rows).astype(np.int32)
 
 
 def read_ahead(steps: Steps) -> grain.DatasetIterator:

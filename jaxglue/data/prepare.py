@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.answers import select_answers
-from jaxglue.data.config import AnswerTask, DataConfig, Source, short_names
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source, short_names
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
 from jaxglue.data.formats import unused_note
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
@@ -50,6 +50,7 @@ def prepare_data(
     vocab_size: int | None = None,
     progress: DataProgress | None = None,
     task: AnswerTask | None = None,
+    columns: Columns = NO_COLUMNS,
 ) -> PreparedData:
     """Read, template, tokenize, mask, truncate and split the data, on the host only.
 
@@ -58,7 +59,8 @@ def prepare_data(
         tokenizer: of the model; adopts `config.chat_template`, so that generation and export agree with training.
         vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
         progress: shows hashing, tokenizing and packing; by default nothing does.
-        task: treatment of preference data; None for supervised training.
+        task: treatment of preference data; None for texts and chats.
+        columns: of numbers, that an objective reads beside the documents.
 
     Raises:
         ValueError: unusable data, naming file and line where possible.
@@ -71,7 +73,7 @@ def prepare_data(
     if config.streaming:
         return _prepare_stream(config, tokenizer, vocab_size, progress)
     groups = [
-        [_select(source, config, tokenizer, vocab_size, progress, task) for source in sources]
+        [_select(source, config, tokenizer, vocab_size, progress, task, columns) for source in sources]
         for sources in filter(None, (config.sources, config.eval_sources))
     ]
     parts = [join_selections([selection for _, selection in group]) for group in groups]
@@ -105,7 +107,7 @@ def _prepare_stream(
     with progress.stage("tokenizing the stream's first window"), closing(stream.windows()) as windows:
         window = next(windows)
     train, eval_sources = window.selection, config.eval_sources
-    pairs = [_select(source, config, tokenizer, vocab_size, progress, None) for source in eval_sources]
+    pairs = [_select(source, config, tokenizer, vocab_size, progress) for source in eval_sources]
     held_out = join_selections([selection for _, selection in pairs]).dataset if pairs else None
     sizes = [
         split_report(data, _pack(data, config, progress), config.row_tokens)
@@ -150,15 +152,16 @@ def _select(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     progress: DataProgress,
-    task: AnswerTask | None,
+    task: AnswerTask | None = None,
+    columns: Columns = NO_COLUMNS,
 ) -> tuple[Tokenized, Selection]:
-    tokenized = tokenize(source, config, tokenizer, progress, preferences=task is not None)
+    tokenized = tokenize(source, config, tokenizer, progress, preferences=task is not None, columns=columns)
     _check_vocabulary(tokenized.store, vocab_size)
     if task is not None:
         if tokenized.format == "labeled" and not task.labeled:
             raise ValueError(f"{source}: rows with a label are for --objective kto; others compare two answers")
-        return tokenized, select_answers(tokenized.store, config, source, task)
-    return tokenized, select_documents(tokenized.store, config, source)
+        return tokenized, select_answers(tokenized.store, config, source, task, columns)
+    return tokenized, select_documents(tokenized.store, config, source, columns)
 
 
 def _mix(dataset: TokenDataset, config: DataConfig) -> TokenDataset:

@@ -7,16 +7,18 @@ import mmap
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
 
+from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.json_file import read_json
 
 TOKEN_BYTES = 4
@@ -28,8 +30,6 @@ _FILES = {
     "mask": ("mask.uint8", np.uint8),
     "offsets": ("offsets.int64", np.int64),
 }
-_MARGINS = "margins.float32"
-"""File of the margins, in a store that has some."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
@@ -65,8 +65,8 @@ class Encoded(NamedTuple):
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     lengths: Int32[np.ndarray, "documents"]
-    margins: Float32[np.ndarray, "rows"] | None = None
-    """Margins of pairs, NaN for anything but a number."""
+    columns: Mapping[str, Float32[np.ndarray, "rows"]] = MappingProxyType({})
+    """Values of the rows in each column that is read; NaN for anything but a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +77,10 @@ class TokenStore:
     mask: UInt8[np.ndarray, "N"]
     """1 for tokens to predict."""
     offsets: Int64[np.ndarray, "documents+1"]
-    margins: Float32[np.ndarray, "rows"] | None = None
-    """Margins of rows of two documents, NaN for anything but a number; None where no row gives one."""
     info: dict[str, Any]
     """`digest` of the content, `max_token`, and the writer's fields."""
+    columns: Mapping[str, Float32[np.ndarray, "rows"]] = field(default_factory=dict)
+    """Values of the rows by column, NaN for anything but a number; without columns that no row gives."""
     files: tuple[UnchangedFile, ...] = ()
     """Files that the tokens and the mask are mapped from."""
 
@@ -140,18 +140,9 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
         tokens=_Joined([store.tokens for store in stores]),  # type: ignore[arg-type]
         mask=_Joined([store.mask for store in stores]),  # type: ignore[arg-type]
         offsets=np.concatenate([*offsets, starts[-1:]]),
-        margins=_joined_margins(stores),
         files=tuple(file for store in stores for file in store.files),
         info={"digest": digest, "max_token": max(store.info["max_token"] for store in stores)},
     )
-
-
-def _joined_margins(stores: Sequence[TokenStore]) -> np.ndarray | None:
-    if all(store.margins is None for store in stores):
-        return None
-    sizes = [len(store.lengths) // 2 for store in stores]
-    parts = [np.zeros(size) if s.margins is None else s.margins for s, size in zip(stores, sizes, strict=True)]
-    return np.concatenate(parts).astype(np.float32)
 
 
 class _Joined:
@@ -196,22 +187,31 @@ def open_store(folder: Path) -> TokenStore:
     files = {name: UnchangedFile(folder / file) for name, (file, _) in _FILES.items()}
     arrays = {name: files[name].map(dtype) for name, (_, dtype) in _FILES.items()}
     arrays["offsets"], mapped = np.array(arrays["offsets"]), (files["tokens"], files["mask"])
-    store = TokenStore(**arrays, margins=_read_margins(folder, info["files"]), info=info, files=mapped)
+    store = TokenStore(**arrays, columns=dict(_read_columns(folder, info["files"])), info=info, files=mapped)
     _check_bounds(store, ranges, folder)
     return store
 
 
-def _read_margins(folder: Path, digests: dict[str, str]) -> Float32[np.ndarray, "rows"] | None:
-    if "margins" not in digests:
-        return None
-    path = folder / _MARGINS
-    if not path.is_file() or file_digest(path) != digests["margins"]:
-        raise DamagedStoreError(f"{path} has changed since it was written")
-    return np.fromfile(path, np.float32)
+def _read_columns(folder: Path, digests: dict[str, str]) -> Iterator[tuple[str, Float32[np.ndarray, "rows"]]]:
+    for name in (plural.removesuffix("s") for plural in digests.keys() - _FILES.keys()):
+        path = _column_file(folder, name)
+        if not path.is_file() or file_digest(path) != digests[f"{name}s"]:
+            raise DamagedStoreError(f"{path} has changed since it was written")
+        yield name, np.fromfile(path, np.float32)
 
 
-def write_store(folder: Path, chunks: Iterable[Encoded], **info: Any) -> None:
+def _column_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}s.float32"
+
+
+def write_store(folder: Path, chunks: Iterable[Encoded], columns: Columns = NO_COLUMNS, **info: Any) -> None:
     """Write the documents under a temporary name, sync them to disk, then rename.
+
+    Args:
+        folder: of the store.
+        chunks: documents with the columns of their rows.
+        columns: values of rows that give none; a column of these alone is left out.
+        info: further fields of `TokenStore.info`.
 
     Raises:
         ValueError: no token at all.
@@ -222,7 +222,7 @@ def write_store(folder: Path, chunks: Iterable[Encoded], **info: Any) -> None:
     temporary = _temporary(folder)
     temporary.mkdir()
     try:
-        content = {**_write_documents(temporary, chunks), **info}
+        content = {**_write_documents(temporary, chunks, columns), **info}
         (temporary / "info.json").write_text(json.dumps({**content, "check": _info_digest(content)}))
         sync(temporary / "info.json")
         sync(temporary)
@@ -283,14 +283,14 @@ def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path)
         raise DamagedStoreError(f"{folder} holds token ids out of bounds")
 
 
-def _write_documents(folder: Path, chunks: Iterable[Encoded]) -> dict[str, Any]:
-    lengths, margins, largest = [np.zeros(1, np.int64)], [], -1
+def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -> dict[str, Any]:
+    lengths, columns, largest = [np.zeros(1, np.int64)], [], -1
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:
             tokens.write(chunk.tokens.data)
             mask.write(chunk.mask.data)
             lengths.append(chunk.lengths)
-            margins.append(chunk.margins)
+            columns.append(chunk.columns)
             largest = max(largest, int(chunk.tokens.max(initial=-1)))
     if largest < 0:
         raise ValueError("the data set is empty: no row has any text")
@@ -298,11 +298,13 @@ def _write_documents(folder: Path, chunks: Iterable[Encoded]) -> dict[str, Any]:
     for file, _ in _FILES.values():
         sync(folder / file)
     files = {name: file_digest(folder / file) for name, (file, _) in _FILES.items()}
-    given = [values for values in margins if values is not None]
-    if any(map(np.any, given)):
-        np.concatenate(given).tofile(folder / _MARGINS)
-        sync(folder / _MARGINS)
-        files["margins"] = file_digest(folder / _MARGINS)
+    for name, value in absent.items():
+        values = np.concatenate([chunk[name] for chunk in columns])
+        if (values != value).any():
+            path = _column_file(folder, name)
+            values.tofile(path)
+            sync(path)
+            files[f"{name}s"] = file_digest(path)
     return {"files": files, "digest": _info_digest(files), "max_token": largest}
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.config import HUB_PREFIX, DataConfig, Source
+from jaxglue.data.config import HUB_PREFIX, NO_COLUMNS, Columns, DataConfig, Source
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row, is_compressed
-from jaxglue.data.formats import ANSWER_KEYS, detect_format, detect_preference, unused_columns
+from jaxglue.data.formats import ANSWER_KEYS, PAIR_COLUMNS, detect_format, detect_preference, unused_columns
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.store import Encoded, TokenStore, content_key, file_digest, open_or_write, write_store
@@ -56,24 +56,33 @@ def tokenize(
     progress: DataProgress,
     *,
     preferences: bool = False,
+    columns: Columns = NO_COLUMNS,
 ) -> Tokenized:
     """Tokenize a source, or open the cached result; rows of preference data become two documents each.
+
+    Args:
+        source: of the rows.
+        config: processing.
+        tokenizer: of the model.
+        progress: shows hashing and tokenizing.
+        preferences: the rows have two answers, or one with a label.
+        columns: of numbers, read beside the documents.
 
     Raises:
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
-    folder = Path(config.cache_dir) / cache_key(digests, source, tokenizer, preferences, _VERSION)
+    folder = Path(config.cache_dir) / cache_key(digests, source, tokenizer, preferences, _VERSION, columns)
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config.workers, tokenizer, progress, preferences)
+        _write(folder, source, config.workers, tokenizer, progress, preferences, columns)
 
     store, damage = open_or_write(folder, write)
     format, unused = store.info["format"], store.info.get("unused")
     if unused is None:  # in the cache of an earlier version
-        unused = unused_columns(islice(read_rows(source), _CHUNK), format)
+        unused = unused_columns(islice(read_rows(source), _CHUNK), format, columns)
     return Tokenized(
         source=source, store=store, format=format, cached=not fresh, digests=digests, damage=damage, unused=unused
     )
@@ -86,16 +95,19 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     progress: DataProgress,
     preferences: bool,
+    columns: Columns,
 ) -> None:
     rows = read_rows(source)
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     check_format(format, source, preferences)
-    encoder = Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system)
+    settings = {"format": format, "loss_on": source.loss_on, "system": source.system}
+    encoder = Encoder(tokenizer, **settings, columns=columns)
     workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
-        write_store(folder, _metered(encoded, advance), format=format, unused=unused_columns(head, format))
+        unused = unused_columns(head, format, columns)
+        write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
 
 
 def check_format(format: str, source: Source, preferences: bool) -> None:
@@ -145,12 +157,15 @@ def cache_key(
     tokenizer: PreTrainedTokenizerBase,
     preferences: bool,
     version: int,
+    columns: Columns = NO_COLUMNS,
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
     settings = [source.split, source.format, source.loss_on, source.system, source.columns]
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
-    return content_key(version, files, *settings, *model, *(["preferences 2"] if preferences else []))
+    further = {**columns}.items() - (PAIR_COLUMNS.items() if preferences else {}.items())
+    rows = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
+    return content_key(version, files, *settings, *model, *rows)
 
 
 def _digests(source: Source, progress: DataProgress) -> list[tuple[str, str]]:

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.ops.quant import dequantize
-from jaxglue.ops.quant.formats import Quantized, Stored, find_stored, format_of
-from jaxglue.ops.quant.mxfp4 import BLOCK, MXFP4, dequantize_mxfp4
+from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, experts_format, find_stored, format_of
 
 Index = tuple[int | slice, ...]
 ExpertIndex = tuple[int, slice]
@@ -47,8 +46,8 @@ class Source:
 def find_source(files: TensorFiles, name: str, shape: Shape) -> Source:
     """Return how to read a parameter from the files, in whichever layout they hold it."""
     if name not in files.tensors:
-        if f"{name}_blocks" in files.tensors:
-            return _expanded(name, shape)
+        if made := experts_format(files.tensors, name):
+            return _expanded(made, name, shape)
         parts = expert_parts(name, shape)
         if parts and next(iter(parts)) in files.tensors:
             return _stacked(files, parts, shape)
@@ -148,22 +147,23 @@ def part_shape(shape: Shape, index: Index) -> Shape:
     return np.broadcast_to(0, shape)[index].shape
 
 
-def _expanded(name: str, shape: Shape) -> Source:
+def _expanded(made: WeightFormat, name: str, shape: Shape) -> Source:
+    """Return how to read experts [E, in, out] from the parts of [E, out, in]."""
     E, in_features, out_features = shape
-    scales = (E, out_features, in_features // BLOCK)
-    shapes = {f"{name}_blocks": (*scales, BLOCK // 2), f"{name}_scales": scales}
+    shapes = {f"{name}_{part}": spec.shape for part, spec in made.part_specs((E, out_features, in_features)).items()}
 
     def read_rows(files: TensorFiles, start: int, stop: int) -> jax.Array:
-        return _expand(*(files.read_rows(part, start, stop) for part in shapes))
+        return _expand({part: files.read_rows(f"{name}_{part}", start, stop) for part in made.parts}, made.name)
 
-    return Source(shapes=shapes, read=partial(read_expanded, name=name), read_rows=read_rows, packed=True)
-
-
-def read_expanded(files: TensorFiles, name: str) -> jax.Array:
-    """Expand `<name>_blocks` and `<name>_scales` to experts [E, in, out] in bfloat16, on the default device."""
-    return _expand(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
+    read = partial(read_expanded, made=made, name=name)
+    return Source(shapes=shapes, read=read, read_rows=read_rows, packed=True)
 
 
-@jax.jit
-def _expand(blocks, scales) -> jax.Array:
-    return dequantize_mxfp4(MXFP4(blocks=blocks, scales=scales), jnp.bfloat16).mT
+def read_expanded(files: TensorFiles, made: WeightFormat, name: str) -> jax.Array:
+    """Expand the parts of the named parameter to experts [E, in, out] in bfloat16, on the default device."""
+    return _expand({part: files.read(f"{name}_{part}") for part in made.parts}, made.name)
+
+
+@partial(jax.jit, static_argnames="how")
+def _expand(parts, how: str) -> jax.Array:
+    return FORMATS[how].join(parts).dequantize(jnp.bfloat16).mT

@@ -1,7 +1,7 @@
 """Export of complete Hugging Face model folders: trained, merged or quantized, written tensor by tensor."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from jaxglue.hf.tensor_files import write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize
-from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.ops.quant.formats import FORMATS, experts_format
 
 
 def save_model(
@@ -158,7 +158,7 @@ def on_host(tensor: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(tensor, tiled=True))
 
 
-def copy_texts(base: str | Path, output: Path, names: Iterable[str]) -> None:
+def copy_texts(base: str | Path, output: Path, names: Collection[str]) -> None:
     """Copy a base's files other than weights, and take quantization out of config.json where there is none left.
 
     Args:
@@ -174,7 +174,9 @@ def copy_texts(base: str | Path, output: Path, names: Iterable[str]) -> None:
             refuse_link_out(path, Path(base))
             shutil.copyfile(path, output / path.name)
     config = read_config(output)
-    if config.pop("quantization_config", None) and not any(name.endswith("_blocks") for name in names):
+    if config.pop("quantization_config", None) and not any(
+        experts_format(names, name.rpartition("_")[0]) for name in names
+    ):
         write_json(output / "config.json", config)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxglue.hf.checkpoint import open_checkpoint, read_config
 from jaxglue.hf.tensor_files import TensorFiles
 from jaxglue.models import config_from_hf
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, describe_as_earlier
 
 _WHOLE = 4096
 """Elements of a tensor that is read whole."""
@@ -108,7 +108,7 @@ def identify(folder: str | Path) -> Identity:
 
 def identify_random(config: DecoderConfig, seed: int) -> Identity:
     """Return the identity of random weights: they follow from shape and seed."""
-    shape = hashlib.sha256(repr(replace(config, quantize="none")).encode()).hexdigest()[:16]
+    shape = hashlib.sha256(describe_as_earlier(repr(replace(config, quantize="none"))).encode()).hexdigest()[:16]
     return {"model_type": config.model_type, "weights": f"random {seed} {shape}"}
 
 

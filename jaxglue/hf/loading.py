@@ -20,7 +20,6 @@ from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.lora import add_lora, base_shapes
-from jaxglue.models.moe_layers import mxfp4_scale
 from jaxglue.models.parameters import abstract_parameters, hf_name, quantized_names, set_parameters
 from jaxglue.models.vocabulary import vocabulary_modules
 from jaxglue.ops.choices import Storage
@@ -82,7 +81,7 @@ def load_model(
         if not config.scores:
             return load_tensors(folder, specs, put, mapped=mapped, progress=progress)
         missing = {SCORE: specs.pop(SCORE)} if SCORE not in open_checkpoint(folder).tensors else {}
-        drawn = _draw(missing, put, config.initializer_range, jax.random.key(seed))
+        drawn = _draw(missing, put, config, jax.random.key(seed))
         return load_tensors(folder, specs, put, ignored=(HEAD,), mapped=mapped, progress=progress) | drawn
 
     return _with_parameters(config.quantized(quantize, fp8_experts=fp8_experts), dtype, place, load)
@@ -118,8 +117,7 @@ def random_model(
 
     Compiles one program per parameter shape, at any depth.
     """
-    std = config.initializer_range
-    return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, std, jax.random.key(seed)))
+    return _with_parameters(config, dtype, place, lambda specs, put: _draw(specs, put, config, jax.random.key(seed)))
 
 
 def require_stored(folder: str | Path, config: DecoderConfig) -> None:
@@ -176,22 +174,25 @@ def _unmentioned(name: str, weight: Quantized) -> ValueError:
     return ValueError(f"{name} is in {found.label.upper()}, of which config.json says nothing: add {entry} to it")
 
 
-def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, std: float, key: jax.Array) -> dict[str, Any]:
+def _draw(specs: dict[str, jax.ShapeDtypeStruct], put: Put, config: DecoderConfig, key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, len(specs))
     # One at a time, so that transfers to the host do not accumulate on the device.
     return {
-        name: jax.block_until_ready(put(name, _initial(name, spec, std, key)))
+        name: jax.block_until_ready(put(name, _initial(name, spec, config, key)))
         for (name, spec), key in zip(specs.items(), keys, strict=True)
     }
 
 
-def _initial(name: str, spec: jax.ShapeDtypeStruct, std: float, key: jax.Array) -> jax.Array:
+def _initial(name: str, spec: jax.ShapeDtypeStruct, config: DecoderConfig, key: jax.Array) -> jax.Array:
+    experts, part, std = (
+        FORMATS[config.moe.quantize if config.moe else "none"],
+        name.rpartition("_")[2],
+        config.initializer_range,
+    )
     if name.endswith("bias"):
         return jnp.zeros(spec.shape, spec.dtype)
-    if name.endswith("_blocks"):
-        return jax.random.bits(key, spec.shape, spec.dtype)
-    if name.endswith("_scales"):
-        return jnp.full(spec.shape, mxfp4_scale(std), spec.dtype)
+    if ".experts." in name and part in experts.parts:
+        return experts.random_part(part, key, spec, std)
     if len(spec.shape) == 1 and not name.endswith("sinks"):
         return jnp.ones(spec.shape, spec.dtype)
     return _normal(key, spec.shape, spec.dtype, std)

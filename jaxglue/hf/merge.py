@@ -29,8 +29,7 @@ from jaxglue.models.lora import base_shapes
 from jaxglue.models.parameters import quantized_names
 from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
-from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, find_stored, is_unneeded
-from jaxglue.ops.quant.mxfp4 import BLOCK
+from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 _log = logging.getLogger(__name__)
@@ -110,7 +109,7 @@ class MergedTensors:
         self._stored = _find_stored(files, self._quantized)
         stored = _expand_quantized(files.tensors, self._stored, self._quantized)
         self._deltas = {} if self.adapter is None else adapter_deltas(self.adapter, stored)
-        expands = any(f"{name}_blocks" in stored for name in self._deltas)
+        expands = any(experts_format(stored, name) for name in self._deltas)
         self.specs = _merged_specs(stored, expands=expands)
         for name, delta in self._deltas.items():
             _require_fit(name, delta.shape, self.specs.get(name), folder, base)
@@ -143,7 +142,9 @@ class MergedTensors:
             held = FORMATS[self.config.quantize].hold(jax.tree.map(jnp.asarray, value))
             return np.asarray(dequantize(held, self.specs[name].dtype))
         if name not in self._files.tensors:
-            return np.asarray(read_expanded(self._files, name))
+            made = experts_format(self._files.tensors, name)
+            assert made is not None, name
+            return np.asarray(read_expanded(self._files, made, name))
         if found := self._stored.get(name):
             return np.asarray(dequantize(found.read(self._files), self.specs[name].dtype))
         return self._files.read(name)
@@ -200,14 +201,17 @@ def _finite(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 def _merged_specs(tensors: Mapping[str, TensorInfo], *, expands: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the merged folder's tensor specs: the base's, with MXFP4 expanded if `expands`."""
-    specs = {}
+    """Return the merged folder's tensor specs: the base's, with quantized experts expanded if `expands`."""
+    specs: dict[str, jax.ShapeDtypeStruct] = {}
     for name, info in tensors.items():
-        if not expands or not name.endswith(("_blocks", "_scales")):
+        parameter, _, part = name.rpartition("_")
+        if not expands or not (made := experts_format(tensors, parameter)) or part not in made.parts:
             specs[name] = jax.ShapeDtypeStruct(info.shape, info.dtype)
-        elif name.endswith("_blocks"):
-            E, out_features, blocks, _ = info.shape
-            specs[name.removesuffix("_blocks")] = jax.ShapeDtypeStruct((E, blocks * BLOCK, out_features), jnp.bfloat16)
+        elif parameter not in specs:
+            E, out_features, in_features = made.join(
+                {part: tensors[f"{parameter}_{part}"] for part in made.parts}
+            ).shape
+            specs[parameter] = jax.ShapeDtypeStruct((E, in_features, out_features), jnp.bfloat16)
     return specs
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from jaxglue.data.config import AnswerTask
+from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -47,6 +47,8 @@ class Objective:
     """Fields of the configuration that it reads; others are refused."""
     answers: ClassVar[AnswerTask | None] = None
     """Its data: pairs of answers, answers with a label, or pairs to score; None for texts and chats."""
+    columns: ClassVar[Columns] = NO_COLUMNS
+    """Columns of numbers in its rows, each with the value of rows without it; in `Batch.columns`."""
     supervised: ClassVar[bool] = False
     """The loss is the targets' cross-entropy alone: FP8 heads, streams and accuracies of tokens are for it."""
     needs_reference: ClassVar[bool] = False

@@ -4,6 +4,7 @@ from jax.nn import log_sigmoid
 
 from jaxglue.data.batch import CHOSEN, REJECTED, Answers, Batch, sum_parts
 from jaxglue.data.config import AnswerTask
+from jaxglue.data.formats import PAIR_COLUMNS
 from jaxglue.objectives.answers import AnswerObjective, Values
 from jaxglue.objectives.objective import TargetValues
 
@@ -13,6 +14,7 @@ class RewardModel(AnswerObjective):
 
     settings = ("center_rewards_coefficient",)
     answers = AnswerTask(scored=True)
+    columns = PAIR_COLUMNS
     trains_scores = True
     learning_rates = {"lora": 1e-4, "full": 1e-5}  # noqa: RUF012 - with adapters TRL's
 
@@ -30,7 +32,7 @@ class RewardModel(AnswerObjective):
         """Return the losses of pairs, and their metrics."""
         sums = sum_parts(values.scores, answers)
         chosen, rejected = sums[..., CHOSEN], sums[..., REJECTED]
-        losses = -log_sigmoid(chosen - rejected - (0.0 if answers.margin is None else answers.margin))
+        losses = -log_sigmoid(chosen - rejected - batch.columns["margin"])
         if weight := self.config.center_rewards_coefficient:
             losses += weight * (chosen + rejected) ** 2
         return losses, [(chosen + rejected) / 2, (chosen > rejected) * 1.0, chosen - rejected]

@@ -1,5 +1,6 @@
 """Choice of an operation's backend: named implementations, what each needs, and the reason for the start-up log."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ Capability = tuple[int, int]
 """Compute capability of an NVIDIA GPU, (major, minor)."""
 
 AMPERE, HOPPER = (8, 0), (9, 0)
+_log = logging.getLogger(__name__)
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _planned_capability: ContextVar[Capability | None] = ContextVar("planned_capability", default=None)
 _overrides: ContextVar[Mapping["Operation", Any]] = ContextVar("overrides", default={})  # noqa: B039
@@ -83,6 +85,7 @@ class Operation:
             return _overrides.get()[self]
         capability = compute_capability()
         choice = self.choose(capability, *call, backend=backend)
+        _log.debug("%s by %s: %s", self.name, choice.name, choice.reason)
         return None if choice.name == "reference" else self.backends[choice.name].load(capability, *call)
 
     @contextmanager

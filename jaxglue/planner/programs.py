@@ -77,15 +77,16 @@ def abstract_batch(workload: Workload) -> Batch:
     weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     bounds: Any = jax.ShapeDtypeStruct((shape[0], 2), jnp.int32)
     segments = PackedSegments(segment_ids=ids, positions=ids, starts=ids, ends=ids, cu_seqlens=bounds)
-    answers = None if workload.objective.answers is None else _abstract_answers(workload, ids)
-    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments, answers=answers)
+    objective, units = workload.objective, jax.ShapeDtypeStruct((shape[0], 1), jnp.float32)
+    answers = None if objective.answers is None else _abstract_answers(ids, units)
+    columns: Any = dict.fromkeys(objective.columns, weights if answers is None else units)
+    return Batch(tokens=ids, targets=ids, loss_weights=weights, segments=segments, answers=answers, columns=columns)
 
 
-def _abstract_answers(workload: Workload, owners: Any) -> Answers:
+def _abstract_answers(owners: Any, units: Any) -> Answers:
     """Return the shapes of a unit in each row."""
-    units: Any = jax.ShapeDtypeStruct((workload.batch_size, 1), jnp.float32)
-    reference: Any = jax.ShapeDtypeStruct((workload.batch_size, 1, 2), jnp.float32)
-    return Answers(owners=owners, used=units, desirable=units, token_weight=units, reference=reference, margin=units)
+    reference: Any = jax.ShapeDtypeStruct((*units.shape, 2), jnp.float32)
+    return Answers(owners=owners, used=units, desirable=units, token_weight=units, reference=reference)
 
 
 def abstract_input(workload: Workload) -> tuple[jax.ShapeDtypeStruct, PlannedContext]:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -185,13 +186,14 @@ def _abstract_parts(
 
 def parameter_counts(workload: Workload) -> tuple[int, int]:
     """Count (all parameters, those that train)."""
-    trained, frozen = map(_count, abstract_parts(workload)[1:])
+    moe = workload.config.moe
+    parts = FORMATS[moe.quantize].parts if moe else {}
+    trained, frozen = (_count(tree, parts) for tree in abstract_parts(workload)[1:])
     return trained + frozen, trained
 
 
-def _count(tree: Params) -> int:
-    """Count parameters; a byte of MXFP4 blocks holds two."""
-    per_item = {"blocks": 2, "scales": 0}
+def _count(tree: Params, per_item: Mapping[str, int]) -> int:
+    """Count parameters, of which an item of an array with this key holds so many."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
     return sum(per_item.get(path[-1].key, 1) * math.prod(leaf.shape) for path, leaf in leaves)
 

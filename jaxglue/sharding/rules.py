@@ -18,8 +18,8 @@ from jaxglue.sharding.specs import Axes, axes_tuple, make_spec, spec_axes, witho
 
 RULES: tuple[tuple[str, P], ...] = (
     # parameter                                                     axes that split each of its dimensions
-    (r"experts\.\w+_proj(_blocks|_scales)?$",                       P("expert", "fsdp")),  # [E, ·, ·]
     (r"experts\.\w+_proj(_bias|\.lora_A|\.lora_B)$",                P("expert")),
+    (r"experts\.\w+_proj(_[a-z]+)?$",                               P("expert", "fsdp")),  # [E, ·, ·], also parts
     (r"(embed_tokens|lm_head)\.weight$",                            P("fsdp")),  # [V, D]
     (r"\.(q|k|v|gate|up)_proj\.weight(\.codes|\.scales|\.absmax)?$", P(("tensor", "fsdp"))),  # [out, in]
     (r"\.(o|down)_proj\.weight(\.codes|\.scales|\.absmax)?$",       P("fsdp", "tensor")),

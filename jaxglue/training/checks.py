@@ -97,7 +97,7 @@ def _check_full_fine_tuning(config: TrainConfig, model: DecoderConfig) -> None:
             f"{config.model.model} is quantized to {FORMATS[model.quantize].label}, and --method full cannot train "
             "quantized weights: use --method lora, or the folder of the original"
         )
-    if model.moe and model.moe.mxfp4:
+    if model.moe and model.moe.quantize != "none":
         raise ValueError("--method full cannot train experts in MXFP4: add --expand-experts, or use --method lora")
 
 

@@ -362,6 +362,10 @@ class TrainConfig(Config):
         for flag, is_given in (("fp8-head", self.model.fp8_head), ("streaming", self.data.streaming)):
             if is_given and not self.objective.kind.supervised:
                 raise ValueError(f"--{flag} is for --objective sft, not {self.objective.objective}: leave it out")
+        if self.objective.kind.needs_rollouts:
+            raise ValueError(
+                f"--objective {self.objective.objective} is of answers that no run writes yet: use another"
+            )
         if not (self.data.eval_data or self.data.eval_fraction):
             for flag, given in (("--early-stopping", self.run.early_stopping), ("--keep", self.run.keep != "last")):
                 if given:

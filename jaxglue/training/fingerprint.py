@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxglue.config import stable_repr
 from jaxglue.hf.identity import weights_digest
-from jaxglue.models.config import DecoderConfig
+from jaxglue.models.config import DecoderConfig, describe_as_earlier
 from jaxglue.recipe import as_dict, defaults_of, read_tables
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.secrets import masked
@@ -73,7 +73,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
 
 def model_digest(model: DecoderConfig) -> str:
     """Return the digest that stands for a model in earlier checkpoints, whichever fields it has been given since."""
-    return hashlib.sha256(stable_repr(model, _DIGESTED).encode()).hexdigest()[:16]
+    return hashlib.sha256(describe_as_earlier(stable_repr(model, _DIGESTED)).encode()).hexdigest()[:16]
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
@@ -90,10 +90,20 @@ def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]
     """
     old, new = dict(saved), dict(current)
     old_defaults, new_defaults = (values.pop("defaults", {}) for values in (old, new))
+    old, old_defaults = _with_current_names(old), _with_current_names(old_defaults)
     _, digest = (values.pop("model_digest", None) for values in (old, new))
     if digest and isinstance(old.get("model"), str):
         new["model"] = digest
     return differences(_filled(old, new_defaults), _filled(new, old_defaults))
+
+
+def _with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with experts in MXFP4, a switch of earlier versions, under the name of their format."""
+    model = settings.get("model")
+    if not isinstance(model, dict) or "mxfp4" not in (moe := model.get("moe") or {}):
+        return dict(settings)
+    others = {name: value for name, value in moe.items() if name != "mxfp4"}
+    return {**settings, "model": {**model, "moe": {**others, "quantize": "mxfp4" if moe["mxfp4"] else "none"}}}
 
 
 def check_fingerprint(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

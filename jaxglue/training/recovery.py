@@ -44,7 +44,9 @@ _RUINED = (
 )
 _ROWS = "Other rows are finite with the same weights: look at these, or leave them out with --on-spike skip"
 _log = logging.getLogger(__name__)
-_ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference", "margin")
+_ANSWER_FIELDS = ("owners", "used", "desirable", "token_weight", "reference")
+_COLUMN = "column "
+"""Begins the names of columns' arrays."""
 _OPTIONAL_FIELDS = ("gap_starts", "gap_ends", "units")
 _ROW_FIELDS = ("tokens", "targets", "loss_weights")
 _SEGMENT_FIELDS = ("segment_ids", "positions", "starts", "ends", "long")
@@ -198,6 +200,7 @@ def save_step(path: Path, step: Step) -> None:
     arrays |= {name: np.stack([getattr(batch.segments, name) for batch in batches]) for name in _SEGMENT_FIELDS}
     arrays |= _stacked(_OPTIONAL_FIELDS, [batch.segments for batch in batches])
     arrays |= _stacked(_ANSWER_FIELDS, [batch.answers for batch in batches])
+    arrays |= {_COLUMN + name: np.stack([batch.columns[name] for batch in batches]) for name in batches[0].columns}
     arrays |= {_bounds(index): batch.segments.cu_seqlens for index, batch in enumerate(batches)}
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         np.savez_compressed(file, counts=np.array([step.tokens, step.targets]), **arrays)
@@ -222,7 +225,8 @@ def _micro_batch(arrays: dict[str, Any], index: int) -> Batch:
     )
     segments = PackedSegments(**fields | {"long": bool(fields["long"])} | others, cu_seqlens=arrays[_bounds(index)])
     rows = {name: arrays[name][index] for name in _ROW_FIELDS}
-    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None)
+    columns = {name.removeprefix(_COLUMN): arrays[name][index] for name in arrays if name.startswith(_COLUMN)}
+    return Batch(**rows, segments=segments, answers=Answers(**answers) if answers else None, columns=columns)
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -5,14 +5,16 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PRNGKeyArray
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.models.parameters import merge_module
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
@@ -125,6 +127,13 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
+class _Conditions(NamedTuple):
+    """Conditions of training: adapters may drop inputs, and weights for FP8 are multiplied so."""
+
+    dropout_key: PRNGKeyArray | None
+    fp8: bool = True
+
+
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     model, data = run.config.model, run.config.data
@@ -141,6 +150,7 @@ def plan_rows(run: Run) -> dict[str, object]:
         "steps": _steps(run),
         "dtype": f"{model.compute_dtype}{_stored(run)}{_HEAD * run.model.fp8_head}",
         "remat": run.remat,
+        **_forms(run),
         "attention": _attention(run),
         "rotation": f"{rotation.name}: {rotation.reason}",
         **_experts(run),
@@ -200,11 +210,25 @@ def _memory(run: Run) -> str:
     return f"{size:.2f} GiB for weights, gradients and optimizer{each}; activations on top"
 
 
+def _forms(run: Run) -> dict[str, object]:
+    """Describe how the first layer's projections are computed, and why."""
+    graphdefs, *trees = abstract_parts(run.workload)
+    forms: dict[str, object] = {}
+
+    def describe(trainable, frozen) -> None:
+        layer = merge_module(graphdefs.layers[0], trainable, frozen)
+        choices = layer.forms(_Conditions(jax.random.key(0)))
+        forms.update({title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()})
+
+    jax.eval_shape(describe, *(tree["layers"][0] for tree in trees))
+    return forms
+
+
 def _experts(run: Run) -> dict[str, object]:
     if (moe := run.model.moe) is None:
         return {}
     choice = GROUPED_MATMUL.choose(compute_capability(), run.config.model.compute_dtype)
-    stored = ", in MXFP4" if moe.mxfp4 else ""
+    stored = "" if moe.quantize == "none" else f", in {FORMATS[moe.quantize].label.upper()}"
     served = f"{moe.num_experts_per_tok} of {moe.num_experts} for each token{stored}"
     return {"experts": f"{served}; grouped matmul by {choice.name}: {choice.reason}"}
 

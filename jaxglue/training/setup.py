@@ -50,7 +50,7 @@ class Run:
 
     @property
     def model(self) -> DecoderConfig:
-        """Return the model's shape."""
+        """Return the model's architecture."""
         return self.workload.config
 
     @property
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def base(self) -> DecoderConfig:
-        """Return the base's shape."""
+        """Return the base's architecture."""
         return replace(self.model, vocab_size=self.vocabulary.base_size)
 
     @property
@@ -105,7 +105,8 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     with processes.main_process_first():
         progress = DataProgress() if processes.is_main else None
         task = config.objective.task(shared_prompt=not refuse_shared_prompt(config, model))
-        data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task)
+        columns = config.objective.kind.columns
+        data = prepare_data(config.data, vocabulary.tokenizer, model.vocab_size, progress, task, columns)
     lengths = sample_lengths(data.train.document_lengths)
     workload, remat = agree_on_mesh(config, model, lengths, processes, _expected_steps(config, data))
     batches, eval_batches = _make_batches(config, data, workload.mesh)
@@ -260,5 +261,5 @@ def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> 
     gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
     workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
     planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
-    beside, alone = planner.reference_seconds(remat.policies, remat.weights)
+    beside, alone = planner.predictor.reference_seconds(remat.policies, remat.weights)
     return epochs * beside <= alone

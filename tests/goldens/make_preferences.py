@@ -1,6 +1,6 @@
 """Make the goldens of the objectives: TRL's losses, metrics and gradients on a tiny model, and a curve of 30 DPO steps.
 
-Run with torch, transformers, peft and trl installed (made with torch 2.13, transformers 5.17 and trl 1.16, in float32
+Run with torch, transformers, peft and trl installed (made with torch 2.13, transformers 5.24 and trl 1.16, in float32
 on a CPU), after `make_models.py`:
 
     python tests/goldens/make_preferences.py
@@ -111,12 +111,18 @@ def dpo(settings: dict, pairs: list[dict], **more):
     return PairTrainer(model=load(True), ref_model=load(False), args=config, **shared)
 
 
+def logged(trainer) -> dict:
+    """Return the metrics of a trainer whose model is as loaded, in evaluation mode."""
+    assert not trainer.model.training
+    return trainer._metrics["eval"]
+
+
 def dpo_case(name: str, settings: dict, pairs: list[dict]) -> dict:
     settings = {"loss_type": "ipo", **settings} if name == "ipo" else settings
     trainer = dpo(settings, pairs)
     batches = [[pair] for pair in pairs] if trainer.loss_types == ["aot_unpaired"] else [pairs]
     losses = [trainer.compute_loss(trainer.model, trainer.data_collator(batch)) for batch in batches]
-    return result(trainer.model, sum(losses) / len(losses), trainer._metrics["train"])
+    return result(trainer.model, sum(losses) / len(losses), logged(trainer))
 
 
 def kto_case(settings: dict, pairs: list[dict]) -> dict:
@@ -134,7 +140,7 @@ def kto_case(settings: dict, pairs: list[dict]) -> dict:
     shared = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer()}
     trainer = LabelTrainer(model=load(True), ref_model=load(False), args=config, **shared)
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
-    return result(trainer.model, loss, trainer._metrics["train"])
+    return result(trainer.model, loss, logged(trainer))
 
 
 def odds_case(name: str, settings: dict, pairs: list[dict]) -> dict:

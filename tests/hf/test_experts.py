@@ -138,7 +138,7 @@ def test_truncated_blocks_are_named(changed):
 
 def test_random_blocks_have_the_scale_of_other_weights():
     config = config_from_hf({**read_config(GOLDENS / "gpt_oss_mxfp4"), "initializer_range": 0.02})
-    assert config.moe.mxfp4
+    assert config.moe.quantize == "mxfp4"
     blocks = parameters(random_model(config))
     experts = random_model(config.expanded)
     assert BLOCKS in blocks and BLOCKS not in parameters(experts)
@@ -149,7 +149,7 @@ def test_random_blocks_have_the_scale_of_other_weights():
 def load_values(model):
     from jaxglue.ops.quant.mxfp4 import dequantize_mxfp4
 
-    return np.asarray(dequantize_mxfp4(model.layers[0].mlp.experts.gate_up_proj.matrix, jnp.float32))
+    return np.asarray(dequantize_mxfp4(model.layers[0].mlp.experts.gate_up_proj.projection.weight, jnp.float32))
 
 
 def test_all_linear_means_attention_and_experts():

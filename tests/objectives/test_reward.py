@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxglue.data.answers import select_answers
 from jaxglue.data.config import DataConfig, Source
+from jaxglue.data.formats import PAIR_COLUMNS
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.data.store import TokenStore
 from jaxglue.engine.executor import Executor
@@ -33,14 +34,14 @@ def make_store(margins=None, after=()) -> TokenStore:
         tokens=np.concatenate(documents).astype(np.int32),
         mask=np.concatenate(masks).astype(np.uint8),
         offsets=np.cumsum([0, *map(len, documents)]),
-        margins=None if margins is None else np.array(margins, np.float32),
+        columns={} if margins is None else {"margin": np.array(margins, np.float32)},
         info={"digest": "", "max_token": 23},
     )
 
 
 def make_batches(store: TokenStore, *, shared: bool = True) -> EvalBatches:
     task = ObjectiveConfig(objective="reward").task(shared_prompt=shared)._replace(padding=0)
-    selection = select_answers(store, DataConfig(data=("x",), seq_len=64), Source(name="x"), task)
+    selection = select_answers(store, DataConfig(data=("x",), seq_len=64), Source(name="x"), task, PAIR_COLUMNS)
     return EvalBatches(selection.dataset, seq_len=64, batch_size=8, max_segments=8)
 
 
@@ -102,8 +103,8 @@ def test_margin_that_is_no_number_names_its_row(tmp_path):
     store = make_store([0.0, 0.0, np.nan, *[0.0] * 5])
     task = ObjectiveConfig(objective="reward").task(shared_prompt=True)
     with pytest.raises(ValueError, match=r"pairs.jsonl:3: 'margin' must be a finite number"):
-        select_answers(store, DataConfig(data=(str(data),), seq_len=64), Source(name=str(data)), task)
+        select_answers(store, DataConfig(data=(str(data),), seq_len=64), Source(name=str(data)), task, PAIR_COLUMNS)
     selection = select_answers(
-        replace(store, margins=None), DataConfig(data=("x",), seq_len=64), Source(name="x"), task
+        replace(store, columns={}), DataConfig(data=("x",), seq_len=64), Source(name="x"), task, PAIR_COLUMNS
     )
-    assert (selection.dataset.margins == 0).all()
+    assert (selection.dataset.columns["margin"] == 0).all()

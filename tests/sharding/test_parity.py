@@ -41,7 +41,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 def parts(kind: str, dtype, quantize=None, **changes):
     config = config_from_hf(CONFIG | changes)
     if quantize == "mxfp4":
-        config = replace(config, moe=replace(config.moe, mxfp4=True))
+        config = replace(config, moe=replace(config.moe, quantize="mxfp4"))
     elif quantize:
         config = config.quantized(quantize)
     model = build_model(config, dtype=dtype if kind == "lora" else jnp.float32, rngs=nnx.Rngs(0))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxglue.data.config import short_names
-from jaxglue.data.iterator import token_sources
+from jaxglue.data.dataset import token_values
 from jaxglue.training.evaluation import evaluation_lines, held_out_metrics
 from jaxglue.training.record import read_metrics
 from jaxglue.training.setup import resolve
@@ -18,7 +18,7 @@ from jaxglue.training.train import train
 def test_tokens_know_their_source():
     ids = np.array([[1, 1, 2, 0], [1, 2, 2, 3], [0, 0, 0, 0]])
     owners = [np.array([2, 0]), np.array([0, 1, 0]), np.array([], int)]
-    assert token_sources(ids, owners).tolist() == [[2, 2, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+    assert token_values(ids, owners).tolist() == [[2, 2, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
 
 
 def test_names_of_sources_are_short_and_unique():

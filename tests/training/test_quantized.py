@@ -52,6 +52,15 @@ def test_plan_and_planner_count_stored_bytes(make_config, nf4_folder, how, bytes
     assert _specs(planned) == _specs(build_parameters(stored)[2])
 
 
+def test_plan_says_how_projections_are_computed_and_why(make_config, nf4_folder):
+    usual, dropping = (plan_rows(resolve(make_config(quantize="nf4", dropout=share))) for share in (0.0, 0.1))
+    assert (
+        usual["projections"] == dropping["projections"] == "reference: not fp8: weights are not stored for FP8 products"
+    )
+    assert usual["feed-forward"].startswith("lora_swiglu: not fp8: ")
+    assert dropping["feed-forward"].endswith("not lora_swiglu: dropout gives down's adapter an input of its own")
+
+
 def _resident(setup):
     return resident_bytes(setup.workload).total()
 

@@ -13,7 +13,7 @@ from jaxglue.ops.backend import Backend, Capability, Operation
 from jaxglue.ops.gated_mlp.fp8 import swiglu_fp8
 from jaxglue.ops.gated_mlp.swiglu import lora_swiglu
 from jaxglue.ops.projection import (
-    Context,
+    Conditions,
     Projection,
     adapted_projection,
     add_to_stream,
@@ -44,7 +44,7 @@ class GatedParts(NamedTuple):
 def gated_mlp(
     x: Float[Array, "*B D"] | FP8Rows,
     parts: GatedParts,
-    context: Context,
+    conditions: Conditions,
     *,
     stream: Float[Array, "*B D"],
     activation: Activation = "silu",
@@ -54,20 +54,22 @@ def gated_mlp(
     Args:
         x: the input; e4m3 values of a norm where `gated_mlp_reads_fp8`.
         parts: the projections.
-        context: of the layer.
+        conditions: of the layer.
         stream: the residual stream.
         activation: of the gate.
     """
-    apply = GATED_MLP.load(parts, context, activation) or _apply_separately
-    return apply(x, parts, context, stream, activation)
+    apply = GATED_MLP.load(parts, conditions, activation) or _apply_separately
+    return apply(x, parts, conditions, stream, activation)
 
 
-def gated_mlp_reads_fp8(parts: GatedParts, context: Context, activation: Activation) -> bool:
+def gated_mlp_reads_fp8(parts: GatedParts, conditions: Conditions, activation: Activation) -> bool:
     """Return whether e4m3 values of the input are read alone, so a norm need write nothing else."""
-    return GATED_MLP.load(parts, context, activation) is _apply_in_fp8
+    return GATED_MLP.load(parts, conditions, activation) is _apply_in_fp8
 
 
-def _check_swiglu(capability: Capability | None, parts: GatedParts, context: Context, activation: Activation) -> None:
+def _check_swiglu(
+    capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
+) -> None:
     """Raise NotImplementedError where SwiGLU's kernels cannot form the products of adapters."""
     if activation != "silu":
         raise NotImplementedError(f"kernels know silu, not {activation}")
@@ -79,16 +81,18 @@ def _check_swiglu(capability: Capability | None, parts: GatedParts, context: Con
     assert gate is not None and up is not None and down is not None
     if gate.magnitude is not None or up.magnitude is not None:
         raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
-    if down.dropout > 0.0 and context.dropout_key is not None:
+    if down.dropout > 0.0 and conditions.dropout_key is not None:
         raise NotImplementedError("dropout gives down's adapter an input of its own")
     ranks = gate.B.shape[1], up.B.shape[1], down.A.shape[0]
     if len(set(ranks)) > 1:
         raise NotImplementedError(f"adapters must have one rank, got {', '.join(map(str, ranks))}")
 
 
-def _check_fp8(capability: Capability | None, parts: GatedParts, context: Context, activation: Activation) -> None:
-    check_frozen_fp8(parts, context)
-    _check_swiglu(capability, parts, context, activation)
+def _check_fp8(
+    capability: Capability | None, parts: GatedParts, conditions: Conditions, activation: Activation
+) -> None:
+    check_frozen_fp8(parts, conditions)
+    _check_swiglu(capability, parts, conditions, activation)
     if parts.down.bias is not None:
         raise NotImplementedError("a bias is added beside the product")
 
@@ -100,27 +104,27 @@ def _matrices(parts: GatedParts) -> tuple[Array, Array, Array]:
     return gate.up, up.up, down.A
 
 
-def _apply_in_fp8(x, parts: GatedParts, context: Context, stream, activation: Activation) -> Array:
+def _apply_in_fp8(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
     assert parts.down.adapter is not None
     weights: Any = tuple(part.weight for part in parts)
     return swiglu_fp8(stream, x, weights, shared_down(parts[:2]), _matrices(parts), parts.down.adapter.up)
 
 
-def _apply_lora_swiglu(x, parts: GatedParts, context: Context, stream, activation: Activation) -> Array:
+def _apply_lora_swiglu(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
     """Let SwiGLU's kernels form the adapters' products where they read the projections."""
     assert not isinstance(x, FP8Rows)
     matrices = _matrices(parts)
-    (gate, up), low_rank = base_products(x, parts[:2], context)
+    (gate, up), low_rank = base_products(x, parts[:2], conditions)
     assert low_rank is not None
     y, low_rank = lora_swiglu(checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP), low_rank, matrices)
-    (product,) = multiply(y, parts[2:], context)
+    (product,) = multiply(y, parts[2:], conditions)
     return add_to_stream(stream, parts.down, product, checkpoint_name(low_rank, names.LORA_HIDDEN))
 
 
-def _apply_separately(x, parts: GatedParts, context: Context, stream, activation: Activation) -> Array:
-    gate, up = adapted_projection(x, parts[:2], context)
+def _apply_separately(x, parts: GatedParts, conditions: Conditions, stream, activation: Activation) -> Array:
+    gate, up = adapted_projection(x, parts[:2], conditions)
     gate, up = checkpoint_name(gate, names.GATE), checkpoint_name(up, names.UP)
-    return adapted_projection(ACTIVATIONS[activation](gate) * up, parts[2:], context, stream=stream)[0]
+    return adapted_projection(ACTIVATIONS[activation](gate) * up, parts[2:], conditions, stream=stream)[0]
 
 
 GATED_MLP = Operation(
@@ -140,4 +144,4 @@ GATED_MLP = Operation(
         ),
     },
 )
-"""Forms of `gated_mlp`; a call is described by parts, context and activation."""
+"""Forms of `gated_mlp`; a call is described by parts, conditions and activation."""

@@ -17,7 +17,7 @@ from jaxglue.ops.moe.reference import (
 )
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, make_routing, route
 from jaxglue.ops.moe.vjp import GroupedSpec, MoeBackend, fused_grouped_matmul, fused_mlp
-from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.formats import Quantized
 
 __all__ = [
     "GPT_OSS_LIMIT",
@@ -59,7 +59,7 @@ GROUPED_MATMUL = Operation(
 
 def grouped_matmul(
     lhs: Float[Array, "S K"],
-    rhs: Float[Array, "E K N"] | MXFP4,
+    rhs: Float[Array, "E K N"] | Quantized,
     group_sizes: Int[Array, " E"] | GroupMetadata,
     *,
     bias: Float[Array, "E N"] | None = None,
@@ -74,8 +74,8 @@ def grouped_matmul(
 
     Args:
         lhs: rows in the order of their groups.
-        rhs: a matrix for each group, cast to lhs's dtype; [E, N, K] with `transpose_rhs`. An `MXFP4` is dequantized
-            in both passes and gets no gradient.
+        rhs: a matrix for each group, cast to lhs's dtype; [E, N, K] with `transpose_rhs`. Quantized ones are
+            dequantized in both passes and get no gradient.
         group_sizes: rows of each group, which sum to S; or `GroupMetadata`, to share it between calls.
         bias: added to the rows of each group.
         adapter: added as (lhs[s] · Aᵀ) · Bᵀ with the matrices of the row's group.
@@ -99,8 +99,8 @@ def grouped_matmul(
 def moe_mlp(
     x: Float[Array, "M D"],
     routing: Routing,
-    gate_up: Float[Array, "E D 2F"] | MXFP4,
-    down: Float[Array, "E F D"] | MXFP4,
+    gate_up: Float[Array, "E D 2F"] | Quantized,
+    down: Float[Array, "E F D"] | Quantized,
     *,
     activation: Activation = "swiglu",
     gate_up_bias: Float[Array, "E 2F"] | None = None,
@@ -148,7 +148,7 @@ def moe_mlp(
 class ExpertProjection(NamedTuple):
     """Parameters of one projection of this device's experts."""
 
-    weight: Float[Array, "E a b"] | MXFP4
+    weight: Float[Array, "E a b"] | Quantized
     bias: Float[Array, "E out"] | None = None
     adapter: Adapter | None = None
 
@@ -200,7 +200,7 @@ def _check_operands(
     Raises:
         ValueError: shapes that do not fit.
     """
-    if isinstance(rhs, MXFP4):
+    if isinstance(rhs, Quantized):
         rhs.check(name)
     (E, K), layout = expected, "[E, N, K]" if transpose_rhs else "[E, K, N]"
     shape = tuple(rhs.shape)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxglue.ops import names
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, combine, dispatch, weighted_bias
 from jaxglue.ops.quant import dequantize
-from jaxglue.ops.quant.mxfp4 import MXFP4
+from jaxglue.ops.quant.formats import Quantized
 
 Activation = Literal["swiglu", "gpt_oss"]
 GPT_OSS_ALPHA = 1.702
@@ -64,7 +64,7 @@ def activate(projected: Float[Array, "S 2F"], activation: Activation) -> Float[A
 
 def reference_grouped_matmul(
     lhs: Float[Array, "S K"],
-    rhs: Float[Array, "E K N"] | MXFP4,
+    rhs: Float[Array, "E K N"] | Quantized,
     groups: GroupMetadata,
     bias: Float[Array, "E N"] | None,
     adapter: Adapter | None,
@@ -72,7 +72,7 @@ def reference_grouped_matmul(
     transpose_rhs: bool,
 ) -> Float[Array, "S N"]:
     """Compute `grouped_matmul`."""
-    matrices = dequantize(rhs, lhs.dtype, backend="reference") if isinstance(rhs, MXFP4) else rhs
+    matrices = dequantize(rhs, lhs.dtype, backend="reference") if isinstance(rhs, Quantized) else rhs
     out = _matmul(lhs, matrices.mT if transpose_rhs else matrices, groups, bias)
     if adapter is None:
         return out

@@ -15,6 +15,7 @@ from jaxglue.ops.moe.reference import Activation, Adapter
 from jaxglue.ops.moe.routing import GroupMetadata, Routing, weighted_bias_gradients
 from jaxglue.ops.projection.fp8 import encode
 from jaxglue.ops.quant import dequantize, mxfp4_to_fp8
+from jaxglue.ops.quant.formats import Quantized
 from jaxglue.ops.quant.mxfp4 import MXFP4
 
 
@@ -98,7 +99,7 @@ class GroupedSpec:
 def fused_grouped_matmul(
     spec: GroupedSpec,
     lhs: Float[Array, "S K"],
-    rhs: Float[Array, "E K N"] | MXFP4,
+    rhs: Float[Array, "E K N"] | Quantized,
     bias: Float[Array, "E N"] | None,
     adapter: Adapter | None,
     groups: GroupMetadata,
@@ -113,9 +114,9 @@ def fused_grouped_matmul(
     return _adapted(spec, lhs, rhs, bias, adapter, groups, routing, weights)[0]
 
 
-def _dense(rhs: Array | MXFP4, dtype) -> Array:
+def _dense(rhs: Array | Quantized, dtype) -> Array:
     """Return the matrices as an array of this dtype."""
-    return dequantize(rhs, dtype) if isinstance(rhs, MXFP4) else rhs.astype(dtype)
+    return dequantize(rhs, dtype) if isinstance(rhs, Quantized) else rhs.astype(dtype)
 
 
 def _multiply(spec, rows: Rows, rhs, bias, groups: GroupMetadata, low_rank, *, transpose_rhs: bool) -> Array:
@@ -167,7 +168,7 @@ class _Residuals:
     """For the gradients to rhs and adapter."""
     low_rank: Array | None
     """lhs · Aᵀ, for the gradient to the adapter."""
-    rhs: Array | MXFP4
+    rhs: Array | Quantized
     bias: Array | None
     adapter: Adapter | None
     """Always saved: the gradient to lhs flows through it."""
@@ -206,7 +207,7 @@ def _backward(spec, r: _Residuals, dout):
         assert r.routing is not None
         dlhs = spec.kernels.combine(dlhs, r.routing.inverse, None, r.routing.expert_ids, None)
     drhs = None
-    if r.rhs_needs_grad and not isinstance(r.rhs, MXFP4):
+    if r.rhs_needs_grad and not isinstance(r.rhs, Quantized):
         pair = (drows, lhs) if spec.transpose_rhs else (lhs, drows)
         drhs = spec.kernels.outer(*pair, r.groups, r.rhs.dtype)
     dbias, dweights = _bias_backward(spec, r, dout)

@@ -29,7 +29,7 @@ __all__ = [
     "PROJECTION",
     "RESIDUAL_SUM",
     "Adapter",
-    "Context",
+    "Conditions",
     "Projection",
     "adapted_projection",
     "add_to_stream",
@@ -82,11 +82,11 @@ class Projection:
 
     @property
     def is_for_fp8(self) -> bool:
-        """Return whether the weight is multiplied in FP8, unless the context says otherwise."""
+        """Return whether the weight is multiplied in FP8, unless conditions say otherwise."""
         return self.trains_in_fp8 or is_multiplied_in_fp8(self.weight)
 
 
-class Context(Protocol):
+class Conditions(Protocol):
     """Conditions of the products of a layer."""
 
     @property
@@ -101,7 +101,7 @@ class Context(Protocol):
 def adapted_projection(
     x: Float[Array, "*B in"] | FP8Rows,
     projections: Sequence[Projection],
-    context: Context,
+    conditions: Conditions,
     *,
     stream: Float[Array, "*B out"] | None = None,
 ) -> list[Float[Array, "*B out"]]:
@@ -110,47 +110,47 @@ def adapted_projection(
     Args:
         x: the input; e4m3 values of a norm where `projections_read_fp8`.
         projections: shrink x to the ranks of all their adapters in one matmul.
-        context: of the layer.
+        conditions: of the layer.
         stream: the residual stream; devices along the axis `tensor` that split the projection's input sum their parts.
     """
-    apply = PROJECTION.load(projections, context, stream is not None) or _apply_separately
-    return apply(x, projections, context, stream)
+    apply = PROJECTION.load(projections, conditions, stream is not None) or _apply_separately
+    return apply(x, projections, conditions, stream)
 
 
-def projections_read_fp8(projections: Sequence[Projection], context: Context) -> bool:
+def projections_read_fp8(projections: Sequence[Projection], conditions: Conditions) -> bool:
     """Return whether the projections read e4m3 values of their input alone, so a norm need write nothing else."""
-    return PROJECTION.load(projections, context, False) is _apply_in_fp8
+    return PROJECTION.load(projections, conditions, False) is _apply_in_fp8
 
 
-def check_adapters(projections: Sequence[Projection], context: Context) -> None:
+def check_adapters(projections: Sequence[Projection], conditions: Conditions) -> None:
     """Raise NotImplementedError unless all have adapters whose products are just added."""
     for adapter in (projection.adapter for projection in projections):
         if adapter is None:
             raise NotImplementedError("a projection has no adapter")
         if adapter.magnitude is not None:
             raise NotImplementedError("magnitudes (DoRA) scale the sum of product and adapter")
-        if adapter.dropout > 0.0 and context.dropout_key is not None:
+        if adapter.dropout > 0.0 and conditions.dropout_key is not None:
             raise NotImplementedError("dropout gives each adapter an input of its own")
 
 
-def check_frozen_fp8(projections: Sequence[Projection], context: Context) -> None:
+def check_frozen_fp8(projections: Sequence[Projection], conditions: Conditions) -> None:
     """Raise NotImplementedError unless all are frozen FP8 weights with adapters whose products are just added."""
     if not all(is_multiplied_in_fp8(projection.weight) for projection in projections):
         raise NotImplementedError("weights are not stored for FP8 products")
     if any(projection.trains_in_fp8 for projection in projections):
         raise NotImplementedError("weights train")
-    if not context.fp8:
+    if not conditions.fp8:
         raise NotImplementedError("this layer multiplies in the activations' dtype")
-    check_adapters(projections, context)
+    check_adapters(projections, conditions)
 
 
-def _check_fp8(capability: Capability | None, projections, context, onto_stream: bool) -> None:
-    check_frozen_fp8(projections, context)
+def _check_fp8(capability: Capability | None, projections, conditions, onto_stream: bool) -> None:
+    check_frozen_fp8(projections, conditions)
     if onto_stream and projections[0].bias is not None:
         raise NotImplementedError("a bias is added beside the product")
 
 
-def _apply_in_fp8(x, projections: Sequence[Projection], context, stream) -> list[Array]:
+def _apply_in_fp8(x, projections: Sequence[Projection], conditions, stream) -> list[Array]:
     weights, down = [projection.weight for projection in projections], shared_down(projections)
     ups = [projection.adapter.up for projection in projections if projection.adapter is not None]
     if stream is not None:
@@ -169,7 +169,7 @@ PROJECTION = Operation(
         )
     },
 )
-"""Forms of `adapted_projection`; a call is described by projections, context, and whether it adds to a stream."""
+"""Forms of `adapted_projection`; a call is described by projections, conditions, and whether it adds to a stream."""
 
 
 def shared_down(projections: Sequence[Projection]) -> Float[Array, "ranks in"]:
@@ -177,28 +177,28 @@ def shared_down(projections: Sequence[Projection]) -> Float[Array, "ranks in"]:
     return jnp.concatenate([projection.adapter.A for projection in projections if projection.adapter is not None])
 
 
-def _apply_separately(x, projections: Sequence[Projection], context, stream) -> list[Array]:
+def _apply_separately(x, projections: Sequence[Projection], conditions, stream) -> list[Array]:
     """Compute products in each weight's format, and add those of adapters."""
     assert not isinstance(x, FP8Rows)
-    products, low_rank = base_products(x, projections, context)
+    products, low_rank = base_products(x, projections, conditions)
     if stream is not None:
         return [add_to_stream(stream, projections[0], products[0], low_rank)]
     return _add_adapters(projections, products, low_rank)
 
 
-def base_products(x, projections: Sequence[Projection], context: Context) -> tuple[list[Array], Array | None]:
+def base_products(x, projections: Sequence[Projection], conditions: Conditions) -> tuple[list[Array], Array | None]:
     """Return the products with the weights alone, and the input at the ranks of all adapters, None without any."""
-    in_fp8 = context.fp8 and all(projection.is_for_fp8 for projection in projections)
+    in_fp8 = conditions.fp8 and all(projection.is_for_fp8 for projection in projections)
     groups = [projections] if in_fp8 else [[projection] for projection in projections]  # FP8 weights quantize x once
     x, *copies = fan_out(x, 1 + len(groups))
-    products = [y for group, copy in zip(groups, copies, strict=True) for y in multiply(copy, group, context)]
-    return products, _shrink(x, [p.adapter for p in projections if p.adapter is not None], context)
+    products = [y for group, copy in zip(groups, copies, strict=True) for y in multiply(copy, group, conditions)]
+    return products, _shrink(x, [p.adapter for p in projections if p.adapter is not None], conditions)
 
 
-def multiply(x: Float[Array, "*B in"], projections: Sequence[Projection], context: Context) -> list[Array]:
+def multiply(x: Float[Array, "*B in"], projections: Sequence[Projection], conditions: Conditions) -> list[Array]:
     """Compute x·Wᵀ of weights for FP8 together, or of a single one in another format."""
     weights = [projection.weight for projection in projections]
-    if context.fp8 and projections[0].is_for_fp8:
+    if conditions.fp8 and projections[0].is_for_fp8:
         return project_fp8(x, weights)
     return [project_quantized(x, weight) if is_quantized(weight) else project(x, weight) for weight in weights]
 
@@ -225,14 +225,14 @@ def _sum_partials(count: int, _, gradients):
 fan_out.defvjp(lambda x, count: (fan_out(x, count), None), _sum_partials)
 
 
-def _shrink(x, adapters: Sequence[Adapter], context: Context) -> Float[Array, "*B ranks"] | None:
+def _shrink(x, adapters: Sequence[Adapter], conditions: Conditions) -> Float[Array, "*B ranks"] | None:
     """Compute dropout(x)·Aᵀ of every adapter, concatenated along the last axis."""
     if not adapters:
         return None
-    if context.dropout_key is None or not any(adapter.dropout for adapter in adapters):
+    if conditions.dropout_key is None or not any(adapter.dropout for adapter in adapters):
         low_rank = lora_shrink(x, jnp.concatenate([adapter.A for adapter in adapters]))
     else:
-        parts = [lora_shrink(adapter.drop(x, context.dropout_key), adapter.A) for adapter in adapters]
+        parts = [lora_shrink(adapter.drop(x, conditions.dropout_key), adapter.A) for adapter in adapters]
         low_rank = jnp.concatenate(parts, axis=-1)
     return checkpoint_name(low_rank, names.LORA_HIDDEN)
 

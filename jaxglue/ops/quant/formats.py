@@ -1,6 +1,6 @@
 """Formats of frozen weights: what one can do, and the registry through which everything else knows them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ class Quantized:
 
     without_kernel: ClassVar[str | None] = "this format has no kernel"
     """Why XLA dequantizes it; None where `DEQUANTIZE` has kernels."""
+
+    def check(self, name: str) -> "Quantized":
+        """Return itself; raise ValueError with the name if arrays do not fit together."""
+        return self
 
     def dequantize(self, dtype) -> Array:
         """Compute the values in `dtype`, by XLA."""
@@ -70,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class WeightFormat:
-    """A storage of the decoder layers' linear layers, under its name in `DecoderConfig.quantize`.
+    """A storage of the decoder layers' linear layers, under its name in `DecoderConfig.quantize`, or of experts.
 
     A new one subclasses this beside its `Quantized` and registers itself; what it leaves out, it cannot do.
     """
@@ -94,6 +98,10 @@ class WeightFormat:
     """Matrices have few distinct values, whose products draw less power."""
     row_wise: bool = False
     """Every array has a row for each row of the matrix, so that stacks of matrices are stacks of these."""
+
+    parts: Mapping[str, int] = {}
+    """Arrays of experts' matrices in it, each a parameter, by the end of its name, and the values that an item holds;
+    empty for formats of linear layers."""
 
     def check(self, widths: Mapping[str, int]) -> None:
         """Raise ValueError for row lengths that it cannot hold, given by names for the message."""
@@ -138,6 +146,22 @@ class WeightFormat:
         """Return the `quantization_config` of a folder, of a reward model where it `scores`."""
         raise NotImplementedError
 
+    def part_specs(self, shape: Shape) -> Specs:
+        """Return the arrays of experts' matrices [E, out, in] by part.
+
+        Raises:
+            ValueError: sizes that it cannot hold.
+        """
+        raise NotImplementedError
+
+    def random_part(self, part: str, key: Array, spec: jax.ShapeDtypeStruct, std: float) -> Array:
+        """Return one of `part_specs` such that all together have normal values' deviation."""
+        raise NotImplementedError
+
+    def join(self, parts: Mapping[str, Any]) -> Quantized:
+        """Return experts' matrices [E, out, in] from their arrays."""
+        raise NotImplementedError
+
 
 FORMATS: dict[str, WeightFormat] = {}
 """Every format by name."""
@@ -168,7 +192,8 @@ register(_Plain())
 def find_format(name: str) -> WeightFormat:
     """Return the named format; raise ValueError for another name."""
     if name not in FORMATS:
-        others = [made.name for made in FORMATS.values() if made.name == made.label and made.name not in QUANTIZE]
+        linear = (made for made in FORMATS.values() if made.name == made.label and not made.parts)
+        others = [made.name for made in linear if made.name not in QUANTIZE]
         raise ValueError(f"quantize must be one of {', '.join(QUANTIZE + others)}, got {name!r}")
     return FORMATS[name]
 
@@ -197,6 +222,12 @@ def stored_format(config: Mapping[str, Any] | None) -> str:
 def find_stored(files: TensorReader, name: str, shape: Shape) -> Stored | None:
     """Return the named matrix in a folder's tensors if one of the formats has it, else None; raises like `find`."""
     return next((found for made in FORMATS.values() if (found := made.find(files, name, shape))), None)
+
+
+def experts_format(names: Collection[str], parameter: str) -> WeightFormat | None:
+    """Return the format that has all arrays of the named parameter of experts among these names, None if none has."""
+    formats = (made for made in FORMATS.values() if made.parts)
+    return next((made for made in formats if all(f"{parameter}_{part}" in names for part in made.parts)), None)
 
 
 def is_unneeded(name: str) -> bool:

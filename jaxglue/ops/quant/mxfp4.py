@@ -1,20 +1,26 @@
 """MXFP4: blocks of 32 four-bit floats that share a power of two (OCP Microscaling Formats 1.0), as in GPT-OSS."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxglue.ops.quant.formats import Quantized
+from jaxglue.ops.quant.formats import Quantized, Shape, Specs, WeightFormat, register
 from jaxglue.ops.quant.fp8 import E4M3
 
 BLOCK = 32
 """Values that share a scale."""
+_DEVIATION = 2.93
+"""Standard deviation of uniformly random e2m1 values."""
 LIFT = 6
 """Exponent in FP8 of a matrix's largest blocks, whose largest value is 6: 6 · 2⁶ is below e4m3's 448."""
+_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
@@ -78,6 +84,21 @@ def dequantize_mxfp4(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I
     return (_decode(halves) * scale).astype(dtype).reshape(quantized.shape)
 
 
+def quantize_mxfp4(values: Float[Array, "*B I"]) -> MXFP4:
+    """Round values to MXFP4, each block's largest to 4 … 6 times the scale; values in MXFP4 keep theirs.
+
+    Of two values equally near, the smaller is taken.
+    """
+    x = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    magnitudes = jnp.abs(x)
+    exponents = jax.lax.bitcast_convert_type(magnitudes.max(axis=-1), jnp.int32) >> 23
+    scales = jnp.maximum(exponents - 2, 0)
+    scaled = jnp.ldexp(magnitudes, 127 - scales[..., None])
+    codes = sum((scaled > middle).astype(jnp.uint8) for middle in _MIDDLES)
+    codes = codes | jnp.where((x < 0) & (codes > 0), jnp.uint8(8), jnp.uint8(0))
+    return MXFP4(blocks=codes[..., ::2] | codes[..., 1::2] << 4, scales=scales.astype(jnp.uint8))
+
+
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     """Decode e2m1 (sign, two exponent bits, one mantissa bit) to float32 by arithmetic: a look-up would not fuse."""
     codes = codes.astype(jnp.int32)
@@ -94,6 +115,11 @@ def _power_of_two(scales: UInt8[Array, "*B"]) -> Float[Array, "*B"]:
     return jnp.where(scales == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
+def mxfp4_scale(std: float) -> int:
+    """Return the e8m0 exponent that gives uniformly random blocks about this standard deviation."""
+    return 127 + round(math.log2(std / _DEVIATION))
+
+
 def largest_exponents(quantized: MXFP4) -> Int[Array, " E"]:
     """Return the largest exponent of each matrix as stored, e8m0."""
     return quantized.scales.max(axis=(1, 2)).astype(jnp.int32)
@@ -108,3 +134,39 @@ def fp8_codes(quantized: MXFP4, largest: Int[Array, " E"], *, transposed: bool) 
     """Return the values over `fp8_factors` in e4m3: exact for exponents within 14 of the largest."""
     values = dequantize_mxfp4(quantized, jnp.float32) / fp8_factors(largest)[:, None, None]
     return (values.swapaxes(1, 2) if transposed else values).astype(E4M3)
+
+
+class MXFP4Format(WeightFormat):
+    """Experts in MXFP4, as GPT-OSS's folders hold them."""
+
+    name, label, flag, description = "mxfp4", "mxfp4", "MXFP4 in the model folder", "in mxfp4"
+    weight = MXFP4
+    parts: Mapping[str, int] = {"blocks": 2, "scales": 0}
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        """Return whether it names MXFP4."""
+        return config.get("quant_method") == "mxfp4"
+
+    def part_specs(self, shape: Shape) -> Specs:
+        """Return blocks and scales; raise ValueError where blocks do not divide rows."""
+        *outer, columns = shape
+        if columns % BLOCK:
+            raise ValueError(f"MXFP4 experts need sizes that are multiples of {BLOCK}, got {columns}")
+        scales = (*outer, columns // BLOCK)
+        return {
+            "blocks": jax.ShapeDtypeStruct((*scales, BLOCK // 2), jnp.uint8),
+            "scales": jax.ShapeDtypeStruct(scales, jnp.uint8),
+        }
+
+    def random_part(self, part: str, key: Array, spec: jax.ShapeDtypeStruct, std: float) -> Array:
+        """Return uniformly random blocks, or the one scale that gives them this deviation."""
+        if part == "blocks":
+            return jax.random.bits(key, spec.shape, spec.dtype)
+        return jnp.full(spec.shape, mxfp4_scale(std), spec.dtype)
+
+    def join(self, parts: Mapping[str, Any]) -> MXFP4:
+        """Return matrices of blocks and scales."""
+        return MXFP4(**parts)
+
+
+register(MXFP4Format())
