@@ -62,7 +62,7 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
 
 
 def _read_model(folder: Path) -> DecoderConfig | None:
-    """Return the model's shape; None for a folder that holds a tokenizer alone."""
+    """Return the model's architecture; None for a folder that holds a tokenizer alone."""
     return config_from_hf(read_config(folder)) if (folder / "config.json").is_file() else None
 
 

@@ -171,7 +171,7 @@ class ExpertLoadProbe:
 
     Args:
         graphdefs: the model's modules, from `split_model`.
-        config: the model's shape.
+        config: the model's architecture.
         dtype: of activations and matmuls.
         attention: the attention backend.
         layout: placement of the parameters on the mesh.

@@ -239,7 +239,7 @@ class Exportable(Protocol):
 
     @property
     def base(self) -> DecoderConfig:
-        """Return the base's shape."""
+        """Return the base's architecture."""
 
     @property
     def vocabulary(self) -> Vocabulary:

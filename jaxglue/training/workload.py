@@ -85,7 +85,7 @@ def make_workload(
 
     Args:
         config: of the run.
-        model: the model's shape.
+        model: the model's architecture.
         document_lengths: of `Workload`.
         mesh: how GPUs share the work.
     """

@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from jaxglue.cli import parse_config
 from jaxglue.models.parameters import get_part, set_part
 from jaxglue.training.config import OptimizerConfig, TrainConfig
+from jaxglue.training.optax_optimizer import OptaxOptimizer
 from jaxglue.training.optimizer import OPTIMIZERS, OptimizerKind, state_bytes
 from jaxglue.training.report import plan_rows
 from jaxglue.training.setup import resolve
@@ -84,3 +86,18 @@ def test_planned_bytes_are_those_of_the_state(make_config, name):
     values = sum(leaf.size for leaf in jax.tree.leaves(model.trainable))
     expected = state_bytes(OptimizerConfig(optimizer=name), model.trainable)
     assert sum(leaf.nbytes for leaf in arrays) == pytest.approx(expected * values)
+
+
+class Momentum(OptaxOptimizer):
+    """A transformation of optax is all that it is."""
+
+    def transform(self, path, parameter):
+        return optax.trace(decay=0.9)
+
+
+def test_an_optax_transformation_is_an_optimizer(make_config, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "momentum", OptimizerKind(make=Momentum, title="momentum"))
+    config = make_config(optimizer="momentum", steps=4)
+    assert resolve(config).workload.moment_bytes == 4.0
+    summary = train(config)
+    assert summary.last_loss < summary.first_loss
