@@ -99,7 +99,7 @@ def planned(setting: dict, gpu: Gpu) -> dict:
 
 def prediction(planner: Planner, plan) -> dict:
     """Return a plan's flags, work (`MicroBatch`), time and memory, without the optimizer's update."""
-    work = planner.work(plan)
+    work = planner.predictor.work(plan)
     return {
         "run": plan.remat,
         "weights": plan.places,

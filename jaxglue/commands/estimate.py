@@ -18,8 +18,9 @@ from jaxglue.commands.configs import EstimateConfig
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.projection.fp8 import check_fp8
+from jaxglue.planner.calibration import FILES_RATE
 from jaxglue.planner.collection import without_collection
-from jaxglue.planner.gpus import FILES_RATE, GIB, find_gpu
+from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape

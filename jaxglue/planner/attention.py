@@ -15,45 +15,15 @@ from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.attention.tiles import heads_summed_at_once
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.segments import BatchKind
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.cost import AttentionCost
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.workload import MicroBatches, Workload
 
-
-class Rate(NamedTuple):
-    """Speed of a kernel: time is linear in visible pairs and in tokens."""
-
-    share: float
-    """Share of the matmul rate at which visible pairs are computed."""
-    waste: float
-    """Pairs computed for each token besides the visible ones: masked parts of tiles, and loops' starts."""
-
-
-class Rates(NamedTuple):
-    """Rates of a kernel's forward and backward passes."""
-
-    forward: Rate
-    backward: Rate
-
-
-_RATES = {
-    ("short", 64): Rates(Rate(0.62, 190), Rate(0.55, 120)),
-    ("short", 128): Rates(Rate(0.66, 150), Rate(0.60, 140)),
-    ("long", 128): Rates(Rate(0.70, 400), Rate(0.57, 250)),
-    ("cudnn", 128): Rates(Rate(0.82, 490), Rate(0.76, 400)),
-}
-"""By kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole steps
-on H100 and H200, where power limits long passes to nine tenths of their rate alone
-(benchmarks/results/attention_lengths.json, docs/attention.md)."""
 _DQ = 3 / 7
 """Share of the gradient to queries in the backward pass's matmuls."""
-_START, _KEYS_TURN, _ROWS_TURN = 3e-6, 0.65e-6 / 32, 1.15e-6 / 64
-"""Seconds that a program of a Triton kernel starts and ends in, and that it takes for a key of its queries, and for a
-query row of its keys, with a head dim of 128."""
 _SAMPLE = 8
 """Micro-batches whose programs are placed one by one."""
-_WORKSPACE = 8
-"""Bytes that cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
 _WORKSPACE_SHARE = 0.12
 """Share of the GPU's memory that the workspace may take."""
 
@@ -145,7 +115,9 @@ def visible_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     return int((ramp * (ramp + 1) // 2 + (tokens - ramp) * ramp).sum())
 
 
-def _seconds(workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | None, rate: Rate) -> float:
+def _seconds(
+    workload: Workload, gpu: Gpu, batches: MicroBatches, window: int | None, rate: fitted.AttentionRate
+) -> float:
     """Return the seconds of a forward pass at a rate."""
     config = workload.config
     pairs = visible_pairs(batches.lengths, window) + rate.waste * sum(batches.lengths)
@@ -162,12 +134,15 @@ def _longest_programs(workload: Workload, batches: MicroBatches, window: int | N
     span = longest if window is None else min(longest, window)
     rows = span * config.num_attention_heads // config.num_key_value_heads
     turns = min(0.4 + 0.6 * config.head_dim / 128, 1.0)
-    return _START + turns * _KEYS_TURN * span, _START + turns * _ROWS_TURN * rows
+    seconds = turns * fitted.KEYS_TURN * span, turns * fitted.ROWS_TURN * rows
+    return fitted.ATTENTION_START + seconds[0], fitted.ATTENTION_START + seconds[1]
 
 
-def _rates(workload: Workload, backend: str, kind: BatchKind) -> Rates:
+def _rates(workload: Workload, backend: str, kind: BatchKind) -> fitted.AttentionRates:
     kernel = backend if backend == "cudnn" else "long" if kind.long else "short"
-    return _RATES.get((kernel, 64), _RATES["short", 64]) if workload.config.head_dim <= 64 else _RATES[kernel, 128]
+    if workload.config.head_dim > 64:
+        return fitted.ATTENTION[kernel, 128]
+    return fitted.ATTENTION.get((kernel, 64), fitted.ATTENTION["short", 64])
 
 
 def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
@@ -175,7 +150,8 @@ def _workspace(workload: Workload, backend: str, kind: BatchKind) -> int:
     if backend == "hopper":
         return _head_bytes(workload) * _heads_at_once(workload)
     heads = config.num_attention_heads
-    return _WORKSPACE * kind.slots * workload.tokens * heads * config.head_dim if backend == "cudnn" else 0
+    slots = kind.slots if backend == "cudnn" else 0
+    return int(fitted.CUDNN_WORKSPACE) * slots * workload.tokens * heads * config.head_dim
 
 
 def _head_bytes(workload: Workload) -> int:
@@ -195,22 +171,6 @@ _AT_ONCE = 33
 """Programs that `_last_end` places together."""
 
 
-class TileRates(NamedTuple):
-    """Speed of a kernel's programs."""
-
-    share: float
-    """Share of the matmul rate at which tiles are multiplied."""
-    start: float
-    """Seconds in which a program starts and ends."""
-    moved: int = 0
-    """Bytes moved beside it for each element of queries: products with the output, float32 sums and their rounding."""
-
-
-_FORWARD = {64: TileRates(0.68, 4e-6), 128: TileRates(0.94, 3e-6)}
-_BACKWARD = {64: TileRates(0.62, 6e-6, 8), 128: TileRates(0.83, 4e-6, 12)}
-"""By head dim (benchmarks/results/attention_lengths.json, attention_hopper.json)."""
-_PARTED = 0.94
-"""Rate of the backward pass by that where a token's query heads fit a tile."""
 _FORWARD_MATMULS, _BACKWARD_MATMULS = 2, 5
 
 
@@ -247,12 +207,12 @@ def hopper_seconds(
     """
     size = 64 if heads.dim <= 64 else 128
     passes = (
-        (forward_tiles(lengths, heads, window), _FORWARD[size], 2 * _FORWARD_MATMULS, 1.0),
-        (backward_tiles(lengths, heads, window), _BACKWARD[size], _BACKWARD_MATMULS, _parted(heads)),
+        (forward_tiles(lengths, heads, window), fitted.HOPPER_FORWARD[size], 2 * _FORWARD_MATMULS, 1.0),
+        (backward_tiles(lengths, heads, window), fitted.HOPPER_BACKWARD[size], _BACKWARD_MATMULS, _parted(heads)),
     )
     elements = sum(lengths) * heads.queries * heads.dim
 
-    def seconds(tiles, rates: TileRates, matmuls: int, slower: float) -> float:
+    def seconds(tiles, rates: fitted.TileRates, matmuls: int, slower: float) -> float:
         flops = 2 * matmuls * _ROWS * 2 * _ROWS * heads.dim
         tile = flops * _MULTIPROCESSORS / (slower * rates.share * matmul)
         return _last_end(rates.start + tile * tiles) + rates.moved * elements / copy
@@ -262,7 +222,7 @@ def hopper_seconds(
 
 
 def _parted(heads: Heads) -> float:
-    return 1.0 if heads.in_tile == min(heads.group, 16) else _PARTED
+    return 1.0 if heads.in_tile == min(heads.group, 16) else fitted.HOPPER_PARTED
 
 
 def forward_tiles(lengths: Sequence[int], heads: Heads, window: int | None) -> Int[np.ndarray, " programs"]:

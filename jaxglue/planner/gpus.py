@@ -4,17 +4,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-_MATMUL_SHARE, _H100_MATMUL_SHARE = 0.69, 0.705
-"""Shares of the data sheet's rate at which a layer's matmuls run; the H100's slower memory leaves them more power."""
-SUSTAINED = 0.89
-"""Share of a single large matmul's rate that a layer's matmuls sustain."""
-_COPY_SHARE, _H100_COPY_SHARE = 0.87, 0.91
-"""Shares of the data sheet's memory rate at which kernels read and write."""
-_PEER_SHARE = 0.7
+from jaxglue.planner import calibration as fitted
+
 _POOL_SHARE = 0.9
 """Share of the memory that JAX may allocate (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9)."""
-FILES_RATE = 25e9
-"""`Gpu.files` of a machine that is not at hand, bytes/s: that of 16 cores beside an H200."""
 GIB = 2**30
 
 
@@ -29,7 +22,7 @@ class Dispatch(NamedTuple):
     """For each array of a copy between host and device."""
 
 
-RECORDED = Dispatch(call=28e-6, array=1.4e-6, copy=30e-6)
+RECORDED = Dispatch(call=fitted.CALL, array=fitted.ARRAY, copy=fitted.COPY)
 """`Gpu.dispatch` of a machine that is not at hand: that of a host beside an H200."""
 
 
@@ -44,8 +37,8 @@ class Gpu:
     """Bytes that JAX may allocate."""
     matmul: float
     """bf16 matmuls of a layer with float32 accumulation, FLOP/s."""
-    fp8_gain: float = 1430 / 692
-    """Rate of FP8 matmuls in units of `matmul`; the default is an H200's in a step."""
+    fp8_gain: float = fitted.FP8_GAIN
+    """Rate of FP8 matmuls in units of `matmul`."""
     copy: float
     """Device memory, bytes/s, read plus written."""
     link: float
@@ -73,8 +66,8 @@ def _gpu(
     link: float,
     *,
     nvlink: float = 0,
-    share: float = _MATMUL_SHARE,
-    copy_share: float = _COPY_SHARE,
+    share: float = fitted.MATMUL_SHARE,
+    copy_share: float = fitted.COPY_SHARE,
 ) -> Gpu:
     """Return a GPU by its data sheet: dense bf16 TFLOP/s, GiB, GB/s of memory, and GB/s each way of links."""
     return Gpu(
@@ -84,12 +77,13 @@ def _gpu(
         matmul=share * (tflops * 1e12),
         copy=copy_share * bandwidth * 1e9,
         link=link * 1e9,
-        peers=_PEER_SHARE * (nvlink or link) * 1e9,
+        peers=fitted.PEER_SHARE * (nvlink or link) * 1e9,
         peak=tflops * 1e12,
     )
 
 
 _PCIE_4, _PCIE_5, _C2C = 25.0, 55.0, 390.0
+_H100 = {"share": fitted.H100_MATMUL_SHARE, "copy_share": fitted.H100_COPY_SHARE}
 _TABLE = (
     #    name           capability TFLOP/s  GiB  GB/s  link
     _gpu("GB300", (10, 3), 2500, 277, 8000, _C2C, nvlink=900),
@@ -102,7 +96,7 @@ _TABLE = (
     _gpu("GH200", (9, 0), 989, 95.6, 4000, _C2C),
     _gpu("H100 PCIe", (9, 0), 756, 79.6, 2039, _PCIE_5),
     _gpu("H100 NVL", (9, 0), 835, 94, 3938, _PCIE_5, nvlink=300),
-    _gpu("H100", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=450, share=_H100_MATMUL_SHARE, copy_share=_H100_COPY_SHARE),
+    _gpu("H100", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=450, **_H100),
     _gpu("H800", (9, 0), 989, 79.6, 3350, _PCIE_5, nvlink=200),
     _gpu("H20", (9, 0), 148, 95.6, 4000, _PCIE_5, nvlink=450),
     _gpu("A100 40GB", (8, 0), 312, 40, 1555, _PCIE_4, nvlink=300),

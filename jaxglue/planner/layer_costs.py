@@ -12,15 +12,13 @@ from jaxglue.models.parameters import Params
 from jaxglue.ops.kernel_cost import KernelKind
 from jaxglue.ops.names import LAYER_INPUT, QUERY
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.attention import attention_costs
 from jaxglue.planner.cost import AttentionCost, Cost, Sizes, program_cost, received_bytes
 from jaxglue.planner.gpus import Gpu
 from jaxglue.planner.programs import Programs, SizedProgram, abstract_input, shared_programs
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
-
-_FEW_VALUES_GAIN = 1.03
-"""Rate of matmuls with weights of few values (NF4's 16) by that with bf16's: they draw less power."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class TracedModel:
     def __init__(self, workload: Workload, gpu: Gpu, *, kernels: bool, programs: Programs | None = None):
         self._workload, self._gpu = workload, gpu
         few_values = FORMATS[workload.config.quantize].few_values
-        self._layer_gpu = replace(gpu, matmul=_FEW_VALUES_GAIN * gpu.matmul) if few_values else gpu
+        self._layer_gpu = replace(gpu, matmul=fitted.FEW_VALUES_GAIN * gpu.matmul) if few_values else gpu
         self.programs = programs or shared_programs(workload, gpu.capability if kernels else None)
         self._gathers, self._kinds = _shapes(workload.any_rows)
         self._sparse = workload.config.moe.sparse_layers if workload.config.moe else (False,) * len(self._kinds)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxglue.engine.layer_groups import SMALL_ARRAYS
 from jaxglue.engine.residency import DEVICE, MAPPED
 from jaxglue.engine.transfer import HEAD_AHEAD, requested_ahead, weights_prefetch_depth
-from jaxglue.planner.gpus import GIB
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 from jaxglue.planner.workload import Workload, abstract_parts, tree_bytes
 from jaxglue.sharding.rules import Layout
@@ -93,15 +93,8 @@ def _resident_bytes(workload: Workload) -> ResidentBytes:
     )
 
 
-_TEMPORARIES = 1.03
-"""XLA's temporary memory of a layer's backward pass by that of `peak_bytes`; a twentieth of layers take more."""
-_SCATTERED, _MOST_SCATTERED, _SPARE = 0.35, 3 * GIB // 2, 0.05
-"""Share of the largest temporary memory, one block, that a pool loses between other values, the most bytes of that, and
-the share of the whole peak that plans leave free anyway."""
-_LARGER = 0.1
-"""Share by which a layer's temporary memory may exceed the prediction, counted where gaps take the spare."""
-_WORKSPACE = int(0.3 * GIB)
-"""Bytes of loaded programs and matmul workspaces, for any model."""
+_SPARE = 0.05
+"""Share of the whole peak that plans leave free anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +125,11 @@ class PeakMemory:
         always = resident.moments + resident.trainable + resident.frozen() - streamed
         always += self.model.gathered + max(self.streamed)  # a streamed layer's buffer is freed late
         always += SMALL_ARRAYS if self.whole else 0
-        peak = _WORKSPACE + always + max(self._forward(), self._backward())
+        peak = fitted.PROGRAMS_MEMORY + always + max(self._forward(), self._backward())
         peak += self.model.head.temporary if self.scattered else 0
         largest = max(max(cost.forward.temporary, cost.backward.temporary) for cost in self.costs)
-        peak += max(min(_SCATTERED * largest, _MOST_SCATTERED) - _SPARE * peak, 0)
-        return int(max(peak, (1 - _SPARE) * (_WORKSPACE + always + self._with_gaps())))
+        peak += max(min(fitted.SCATTERED * largest, fitted.MOST_SCATTERED) - _SPARE * peak, 0)
+        return int(max(peak, (1 - _SPARE) * (fitted.PROGRAMS_MEMORY + always + self._with_gaps())))
 
     @property
     def _accumulates(self) -> bool:
@@ -202,7 +195,8 @@ class PeakMemory:
         if self.whole:
             return 0
         freed, temporary = np.append(np.diff(self._stored), 0), self._temporaries()
-        return (self._layers_backward + np.where(temporary > freed, freed + _LARGER * temporary, 0)).max()
+        gaps = np.where(temporary > freed, freed + fitted.LARGER_TEMPORARY * temporary, 0)
+        return (self._layers_backward + gaps).max()
 
     @property
     def _head_gradients(self) -> int:
@@ -224,7 +218,8 @@ class PeakMemory:
 
     def _temporaries(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes of XLA's temporary memory, or of the matmuls it compares."""
-        return np.array([max(_TEMPORARIES * cost.backward.temporary, cost.backward.matmul) for cost in self.costs])
+        passes = (cost.backward for cost in self.costs)
+        return np.array([max(fitted.TEMPORARIES * each.temporary, each.matmul) for each in passes])
 
     def _buffers(self) -> np.ndarray:
         """Return for each layer's backward pass the bytes fetched, or still on the device, for it and those after."""

@@ -11,20 +11,33 @@ from jaxglue.engine.layer_groups import check_grouped
 from jaxglue.engine.policy import AUTO, PRESETS, RematPolicy, parse_policies, parse_policy
 from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_weights
 from jaxglue.engine.saved import check_dropped_inputs
-from jaxglue.planner.candidates import interpolate, soonest, tile_sizes
+from jaxglue.planner import calibration as fitted
+from jaxglue.planner.candidates import Candidates, tile_sizes
 from jaxglue.planner.collection import without_collection
 from jaxglue.planner.gpus import GIB, Gpu, find_gpu
 from jaxglue.planner.host_memory import HOST_LIMIT
 from jaxglue.planner.plan import DoesNotFit, Memory, Plan, by_time, gib
+from jaxglue.planner.predictor import Predictor
 from jaxglue.planner.programs import Programs, ScaledPrograms, can_scale
-from jaxglue.planner.proposer import Proposer
 from jaxglue.planner.workload import Workload
 
+_AS_FAST = 0.01
+"""Share by which a run may be slower where its first step begins sooner: less than predictions are off by."""
 _LEAN = ("full", "offload")
 """Presets that need the least device memory, without and with host memory."""
 
 
-class Planner(Proposer):
+def soonest(plans: Sequence[Plan], steps: int | None = None) -> list[Plan]:
+    """Return the plan, if any, that starts first among those with which a run is as fast as with the fastest.
+
+    A run is its start and its steps; without their number, the steps alone.
+    """
+    times = [plan.run_seconds(steps) for plan in plans]
+    as_fast = [plan for plan, time in zip(plans, times, strict=True) if time <= (1 + _AS_FAST) * min(times)]
+    return [min(as_fast, key=lambda plan: plan.start_seconds)] if as_fast else []
+
+
+class Planner:
     """Chooses the fastest setting that fits the GPU and the host.
 
     Args:
@@ -35,11 +48,40 @@ class Planner(Proposer):
     """
 
     def __init__(self, workload: Workload, gpu: Gpu, *, steps: int | None = None, **options: Any):
-        super().__init__(workload, gpu, **options)
+        self.predictor = Predictor(workload, gpu, **options)
+        self.candidates = Candidates(self.predictor)
         self._steps, self._options = steps, {"steps": steps, **options}
         self._plans: dict[tuple[float, str], list[Plan]] = {}
         self._longest: dict[tuple[float, str], int | None] = {}
         self._variants: dict[Workload, Planner] = {}
+
+    @property
+    def workload(self) -> Workload:
+        """Return what is trained, with attention's kernels that fit the GPU."""
+        return self.predictor.workload
+
+    @property
+    def gpu(self) -> Gpu:
+        """Return rates and memory of the GPU."""
+        return self.predictor.gpu
+
+    def plan(
+        self,
+        policies: RematPolicy | Sequence[RematPolicy],
+        *,
+        weights: str | Sequence[str] = DEVICE,
+        layers_per_program: int | None = None,
+    ) -> Plan:
+        """Predict the cost of a setting; see `Predictor.plan`."""
+        return self.predictor.plan(policies, weights=weights, layers_per_program=layers_per_program)
+
+    def memory(self, policies: RematPolicy | Sequence[RematPolicy], *, weights: str | Sequence[str] = DEVICE) -> Memory:
+        """Predict the memory of a setting, in half the time of its plan."""
+        return self.predictor.memory(policies, weights=weights)
+
+    def fits(self, plan: Plan | Memory, host_memory: float) -> bool:
+        """Return whether the plan fits the host and leaves the margin free on the GPU."""
+        return self.candidates.fits(plan, host_memory)
 
     def plans(self, host_memory: float = math.inf, weights: str = AUTO) -> list[Plan]:
         """Return every setting considered, the fastest first.
@@ -49,7 +91,7 @@ class Planner(Proposer):
             weights: places of the layers' weights, `auto` for several.
         """
         if (found := self._plans.get((host_memory, weights))) is None:
-            proposed = dict.fromkeys(self.propose(host_memory, weights))
+            proposed = dict.fromkeys(self.candidates.propose(host_memory, weights))
             found = self._plans[host_memory, weights] = sorted(proposed, key=by_time)
         return list(found)
 
@@ -63,13 +105,18 @@ class Planner(Proposer):
         """
         plan, devices = self._find(remat, weights, host_memory), self.workload.mesh.devices
         check_dropped_inputs(plan.policies, meshed=devices > 1)
-        check_grouped(self._grouped or 1, plan.policies, devices=devices, stream_weights=is_streamed(plan.weights))
+        check_grouped(
+            self.predictor.layers_per_program or 1,
+            plan.policies,
+            devices=devices,
+            stream_weights=is_streamed(plan.weights),
+        )
         return plan
 
     def _find(self, remat: str, weights: str, host_memory: float) -> Plan:
         if remat == AUTO:
             return self.choose(host_memory=host_memory, weights=weights)
-        policies = parse_policies(remat, self._model.layers)
+        policies = parse_policies(remat, self.predictor.model.layers)
         plans = (planner._resolve(policies, weights, host_memory) for planner in self._by_tile())
         first = next(plans)
         plan = first if self.fits(first, host_memory) else next((p for p in plans if self.fits(p, host_memory)), first)
@@ -79,7 +126,7 @@ class Planner(Proposer):
     def _resolve(self, policies: Sequence[RematPolicy], weights: str, host_memory: float) -> Plan:
         plan = self.plan(policies, weights=DEVICE if weights == AUTO else weights)
         if weights == AUTO and not self.fits(plan, host_memory):
-            return self._map_least(policies, host_memory) or plan
+            return self.candidates.map_least(policies, host_memory) or plan
         return plan
 
     def _by_tile(self) -> Iterator["Planner"]:
@@ -117,7 +164,7 @@ class Planner(Proposer):
     def _leanest(self, weights: str) -> Plan:
         """Return the plan that needs the least memory of the GPU."""
         policies: list[RematPolicy | Sequence[RematPolicy]] = [*(PRESETS[name] for name in _LEAN)]
-        policies += self._lean_groups()
+        policies += self.candidates.lean_groups()
         streams = (DEVICE, HOST) if weights == AUTO else (weights,)
         plans = (self.plan(each, weights=places) for places in streams for each in policies)
         return min(plans, key=lambda plan: plan.device_bytes)
@@ -130,13 +177,13 @@ class Planner(Proposer):
 
     def _may_fit(self, host_memory: float, weights: str) -> bool:
         """Return whether GPU and host together hold what the leanest of `plans` need, found without most traces."""
-        lean: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self._lean_groups()]
+        lean: list[RematPolicy | Sequence[RematPolicy]] = [PRESETS["full"], *self.candidates.lean_groups()]
         needed = [self.memory(policies, weights=DEVICE if weights == AUTO else weights) for policies in lean]
-        return min(map(sum, needed)) <= self._room + host_memory
+        return min(map(sum, needed)) <= self.candidates.room + host_memory
 
     def _map_lean(self, host_memory: float) -> Plan | None:
         """Return the fastest plan that fits with some layers' weights in files."""
-        found = (p._map_least(PRESETS[name], host_memory) for p in self._by_tile() for name in _LEAN)
+        found = (p.candidates.map_least(PRESETS[name], host_memory) for p in self._by_tile() for name in _LEAN)
         return min((plan for plan in found if plan and self.fits(plan, host_memory)), key=by_time, default=None)
 
     def _choose_in_memory(self, host_memory: float, weights: str) -> Plan | None:
@@ -152,7 +199,7 @@ class Planner(Proposer):
         dots, none = (parse_policy(text) for text in ("dots", "none"))
         if self.workload.tile is not None or not self.fits(self.memory(dots), 0):
             return None
-        return self._mix(dots, none, parse_weights(DEVICE, self._model.layers), 0) or self.plan(dots)
+        return self.candidates.mix(dots, none, parse_weights(DEVICE, self.predictor.model.layers), 0) or self.plan(dots)
 
     def with_seq_len(self, seq_len: int) -> "Planner":
         """Return the planner of the same workload with rows of another length."""
@@ -192,11 +239,13 @@ class Planner(Proposer):
         policies = [PRESETS[name] for name in _LEAN]
         plans: list[Memory] = [self.memory(policy, weights=places) for policy in policies for places in streams]
         if weights == AUTO:
-            partly = ((policy, self._places_streamed(policy)) for policy in policies)
+            partly = ((policy, self.candidates.places_streamed(policy)) for policy in policies)
             plans += (self.memory(policy, weights=places) for policy, places in partly if places)
             plans += (self.memory(policy, weights=MAPPED) for policy in policies if self.gpu.files)
-        plans += (self.memory(grouped, weights=streams[0]) for grouped in self._lean_groups())
-        return min(max(plan.device_bytes / self._room, plan.host_bytes / max(host_memory, 1)) for plan in plans)
+        plans += (self.memory(grouped, weights=streams[0]) for grouped in self.candidates.lean_groups())
+        return min(
+            max(plan.device_bytes / self.candidates.room, plan.host_bytes / max(host_memory, 1)) for plan in plans
+        )
 
     def check(self, plan: Plan, *, host_memory: float) -> None:
         """Raise DoesNotFit for an explicit plan beyond the memory, naming the fastest plan that fits."""
@@ -204,8 +253,8 @@ class Planner(Proposer):
             raise DoesNotFit(self._why_not(plan, host_memory))
 
     def _why_not(self, plan: Plan, host_memory: float) -> str:
-        if plan.device_bytes > self._room:
-            need = f"{gib(plan.device_bytes)} on the GPU, of which {gib(self._room)} may be used"
+        if plan.device_bytes > self.candidates.room:
+            need = f"{gib(plan.device_bytes)} on the GPU, of which {gib(self.candidates.room)} may be used"
         else:
             may = f"{gib(host_memory)} may be used (the least of what is free and {HOST_LIMIT}, 64 if it is not set)"
             need = f"{gib(plan.host_bytes)} of pinned host memory, of which {may}"
@@ -252,8 +301,20 @@ def plan(
 
 
 _ROW_STEP = 128
-_SCALING_ERROR = 3e-4
-"""Share of the memory by which scaled programs may differ from traced ones."""
+
+
+def interpolate(loads: dict[int, float], limit: int, step: int) -> int:
+    """Return the next row length to try, or a known one at the end of the search."""
+    fitting = max((seq_len for seq_len, load in loads.items() if load <= 1), default=0)
+    above = min((seq_len for seq_len, load in loads.items() if load > 1), default=limit)
+    if not fitting or above - fitting <= step:
+        return fitting or min(loads)
+    free, excess = 1 - loads[fitting], loads[above] - 1
+    latest = [load <= 1 for load in reversed(loads.values())]
+    stale = 0.5 ** (latest.index(not latest[0]) - 1)  # both ends move, as in the Illinois algorithm
+    free, excess = (free, excess * stale) if latest[0] else (free * stale, excess)
+    guess = int(fitting + (above - fitting) * free / (free + excess)) // step * step
+    return min(max(guess, fitting), above - step)
 
 
 def longest_row(planner: "Planner", host_memory: float, weights: str) -> int | None:
@@ -309,7 +370,7 @@ class RowLoads:
     def confirms(self, seq_len: int) -> bool:
         """Return whether a length fits beyond doubt, or when its programs are traced, too."""
         tile, load = self._scaled.get(seq_len, (None, 0.0))
-        return load <= 1 - _SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
+        return load <= 1 - fitted.SCALING_ERROR or self._planner.with_rows(seq_len, tile).least_load(*self._limits) <= 1
 
     def _load(self, seq_len: int, tile: int | None) -> float:
         traced = self._traced[tile is not None]
@@ -317,7 +378,7 @@ class RowLoads:
         pairs = (pair for pair in combinations(traced, 2) if can_scale(pair[0].workload, pair[1].workload, workload))
         if not self._scales or (pair := next(pairs, None)) is None:
             planner = self._planner.with_rows(seq_len, tile)
-            traced.append(planner.programs)
+            traced.append(planner.predictor.programs)
             self._scaled.pop(seq_len, None)
             return planner.least_load(*self._limits)
         planner = self._planner.with_rows(seq_len, tile, scaled=pair)

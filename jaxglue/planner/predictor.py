@@ -15,6 +15,7 @@ from jaxglue.engine.transfer import (
     weights_prefetch_depth,
 )
 from jaxglue.ops.backend import has_jax_triton
+from jaxglue.planner import calibration as fitted
 from jaxglue.planner.attention import with_fitting_attention
 from jaxglue.planner.cost import fused_seconds
 from jaxglue.planner.gpus import RECORDED, Dispatch, Gpu
@@ -39,8 +40,6 @@ from jaxglue.planner.step import (
 )
 from jaxglue.planner.workload import Workload
 
-_LINK_SHARE = 0.85
-"""Share of the link's rate that a plan counts on: copies of both directions wait for each other."""
 _SLOW_HOST = 3
 """Times as long as the recorded host takes."""
 
@@ -77,9 +76,10 @@ class Predictor:
                 "jax-triton and triton (pip install '.[cuda13]' in the clone of jaxglue)"
             )
         self.workload, self.gpu = with_fitting_attention(workload, gpu), gpu
-        self._depth, self._run_ahead, self._grouped = prefetch_depth, run_ahead, layers_per_program
-        self._model = TracedModel(self.workload, gpu, kernels=has_jax_triton(), programs=programs)
-        self._resident = resident_bytes(self.workload)
+        self.layers_per_program = layers_per_program
+        self._depth, self._run_ahead = prefetch_depth, run_ahead
+        self.model = TracedModel(self.workload, gpu, kernels=has_jax_triton(), programs=programs)
+        self.resident = resident_bytes(self.workload)
         self._settings, self._memory_of = cache(self._make_setting), cache(self._predict_memory)
 
     def plan(
@@ -95,7 +95,7 @@ class Predictor:
         """
         setting = self._setting(policies, weights)
         memory = self._memory_of(setting)
-        size = layers_per_program or self._layers_per_program(setting)
+        size = layers_per_program or self._size(setting)
         config, whole = self.workload.config, self._is_whole(size)
         compiling = compile_seconds(config, setting.policies, size, whole=whole)
         return Plan(
@@ -118,7 +118,7 @@ class Predictor:
         return self._memory_of(self._setting(policies, weights))
 
     def _setting(self, policies: RematPolicy | Sequence[RematPolicy], weights: str | Sequence[str]) -> Setting:
-        layers = self._model.layers
+        layers = self.model.layers
         chosen = (policies,) * layers if isinstance(policies, RematPolicy) else tuple(policies)
         places = parse_weights(weights, layers) if isinstance(weights, str) else tuple(weights)
         return self._settings(chosen, places)
@@ -129,56 +129,56 @@ class Predictor:
             return policies
 
         def is_small(index: int, policy: RematPolicy) -> bool:
-            return bool(policy.offloaded) and self._model.layer(index, policy).offloaded <= SMALL_VALUES
+            return bool(policy.offloaded) and self.model.layer(index, policy).offloaded <= SMALL_VALUES
 
         return tuple(policy.on_device() if is_small(i, policy) else policy for i, policy in enumerate(policies))
 
     def _make_setting(self, policies: tuple[RematPolicy, ...], places: tuple[str, ...]) -> Setting:
         policies = self._keep_small(policies, places)
         depth = default_prefetch_depth(is_streamed(places)) if self._depth is None else self._depth
-        costs, restored = list(map(self._model.layer, range(len(policies)), policies)), restored_layers(policies, depth)
+        costs, restored = list(map(self.model.layer, range(len(policies)), policies)), restored_layers(policies, depth)
         for index in restored:
-            backward = self._model.layer(index, policies[index].restored()).backward
+            backward = self.model.layer(index, policies[index].restored()).backward
             costs[index] = replace(costs[index], backward=backward)
         return Setting(
             policies=policies,
             weights=places,
             costs=costs,
-            streamed=self._resident.streamed_layers(places),
-            mapped=self._resident.mapped_layers(places),
+            streamed=self.resident.streamed_layers(places),
+            mapped=self.resident.mapped_layers(places),
             depth=depth,
         )
 
     def _predict_memory(self, setting: Setting) -> Memory:
         recomputes = any(policy.saved is not None for policy in setting.policies)
-        whole = self._is_whole(self._layers_per_program(setting))
+        whole = self._is_whole(self._size(setting))
         peak = PeakMemory(
             workload=self.workload,
-            model=self._model,
-            resident=self._resident,
+            model=self.model,
+            resident=self.resident,
             costs=setting.costs,
             streamed=setting.streamed,
             depth=setting.depth,
             run_ahead=self._run_ahead,
-            restored=restored_bytes(setting.policies, setting.depth, self._model),
+            restored=restored_bytes(setting.policies, setting.depth, self.model),
             whole=whole,
             scattered=recomputes and whole,
         )
-        host_bytes = self._resident.host_ends + setting.weight_bytes + setting.offloaded
+        host_bytes = self.resident.host_ends + setting.weight_bytes + setting.offloaded
         return Memory(device_bytes=peak.total(), host_bytes=host_bytes)
 
-    def _layers_per_program(self, setting: Setting) -> int:
+    def _size(self, setting: Setting) -> int:
         """Return the layers of a program; by default one where gradients of several should not exist at once."""
         work, streams = self.workload, any(setting.streamed)
         if why_not_grouped(setting.policies, devices=work.mesh.devices, stream_weights=streams):
             return 1
-        if self._grouped or work.update_in_backward:
-            return self._grouped or 1
+        if self.layers_per_program or work.update_in_backward:
+            return self.layers_per_program or 1
         return choose_group(setting.costs, whole=not work.host_embeddings)
 
     def _is_whole(self, size: int) -> bool:
         """Return whether a micro-batch is one program when `size` layers are."""
-        return 1 < self._model.layers <= size and not self.workload.host_embeddings
+        return 1 < self.model.layers <= size and not self.workload.host_embeddings
 
     def _seconds(self, setting: Setting, size: int) -> float:
         """Predict the time of an optimizer step."""
@@ -206,19 +206,19 @@ class Predictor:
         streamed, depth = self._arriving(setting.streamed, setting.mapped), setting.depth
         forward, backward = self._work(setting.costs, streamed, depth)
         for again in restorations(setting.policies, depth):
-            work = restore_work(again, setting.policies, self._model, streamed, link=self._link)
+            work = restore_work(again, setting.policies, self.model, streamed, link=self._link)
             backward[again.layers.stop] = backward[again.layers.stop].and_before(work)
         layers = simulate(forward, depth=0, run_ahead=self._run_ahead, weights_depth=weights_prefetch_depth(depth))
         layers += simulate(backward[::-1], depth=depth, run_ahead=self._run_ahead, weights_depth=depth)
         hidden = sum(work.kernels for work in forward[-HEAD_AHEAD:])
-        head = self._model.head_seconds + max(self._resident.host_head / self._link - hidden, 0)
+        head = self.model.head_seconds + max(self.resident.host_head / self._link - hidden, 0)
         passes, whole = 3 if self.workload.reference else 2, self._is_whole(size)
         ends = head + self._embedding_seconds(whole=whole) + (self.update_seconds if updates else 0)
         return micro_batch(layers + ends, self._arrays(setting), size, passes, whole=whole, updates=updates)
 
     def _embedding_seconds(self, *, whole: bool) -> float:
         """Return the time of a trained embedding's gradient: zeros for the table, and its addition to a sum."""
-        return fused_seconds(self._table_passes(whole=whole) * self._resident.trainable_table, self.gpu)
+        return fused_seconds(self._table_passes(whole=whole) * self.resident.trainable_table, self.gpu)
 
     def _table_passes(self, *, whole: bool) -> int:
         """Return the passes over the table; an only program adds rows in place, or as it scales the head's gradient."""
@@ -230,7 +230,7 @@ class Predictor:
         return 0 if accumulates else 2
 
     def _arrays(self, setting: Setting) -> list[LayerArrays]:
-        arrays, costs, streamed = map(self._model.arrays, range(self._model.layers)), setting.costs, setting.streamed
+        arrays, costs, streamed = map(self.model.arrays, range(self.model.layers)), setting.costs, setting.streamed
         return [
             LayerArrays(
                 trainable,
@@ -244,26 +244,27 @@ class Predictor:
 
     def reference_seconds(self, policies: Sequence[RematPolicy], weights: Sequence[str]) -> tuple[float, float]:
         """Predict the time that the reference adds to a step, and the time of a pass of its own over the same rows."""
-        setting, model = self._setting(policies, weights), self._model
+        setting, model = self._setting(policies, weights), self.model
+        size = self._size(setting)
         without = Predictor(replace(self.workload, reference=False), self.gpu)
-        programs = self._layers_per_program(setting)
-        added = self._seconds(setting, programs) - without._seconds(without._setting(policies, weights), programs)
+        alone = without.plan(policies, weights=weights, layers_per_program=size).seconds
+        added = self._seconds(setting, size) - alone
         arriving = (size / self._link for size in self._arriving(setting.streamed, setting.mapped))
         layers = [Work(model.reference_seconds(index), weights=copy) for index, copy in enumerate(arriving)]
         ahead = weights_prefetch_depth(setting.depth)
-        alone = simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
-        alone += model.head_seconds - without._model.head_seconds
-        return added, self.workload.gradient_accumulation_steps * alone
+        own_pass = simulate(layers, depth=0, run_ahead=self._run_ahead, weights_depth=ahead)
+        own_pass += model.head_seconds - without.model.head_seconds
+        return added, self.workload.gradient_accumulation_steps * own_pass
 
     @property
     def programs(self) -> Programs:
         """Return the programs of the workload's layers and head."""
-        return self._model.programs
+        return self.model.programs
 
     @property
     def _link(self) -> float:
         """Return the bytes/s between host and GPU that a plan counts on."""
-        return _LINK_SHARE * self.gpu.link
+        return fitted.LINK_SHARE * self.gpu.link
 
     def _arriving(self, streamed: list[int], mapped: list[int]) -> list[int]:
         """Return each layer's streamed bytes, those from files in units of the link's rate."""
@@ -273,17 +274,17 @@ class Predictor:
     @property
     def update_seconds(self) -> float:
         """Return the optimizer's time: it reads parameter, gradient and two moments and writes all but the gradient."""
-        return (3 * self._resident.trainable + 2 * self._resident.moments) / self.gpu.copy
+        return (3 * self.resident.trainable + 2 * self.resident.moments) / self.gpu.copy
 
     def _work(self, costs: list[LayerCost], streamed: list[int], depth: int) -> tuple[list[Work], list[Work]]:
         """Return each layer's work forward and backward; a hidden copy still takes device memory bandwidth."""
         link, copy = self._link, self.gpu.copy
         forward, backward = [], []
-        gathered = self._model.gathered_layers
+        gathered = self.model.gathered_layers
         for index, (cost, weights) in enumerate(zip(costs, streamed, strict=True)):
             out, gather = cost.offloaded, gathered[index] / self.gpu.peers
             stays = keep_on_device(index, len(costs), depth)
-            computing = cost.forward.seconds + self._model.reference_seconds(index)
+            computing = cost.forward.seconds + self.model.reference_seconds(index)
             kernels = max(computing + (out + weights) / copy, gather)
             forward.append(Work(kernels, weights=weights / link, leaving=0.0 if stays else out / link))
             kernels = max(cost.backward.seconds + (out + weights) / copy, gather)

@@ -13,7 +13,8 @@ from jaxtyping import Array
 from jaxglue.engine import transfer
 from jaxglue.models.file_param import FileParam
 from jaxglue.ops.backend import compute_capability
-from jaxglue.planner.gpus import SUSTAINED, Dispatch, Gpu, lookup_gpu
+from jaxglue.planner import calibration as fitted
+from jaxglue.planner.gpus import Dispatch, Gpu, lookup_gpu
 
 _SIZE = 8192
 _BYTES, _LINK_BYTES = 2**28, 2**26
@@ -73,7 +74,7 @@ def measure_gpu(device: jax.Device, *, clock: Callable[[], float] = time.perf_co
         name=device.device_kind,
         capability=compute_capability(device) or (0, 0),
         memory=(device.memory_stats() or {"bytes_limit": 0})["bytes_limit"],
-        matmul=SUSTAINED * 2 * size**3 / matmul,
+        matmul=fitted.SUSTAINED * 2 * size**3 / matmul,
         copy=2 * block.nbytes / copy,
         link=link,
         peers=link,  # not measured: assume copies through the host

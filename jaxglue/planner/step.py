@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from jaxglue.engine.policy import RematPolicy, parse_policy
+from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.saved import keeps_values, restored_inputs
 from jaxglue.engine.transfer import requested_ahead, weights_prefetch_depth
 from jaxglue.models.config import DecoderConfig
-from jaxglue.planner.candidates import ATTENTION
-from jaxglue.planner.gpus import GIB, Dispatch
+from jaxglue.planner import calibration as fitted
+from jaxglue.planner.gpus import Dispatch
 from jaxglue.planner.layer_costs import LayerCost, TracedModel
 
 
@@ -60,10 +60,6 @@ def simulate(layers: Sequence[Work], *, depth: int, run_ahead: int, weights_dept
     return now
 
 
-SIZES = (2, 4, 8)
-"""Layers in a group."""
-
-
 class Restoration(NamedTuple):
     """Layers that run again before the backward pass of the one after them."""
 
@@ -72,37 +68,6 @@ class Restoration(NamedTuple):
     """Layers whose inputs are kept."""
     values: frozenset[int]
     """Layers whose attention is kept where their policies drop it."""
-
-
-def group_policies(layers: int, size: int, *, attention: int = 0, kept_again: bool = True) -> tuple[RematPolicy, ...]:
-    """Return policies of layers in groups of one size.
-
-    Args:
-        layers: of the model.
-        size: of a group.
-        attention: layers that keep attention's values; all others compute them again. They are the last of the model,
-            whose values stay on the device, and in each group those that run most often.
-        kept_again: attention's values are kept when the layer runs again.
-    """
-    computing = set(_order_to_drop(layers, size)[: layers - attention])
-
-    def policy(index: int) -> RematPolicy:
-        of_input = "drop" if index % size else "offload"
-        of_attention = "offload" if index not in computing else "drop" if kept_again else ""
-        return parse_policy(f"{of_input}:layer_input" + (f"; {of_attention}:{ATTENTION}" if of_attention else ""))
-
-    return tuple(map(policy, range(layers)))
-
-
-def _order_to_drop(layers: int, size: int) -> list[int]:
-    """Return the layers in the order in which they should compute attention again, evenly over the groups.
-
-    The last but one of a group is first: it runs again once, and keeps attention's values as the last one's go.
-    """
-    places = [*range(size - 2, -1, -1), size - 1]
-    order = [first + place for place in places for first in range(0, layers, size) if first + place < layers]
-    ends = {layers - 1, layers - 2}
-    return [index for index in order if index not in ends] + sorted(ends & set(order))
 
 
 def restorations(policies: Sequence[RematPolicy], depth: int) -> list[Restoration]:
@@ -201,36 +166,11 @@ class Setting:
         return sum(self.streamed) - mapped + min(max(self.mapped) * ahead, mapped)
 
 
-_ENDS = 36.0
-"""Calls whose time it takes to dispatch embedding and head."""
-_PASS, _KERNEL, _GROUPED_KERNEL = 4.0, 0.11, 0.14
-"""Calls whose time it takes to dispatch a layer's pass, and each of its kernels: alone, and in one of several programs
-of layers, whose CUDA graphs get other addresses in turn."""
-_WHOLE, _WHOLE_TRAINABLE, _WHOLE_FROZEN = 10.0, 3.0, 0.75
-"""Calls whose time it takes to dispatch a micro-batch's only program, and arrays whose time it takes for each of its
-arrays: taken and returned for each trainable one, or only read."""
 _GRADIENT, _UPDATE = 3, 6
 """Arrays that the host hands over for each trainable one: the parameter, the last and the next gradient; or the
 parameter and two moments, taken and returned."""
-_ARRAY = 0.85
-"""Arrays whose time it takes for each array of a layer's program."""
-_COPY, _COPIED_ARRAY, _COPIED_VALUE = 12.0, 1.5, 9.0
-"""Calls whose time it takes to request copies of a layer's weights, and copies whose time it takes for each array among
-them, and for a value to or from own page-locked buffers."""
-_SHORT_PASS = 1.2e-3
-"""GPU seconds of a layer's pass, of which the host hardly dispatches one in this time."""
 _LARGEST_WHOLE, _LARGEST_GROUP = 36, 14
 """Most layers in a micro-batch's only program, and in one of several: more compile longer."""
-_OVERLAP, _GROUPED_OVERLAP, _WHOLE_OVERLAP = 4.0, 1.7, 6.0
-"""Exponents with which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of
-several programs of layers, one starts once the host has passed all their parameters."""
-_COMPILE_ENDS, _COMPILE_LAYER, _COMPILE_EXPERTS = 5.0, 3.5, 4.0
-"""Seconds to compile embedding and head, and the passes of a layer and of one with experts, with autotuning."""
-_COMPILE_GROUPED, _COMPILE_WHOLE, _COMPILE_IN_WHOLE = 0.15, 17.0, 0.4
-"""Seconds to compile each further layer of a program; a micro-batch's only program, and each layer in it."""
-_PINNING, _JAX_PINNING = 8 * GIB, 1.2 * GIB
-"""Bytes of host memory that a run pins in a second, by threads beside compilation (`engine/host_buffers.py`), and that
-JAX does, where a virtual machine's memory grows as it is touched."""
 
 
 def choose_group(costs: Sequence[LayerCost], *, whole: bool) -> int:
@@ -241,7 +181,7 @@ def choose_group(costs: Sequence[LayerCost], *, whole: bool) -> int:
         whole: a program of all layers can have embedding and head too, and is a micro-batch's only one.
     """
     layers = len(costs)
-    if sum(cost.forward.seconds + cost.backward.seconds for cost in costs) > 2 * layers * _SHORT_PASS:
+    if sum(cost.forward.seconds + cost.backward.seconds for cost in costs) > 2 * layers * fitted.SHORT_PASS:
         return 1
     if whole and layers <= _LARGEST_WHOLE:
         return layers
@@ -299,16 +239,18 @@ def micro_batch(
     """
     if whole:
         trainable = (_UPDATE if updates else _GRADIENT) * sum(layer.trainable for layer in layers)
-        arrays = _WHOLE_TRAINABLE * trainable + _WHOLE_FROZEN * sum(layer.frozen for layer in layers)
-        return MicroBatch(gpu_seconds, _WHOLE, arrays, 0, _WHOLE_OVERLAP)
+        arrays = fitted.WHOLE_TRAINABLE * trainable + fitted.WHOLE_FROZEN * sum(layer.frozen for layer in layers)
+        return MicroBatch(gpu_seconds, fitted.WHOLE, arrays, 0, fitted.WHOLE_OVERLAP)
     kernels = sum(layer.kernels for layer in layers)
-    arrays = _ARRAY * sum(_handled(layer, passes) for layer in layers)
+    arrays = fitted.LAYER_ARRAY * sum(_handled(layer, passes) for layer in layers)
     if layers_per_program > 1:
-        return MicroBatch(gpu_seconds, _ENDS + _GROUPED_KERNEL * kernels, arrays, 0, _GROUPED_OVERLAP)
+        return MicroBatch(gpu_seconds, fitted.ENDS + fitted.GROUPED_KERNEL * kernels, arrays, 0, fitted.GROUPED_OVERLAP)
     streamed = [layer.frozen for layer in layers if layer.streamed]
-    calls = _ENDS + passes * (_PASS * len(layers) + _COPY * len(streamed)) + _KERNEL * kernels
-    copies = 2 * _COPIED_VALUE * sum(layer.offloaded for layer in layers) + passes * _COPIED_ARRAY * sum(streamed)
-    return MicroBatch(gpu_seconds, calls, arrays, copies, _OVERLAP)
+    calls = fitted.PASS * len(layers) + fitted.STREAMED_LAYER * len(streamed)
+    calls = fitted.ENDS + passes * calls + fitted.KERNEL * kernels
+    offloaded = sum(layer.offloaded for layer in layers)
+    copies = 2 * fitted.OFFLOADED_VALUE * offloaded + passes * fitted.STREAMED_ARRAY * sum(streamed)
+    return MicroBatch(gpu_seconds, calls, arrays, copies, fitted.OVERLAP)
 
 
 def _handled(layer: LayerArrays, passes: int) -> int:
@@ -328,12 +270,13 @@ def compile_seconds(
         whole: embedding, layers and head are one program.
     """
     if whole:
-        return _COMPILE_WHOLE + _COMPILE_IN_WHOLE * len(policies)
+        return fitted.COMPILE_WHOLE + fitted.COMPILE_IN_WHOLE * len(policies)
     programs = len(set(zip(config.first_of_kind, policies, strict=True)))
-    layer = (_COMPILE_LAYER if config.moe is None else _COMPILE_EXPERTS) + _COMPILE_GROUPED * (layers_per_program - 1)
-    return _COMPILE_ENDS + layer * programs
+    layer: float = fitted.COMPILE_LAYER if config.moe is None else fitted.COMPILE_EXPERTS
+    layer += fitted.COMPILE_GROUPED * (layers_per_program - 1)
+    return fitted.COMPILE_ENDS + layer * programs
 
 
 def pinning_seconds(size: int, compiling: float, *, devices: int = 1) -> float:
     """Predict the time by which pinning values' bytes on each of some devices lengthens a start that compiles."""
-    return max(size / _PINNING - compiling, 0.0) if devices == 1 else size / _JAX_PINNING
+    return max(size / fitted.PINNING - compiling, 0.0) if devices == 1 else size / fitted.JAX_PINNING

@@ -133,7 +133,7 @@ def _fastest(settings: ModelConfig, workload: Workload, steps: int | None = None
 
     if AUTO not in (settings.remat, settings.weights, settings.embeddings):
         planner, plan = find(device_gpu(device, RECORDED))
-        if planner.hides_dispatch(plan) and not plan.host_bytes:
+        if planner.predictor.hides_dispatch(plan) and not plan.host_bytes:
             return planner, plan
     return find(device_gpu(device))
 

@@ -261,5 +261,5 @@ def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> 
     gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
     workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
     planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
-    beside, alone = planner.reference_seconds(remat.policies, remat.weights)
+    beside, alone = planner.predictor.reference_seconds(remat.policies, remat.weights)
     return epochs * beside <= alone

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxglue.engine.policy import format_policies, parse_policies
-from jaxglue.planner.step import group_policies, restorations
+from jaxglue.planner.candidates import group_policies
+from jaxglue.planner.step import restorations
 
 ATTENTION = "attention_out,attention_lse"
 

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from jaxglue.engine.policy import parse_policies
-from jaxglue.planner.candidates import soonest
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch
 from jaxglue.planner.plan import Plan
+from jaxglue.planner.planner import soonest
 from jaxglue.planner.rates import measure_dispatch
 from jaxglue.planner.step import LayerArrays, choose_group, compile_seconds, micro_batch, pinning_seconds
 

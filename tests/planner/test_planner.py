@@ -91,13 +91,13 @@ def test_does_not_fit_names_the_remedy(planner):
 
 def test_what_fits_the_gpu_is_not_offloaded(planner):
     offload, full = (planner.plan(parse_policy(text)) for text in ("offload", "full"))
-    assert planner._keep_on_device(offload, host_memory=0).policies == full.policies
+    assert planner.candidates.keep_on_device(offload, host_memory=0).policies == full.policies
     middle = _with_memory(planner, (offload.device_bytes + full.device_bytes) / 2 / (1 - MARGIN) / GIB)
-    kept = middle._keep_on_device(offload, host_memory=0)
+    kept = middle.candidates.keep_on_device(offload, host_memory=0)
     assert 0 < kept.host_bytes < offload.host_bytes
     assert middle.fits(kept, offload.host_bytes)
     lean = _with_memory(planner, offload.device_bytes / (1 - MARGIN) / GIB)
-    assert lean._keep_on_device(offload, host_memory=HOST) == offload
+    assert lean.candidates.keep_on_device(offload, host_memory=HOST) == offload
 
 
 def test_small_values_stay_on_the_gpu(planner):
@@ -187,7 +187,7 @@ def test_a_program_of_its_own_adds_the_tables_gradient_to_the_heads(workload, ti
     config = replace(workload.config, tie_word_embeddings=tied)
     planner = Planner(replace(workload, config=config, lora=None, seq_len=256), find_gpu("H200"))
     whole, alone = (planner.plan(parse_policy("none"), layers_per_program=count) for count in (6, 1))
-    added = planner.work(alone).gpu_seconds - planner.work(whole).gpu_seconds
+    added = planner.predictor.work(alone).gpu_seconds - planner.predictor.work(whole).gpu_seconds
     assert added == pytest.approx(passes * 4 * 32000 * 2048 / planner.gpu.copy, rel=1e-6)
 
 
@@ -285,7 +285,7 @@ def test_queries_computed_again_wait_beside_the_experts_values(tiny_config):
     config = config_from_hf({**tiny_config, **moe, "hidden_size": 512, "num_hidden_layers": 2})
     work = Workload(config=config, batch_size=1, seq_len=4096, lora=LoraConfig(), document_lengths=(4096,))
     planner, attention = Planner(work, find_gpu("H200")), "save:attention_out,attention_lse"
-    again, kept = (planner._model.layer(0, parse_policy(attention + more)).backward for more in ("", ",query"))
+    again, kept = (planner.predictor.model.layer(0, parse_policy(attention + more)).backward for more in ("", ",query"))
     queries = 4096 * config.num_attention_heads * config.head_dim * 2
     assert again.temporary >= kept.temporary + queries
 
@@ -295,14 +295,14 @@ def test_reference_waits_for_streamed_weights_in_a_pass_of_its_own(workload):
     compared = replace(workload, seq_len=2048, objective=objective, reference=True)
     planner = Planner(compared, find_gpu("H100"))
     policies = [parse_policy("full")] * 6
-    beside, alone = planner.reference_seconds(policies, ["device"] * 6)
-    _, streamed = planner.reference_seconds(policies, ["device", *["host"] * 5])
+    beside, alone = planner.predictor.reference_seconds(policies, ["device"] * 6)
+    _, streamed = planner.predictor.reference_seconds(policies, ["device", *["host"] * 5])
     assert beside > 0 and streamed > 2 * alone > 0
 
 
 def test_scaled_programs_take_what_traced_ones_take(planner):
     short, row, long = (planner.with_seq_len(length) for length in (512, 1024, 2048))
-    scaled = planner.with_rows(1024, None, scaled=(short.programs, long.programs))
+    scaled = planner.with_rows(1024, None, scaled=(short.predictor.programs, long.predictor.programs))
     for policy in map(parse_policy, ("full", "offload:layer_input,gate")):
         memory = scaled.memory(policy)
         assert memory.device_bytes == pytest.approx(row.memory(policy).device_bytes, rel=1e-3)

@@ -1,0 +1,206 @@
+"""Every number of the planner that was fitted to measurements: value, unit, GPU, and the measurement.
+
+Rates of a data sheet are in `gpus`, and choices of ours beside the code that makes them.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+from jaxglue.ops.kernel_cost import KernelKind
+
+_GIB = 2**30
+
+
+class Fitted(float):
+    """A number with its unit, the GPUs on which it was measured, and by what."""
+
+    unit: str
+    gpu: str
+    method: str
+
+    def __new__(cls, value: float, unit: str, gpu: str, method: str) -> "Fitted":
+        """Return the number with its record."""
+        self = super().__new__(cls, value)
+        self.unit, self.gpu, self.method = unit, gpu, method
+        return self
+
+    def __getnewargs__(self) -> tuple[float, str, str, str]:  # type: ignore[override]
+        return float(self), self.unit, self.gpu, self.method
+
+
+_BOTH, _UNRECORDED = "H100, H200", "measured once, not recorded"
+_grid = partial(Fitted, gpu=_BOTH, method="benchmarks/planner.py --grid, seeds 1 to 13")
+_steps = partial(Fitted, gpu="H200", method="benchmarks/results/sft_step.json")
+_lengths = partial(Fitted, gpu=_BOTH, method="benchmarks/results/attention_lengths.json, docs/attention.md")
+_long = partial(Fitted, gpu="H200", method="benchmarks/results/attention_hopper.json")
+
+# GPUs: shares of the data sheet's rates (`gpus`).
+MATMUL_SHARE = _grid(0.69, "of the data sheet's FLOP/s")
+"""Rate of a layer's matmuls: 680 of 989 TFLOP/s, whose power lowers the clock (790 in a single large one)."""
+H100_MATMUL_SHARE = Fitted(0.705, "of the data sheet's FLOP/s", "H100", "benchmarks/planner.py --grid, seeds 1 to 13")
+"""The same of an H100, whose slower memory leaves matmuls more power."""
+SUSTAINED = _grid(0.89, "of a single large matmul's FLOP/s")
+"""Rate that a layer's matmuls sustain, where a GPU is measured."""
+COPY_SHARE = _grid(0.87, "of the data sheet's bytes/s")
+"""Rate at which kernels read and write memory: 4.2 of 4.8 TB/s."""
+H100_COPY_SHARE = Fitted(0.91, "of the data sheet's bytes/s", "H100", "benchmarks/planner.py --grid, seeds 1 to 13")
+PEER_SHARE = Fitted(0.7, "of the data sheet's bytes/s", "H200", _UNRECORDED)
+"""Rate of collectives."""
+FP8_GAIN = Fitted(1430 / 692, "of bf16 FLOP/s", "H200", "matmuls in a step")
+"""Rate of FP8 matmuls in a step."""
+FEW_VALUES_GAIN = _grid(1.03, "of bf16 FLOP/s")
+"""Rate of matmuls with NF4's weights: 16 values in a block draw less power."""
+LINK_SHARE = _grid(0.85, "of the link's bytes/s")
+"""Rate of copies between host and device that a plan counts on: both directions wait for each other."""
+FILES_RATE = Fitted(25e9, "bytes/s", "H200", "`rates.measure_files`, 16 cores")
+"""Rate of mapped files in the page cache."""
+CALL = Fitted(28e-6, "s", "H200", "`rates.measure_dispatch`")
+ARRAY = Fitted(1.4e-6, "s", "H200", "`rates.measure_dispatch`")
+COPY = Fitted(30e-6, "s", "H200", "`rates.measure_dispatch`")
+"""Host's time to call a program, for each further array of it, and for each array that is copied."""
+
+# Kernels (`cost`).
+KERNEL_GAP = _grid(0.3e-6, "s")
+"""Time between kernels."""
+SHORTEST_KERNEL = _grid(0.8e-6, "s")
+MATMUL_START = _grid(3.3e-6, "s")
+"""Time in which a matmul starts and ends."""
+UNHEATED = _grid(0.8, "of a long matmul's time")
+"""Time of a short one's rest: rates are those of long ones, whose power lowers the clock."""
+LOOP_TURN = _steps(1.1e-6, "s")
+"""Time of a turn of a kernel's loop."""
+CODES_RATE = _grid(0.83e12, "codes/s")
+"""8-bit codes that XLA converts, where memory is not slower."""
+KERNEL_SHARE = _steps(0.92, "of `Gpu.copy`")
+"""Rate at which our kernels, and matmuls bound by memory, move their bytes; XLA's own do at all of it."""
+KIND_SHARES = {KernelKind.ADAPTER_GRADIENTS: _steps(0.73, "of `Gpu.copy`")}
+"""The same by kind: that of adapters' gradients keeps sums of all ranks."""
+FP8_SHARE = _grid(0.55, "of `Gpu.copy`")
+"""The same of kernels that read or write FP8 values."""
+MOST_MOVED = {
+    KernelKind.MXFP4: _grid(3.4e12, "bytes/s"),
+    KernelKind.EXPERTS_MATMUL: _grid(3.8e12, "bytes/s"),
+}
+"""Bytes that kernels move, where memory is not slower."""
+EXPERTS_SHARE = _grid(0.9, "of `Gpu.matmul`")
+"""Rate of experts' matmuls."""
+
+# Attention (`attention`).
+
+
+class AttentionRate(NamedTuple):
+    """Speed of a pass: time is linear in visible pairs and in tokens."""
+
+    share: float
+    """Share of the matmul rate at which visible pairs are computed."""
+    waste: float
+    """Pairs computed for each token besides the visible ones: masked parts of tiles, and loops' starts."""
+
+
+class AttentionRates(NamedTuple):
+    """Rates of a kernel's forward and backward passes."""
+
+    forward: AttentionRate
+    backward: AttentionRate
+
+
+class TileRates(NamedTuple):
+    """Speed of the programs of a Hopper kernel."""
+
+    share: float
+    """Share of the matmul rate at which tiles are multiplied."""
+    start: float
+    """Seconds in which a program starts and ends."""
+    moved: float = 0
+    """Bytes moved beside it for each element of queries: products with the output, float32 sums and their rounding."""
+
+
+def _rate(share: float, waste: float) -> AttentionRate:
+    return AttentionRate(_lengths(share, "of `Gpu.matmul`"), _lengths(waste, "pairs a token"))
+
+
+def _tiles(share: float, start: float, moved: float = 0) -> TileRates:
+    return TileRates(_long(share, "of `Gpu.matmul`"), _long(start, "s"), moved)
+
+
+ATTENTION = {
+    ("short", 64): AttentionRates(_rate(0.62, 190), _rate(0.55, 120)),
+    ("short", 128): AttentionRates(_rate(0.66, 150), _rate(0.60, 140)),
+    ("long", 128): AttentionRates(_rate(0.70, 400), _rate(0.57, 250)),
+    ("cudnn", 128): AttentionRates(_rate(0.82, 490), _rate(0.76, 400)),
+}
+"""By kernel and largest head dim: Triton kernels with tiles for short and long documents, and cuDNN's. In whole steps,
+where power limits long passes to nine tenths of their rate alone."""
+ATTENTION_START = _lengths(3e-6, "s")
+"""Time in which a program of a Triton kernel starts and ends."""
+KEYS_TURN = _lengths(0.65e-6 / 32, "s")
+"""Its time for a key of its queries, with a head dim of 128."""
+ROWS_TURN = _lengths(1.15e-6 / 64, "s")
+"""Its time for a query row of its keys, with a head dim of 128."""
+HOPPER_FORWARD = {64: _tiles(0.68, 4e-6), 128: _tiles(0.94, 3e-6)}
+HOPPER_BACKWARD = {64: _tiles(0.62, 6e-6, 8), 128: _tiles(0.83, 4e-6, 12)}
+"""By head dim."""
+HOPPER_PARTED = _long(0.94, "of the backward pass's rate")
+"""Rate of the backward pass where a token's query heads do not fit a tile."""
+
+# Host (`step`): the unit of most is a rate that is measured on every host (`gpus.Dispatch`).
+ENDS = _grid(36.0, "calls")
+"""To dispatch embedding and head."""
+PASS = _grid(4.0, "calls")
+"""To dispatch a layer's pass."""
+KERNEL = _grid(0.11, "calls")
+"""For each of its kernels."""
+GROUPED_KERNEL = _grid(0.14, "calls")
+"""For each kernel of one of several programs of layers, whose CUDA graphs get other addresses in turn."""
+WHOLE = _grid(10.0, "calls")
+"""To dispatch a micro-batch's only program."""
+WHOLE_TRAINABLE = _grid(3.0, "arrays")
+"""For each trainable array of it that is taken or returned."""
+WHOLE_FROZEN = _grid(0.75, "arrays")
+"""For each frozen one, which is only read."""
+LAYER_ARRAY = _grid(0.85, "arrays")
+"""For each array of a layer's program."""
+STREAMED_LAYER = _grid(12.0, "calls")
+"""To request copies of a layer's weights."""
+STREAMED_ARRAY = _grid(1.5, "copies")
+"""For each array among them."""
+OFFLOADED_VALUE = _grid(9.0, "copies")
+"""For a value to or from own page-locked buffers."""
+SHORT_PASS = _grid(1.2e-3, "s")
+"""GPU's time of a layer's pass, of which the host hardly dispatches one in this time."""
+OVERLAP = _grid(4.0, "exponent")
+GROUPED_OVERLAP = _grid(1.7, "exponent")
+WHOLE_OVERLAP = _grid(6.0, "exponent")
+"""With which GPU's and host's time make a step's: the higher, the better is the shorter one hidden. Of several programs
+of layers, one starts once the host has passed all their parameters."""
+COMPILE_ENDS = _grid(5.0, "s")
+"""To compile embedding and head, with autotuning."""
+COMPILE_LAYER = _grid(3.5, "s")
+COMPILE_EXPERTS = _grid(4.0, "s")
+"""To compile the passes of a layer, and of one with experts."""
+COMPILE_GROUPED = _grid(0.15, "s")
+"""To compile each further layer of a program."""
+COMPILE_WHOLE = _grid(17.0, "s")
+COMPILE_IN_WHOLE = _grid(0.4, "s")
+"""To compile a micro-batch's only program, and for each layer in it."""
+PINNING = Fitted(8 * _GIB, "bytes/s", "H200", _UNRECORDED)
+"""Rate at which a run pins host memory, by threads beside compilation (`engine/host_buffers.py`)."""
+JAX_PINNING = Fitted(1.2 * _GIB, "bytes/s", "H100", _UNRECORDED)
+"""Rate at which JAX does, where a virtual machine's memory grows as it is touched."""
+WORTH_COMPILING = Fitted(1.2 * _GIB, "bytes", "H100", _UNRECORDED)
+"""Host memory whose use is as bad as a second of compilation."""
+
+# Memory (`memory`).
+TEMPORARIES = _grid(1.03, "of `live_bytes.peak_bytes`")
+"""XLA's temporary memory of a layer's backward pass; a twentieth of layers take more."""
+SCATTERED = _grid(0.35, "of the largest temporary memory")
+MOST_SCATTERED = _grid(1.5 * _GIB, "bytes")
+"""Memory that a pool loses between other values, of which the largest temporary memory is one block, and its most."""
+LARGER_TEMPORARY = _grid(0.1, "of a layer's temporary memory")
+"""By which it may exceed the prediction, counted where gaps take the spare."""
+PROGRAMS_MEMORY = _grid(int(0.3 * _GIB), "bytes")
+"""Loaded programs and workspaces of matmuls, for any model."""
+CUDNN_WORKSPACE = Fitted(8, "bytes", "H200", "compiled programs' temporary memory")
+"""That cuDNN's backward pass reserves for each token, head, head dim and segment slot."""
+SCALING_ERROR = Fitted(3e-4, "of the memory", "H200", "plans of scaled and of traced programs")
+"""By which scaled programs may differ from traced ones."""
