@@ -100,14 +100,14 @@ class ExportConfig(Config):
 
     def validate(self) -> None:
         """Refuse several tasks at once, and none."""
+        if self.gguf_lora and (self.adapter is None or self.gguf is not None or self.output is None):
+            raise ValueError("--gguf-lora writes --adapter to --output, without --gguf")
         written = self.adapter is not None or self.gguf is not None
         tasks = (written, self.quantize != "none", self.checkpoint is not None)
         if sum(tasks) != 1:
             raise ValueError(
                 "give one of --adapter (or --gguf), --quantize and --checkpoint: a further task starts from its output"
             )
-        if self.gguf_lora and (self.adapter is None or self.gguf is not None or self.output is None):
-            raise ValueError("--gguf-lora writes --adapter to --output, without --gguf")
         if self.imatrix and self.gguf not in ("q4_k_m", "q5_k_m", "q6_k"):
             raise ValueError("--imatrix weighs the errors of K-quants: add --gguf q4_k_m, q5_k_m or q6_k")
         if self.checkpoint is not None and self.push is not None:

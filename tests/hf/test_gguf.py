@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from jaxglue.hf.checkpoint import read_config, save_tensors
@@ -28,7 +28,7 @@ from jaxglue.models import config_from_hf
 from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 
-gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[test]'")
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
 
 RAW = {
     "model_type": "llama",
@@ -79,6 +79,14 @@ def test_bytes_are_those_of_the_gguf_package(kind, make_folder, export):
     original = MergedTensors(folder).read("model.layers.1.mlp.down_proj.weight").astype(np.float32)
     expected = gguf.quantize(original, gguf.GGMLQuantizationType[kind.upper()])
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight"].data, expected)
+
+
+def test_experts_are_quantized_to_mxfp4_as_the_gguf_package_does(make_folder, export):
+    folder = make_folder(**GPT_OSS)
+    tensors, _ = export(folder, "mxfp4")
+    experts = MergedTensors(folder).read("model.layers.0.mlp.experts.down_proj").astype(np.float32)
+    expected = gguf.quantize(np.ascontiguousarray(experts.swapaxes(1, 2)), gguf.GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(tensors["blk.0.ffn_down_exps.weight"].data, expected)
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
@@ -194,7 +202,7 @@ def test_missing_package_is_named(make_folder, export, monkeypatch):
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ValueError, match=re.escape("pip install 'jaxglue[gguf]'")):
+    with pytest.raises(ValueError, match=re.escape("pip install '.[gguf]'")):
         export(folder, "f16")
 
 
@@ -308,21 +316,8 @@ def test_unknown_pre_tokenizer_is_refused():
         vocabulary_metadata(byte_level(split(r"\w+")), 8, {1})
 
 
-def sentencepiece():
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{i:02X}>": 3 + i for i in range(256)}}
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "hell"), ("▁hell", "o"), ("l", "o")]
-    for piece in ("▁", *"helo", *(a + b for a, b in merges)):
-        vocabulary.setdefault(piece, len(vocabulary))
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-def test_byte_fallback_vocabulary_is_written_with_scores_of_its_merges():
-    found = vocabulary_metadata(sentencepiece(), 300, {2})
+def test_byte_fallback_vocabulary_is_written_with_scores_of_its_merges(sentencepiece):
+    found = vocabulary_metadata(sentencepiece, 300, {2})
     assert found["ggml.model"] == "llama"
     assert found["ggml.add_space_prefix"]
     assert "ggml.merges" not in found
@@ -348,8 +343,9 @@ def test_default_system_message_is_printed_without_one(make_tokenizer):
     tokenizer.chat_template = default + tokenizer.chat_template
     text = ollama_template(tokenizer)
     assert text.startswith(
-        '{{- "<|im_start|>system\\n" }}{{- if not .System }}{{- "Be kind.<|im_end|>\\n" }}{{- end }}'
-        '{{- range .Messages }}{{- if eq .Role "system" }}{{- .Content }}{{- "<|im_end|>\\n" }}'
+        '{{- "<|im_start|>system\\n" }}{{- if not .System }}{{- "Be kind." }}{{- end }}'
+        '{{- range .Messages }}{{- if eq .Role "system" }}{{- .Content }}{{- else if eq .Role "user" }}'
+        '{{- "<|im_end|>\\n<|im_start|>user\\n" }}'
     )
 
 

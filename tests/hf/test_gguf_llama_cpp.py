@@ -27,8 +27,8 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 
-gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[test]'")
-pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install 'jaxglue[test]'")
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
+pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install '.[test]'")
 
 SIZES = {
     "vocab_size": 420,
@@ -132,6 +132,24 @@ def test_f16_gives_our_tokens_stops_and_template(family, make_folder, make_token
         tokens = found["tokens"]
         assert [token for token in tokens if token not in stops] == expected
         assert found["stop_type"] == ("eos" if len(expected) < 12 else "limit")
+
+
+@pytest.mark.parametrize("name", ["marked", "thinking", "closing", "unstable"])
+def test_templates_render_in_llama_cpp_as_in_training(name, make_folder, make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer(name)
+    template = ChatTemplate(tokenizer)
+    folder = make_folder("qwen3", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    found = ask(model=export(folder, "f16", tmp_path / "out", tokenizer, {2}), chats=CHATS)["chats"]
+    texts = [template.render_prompt(chat, None) for chat in CHATS]
+    assert [chat["text"] for chat in found] == texts
+    assert [chat["tokens"] for chat in found] == [template.encode(text) for text in texts]
+
+
+def test_byte_fallback_tokenizer_gives_its_tokens_in_llama_cpp(sentencepiece, make_folder, tmp_path):
+    folder = make_folder("qwen3", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    texts = ["hello hell lo", " hello\n", "héllo 日本"]
+    file = export(folder, "f16", tmp_path / "out", sentencepiece, {2})
+    assert ask(model=file, texts=texts)["texts"] == [sentencepiece.encode(text) for text in texts]
 
 
 KINDS = ("bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_0")
@@ -239,3 +257,32 @@ def test_command_writes_file_and_modelfile(make_folder, make_tokenizer, tmp_path
     assert ask(model=tmp_path / "tuned/tuned-q4_k_m.gguf", texts=["What is 3 plus 4?"])["texts"] == [
         make_tokenizer("plain").encode("What is 3 plus 4?")
     ]
+
+
+def test_command_measures_importance_on_data(make_folder, write_jsonl, chat_rows, tmp_path):
+    folder, data = make_folder("qwen3"), write_jsonl(chat_rows(8))
+    flags = ["export", "--gguf", "q4_k_m", "--base", str(folder), "--output"]
+    main([*flags, str(tmp_path / "plain")])
+    main([*flags, str(tmp_path / "weighed"), "--imatrix", data])
+    plain, weighed = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name / f"{name}-q4_k_m.gguf").tensors}
+        for name in ("plain", "weighed")
+    )
+    changed = {name for name, tensor in weighed.items() if (tensor.data != plain[name].data).any()}
+    matrices = {name for name in plain if name.startswith("blk.") and "norm" not in name}
+    assert changed == matrices
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gguf", "q8_0", "--imatrix", "rows.jsonl"], "--imatrix weighs the errors of K-quants"),
+        (["--gguf", "q8_0", "--quantize", "nf4"], "a further task starts from its output"),
+        (["--gguf-lora"], "--gguf-lora writes --adapter"),
+        (["--gguf", "q9"], "q4_k_m"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "--base", str(tmp_path), "--output", str(tmp_path / "out"), *flags])
+    assert message in capsys.readouterr().err

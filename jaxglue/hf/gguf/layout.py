@@ -187,13 +187,14 @@ def interleaved_rows(rows: int, heads: int) -> np.ndarray:
     return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
 
 
-def join_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def join_mxfp4(blocks: Any, scales: Any) -> Any:
     """Return the bytes of rows of MXFP4 blocks as llama.cpp lays them out: the scale, then the two halves as nibbles.
 
     Args:
         blocks: [rows, blocks, 16] uint8, neighboring values in a byte, the first in the low half.
-        scales: [rows, blocks] uint8.
+        scales: [rows, blocks] uint8; both of NumPy or of JAX.
     """
+    np = blocks.__array_namespace__()
     values = np.stack([blocks & 0xF, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
     halves = values[..., : BLOCK // 2] | values[..., BLOCK // 2 :] << 4
     return np.concatenate([scales[..., None], halves], axis=-1).reshape(len(blocks), -1)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.template import ChatTemplate
 from jaxglue.hf.gguf.vocabulary import adds_bos
 
 _CONTENTS = {"system": "⟦system⟧", "user": "⟦user⟧", "assistant": "⟦assistant⟧"}
@@ -26,18 +27,15 @@ class _Texts(NamedTuple):
     """Before the answer."""
 
 
-def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, stops: Collection[int], adapter: str | None = None) -> str:
+def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, stops: Collection[int]) -> str:
     """Return the text of a Modelfile.
 
     Args:
         file: name of the GGUF file beside it.
         tokenizer: of the model.
         stops: tokens that end an answer.
-        adapter: name of an adapter's GGUF file beside it.
     """
     lines = [f"FROM ./{file}"]
-    if adapter is not None:
-        lines.append(f"ADAPTER ./{adapter}")
     if tokenizer.chat_template:
         template = ollama_template(tokenizer)
         if template is None:
@@ -56,7 +54,7 @@ def modelfile(file: str, tokenizer: PreTrainedTokenizerBase, stops: Collection[i
 def ollama_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a chat template in Ollama's language, of texts around messages; None where it would render otherwise.
 
-    Tools and thinking are left to llama.cpp's own server, which reads Hugging Face's template.
+    Tools and thinking are left to llama.cpp's own server, which reads Hugging Face's template. A date is training's.
     """
     try:
         texts = _derive(tokenizer)
@@ -84,7 +82,7 @@ def _go(text: str) -> str:
 
 def _render(tokenizer: PreTrainedTokenizerBase, roles: Sequence[str]) -> str:
     messages: list[dict[str, Any]] = [{"role": _ROLES[role], "content": _CONTENTS[_ROLES[role]]} for role in roles]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return ChatTemplate(tokenizer).render_prompt(messages, None)
 
 
 def _assemble(texts: _Texts, roles: Sequence[str]) -> str:

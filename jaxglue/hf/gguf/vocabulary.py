@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxglue.data.template import ChatTemplate
+
 _log = logging.getLogger(__name__)
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -142,6 +144,8 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     if not tokenizer.chat_template:
         return True
-    messages = [{"role": "user", "content": "a"}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return str(text).startswith(tokenizer.bos_token)
+    try:
+        text = ChatTemplate(tokenizer).render_prompt([{"role": "user", "content": "a"}], None)
+    except ValueError:  # a template may refuse this conversation
+        return True
+    return text.startswith(tokenizer.bos_token)

@@ -16,9 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.hf.gguf.layout import GgufTensor
+from jaxglue.hf.gguf.layout import GgufTensor, join_mxfp4
 from jaxglue.hf.gguf.package import load_gguf
 from jaxglue.ops.quant.k_quants import BLOCK_BYTES, SUPER_BLOCK, quantize_super_blocks
+from jaxglue.ops.quant.mxfp4 import quantize_mxfp4
 
 _WORKERS = 4
 """Tensors in work at once: enough to read, copy, quantize and write at the same time."""
@@ -165,16 +166,17 @@ def _pieces(item: FileTensor) -> int:
 def _write_piece(file: int, offset: int, item: FileTensor, index: int, read: Callable[[], np.ndarray]) -> int:
     """Convert and write a piece; return its bytes."""
     array, written = read(), 0
+    size = array.size if item.tensor.is_mxfp4 else values_bytes(array.size, item.type)
     if item.tensor.is_mxfp4:
         chunks = iter([array.reshape(-1)])
-    elif item.type in BLOCK_BYTES:
+    elif item.type in BLOCK_BYTES or item.type == "mxfp4":
         weights = None if item.importance is None else np.atleast_2d(item.importance)
         importance = None if weights is None else weights[min(index, len(weights) - 1)]
-        chunks = _k_quant_chunks(array, item, importance)
+        chunks = _device_chunks(array, item, importance)
     else:
         chunks = _host_chunks(array, item)
     for chunk in chunks:
-        written += _write(file, chunk, offset + written)
+        written += _write(file, chunk.reshape(-1)[: size - written], offset + written)
     return written
 
 
@@ -208,9 +210,15 @@ def _host_chunks(array: np.ndarray, item: FileTensor):
             yield gguf.quantize(values, kind)
 
 
-def _k_quant_chunks(array: np.ndarray, item: FileTensor, importance: np.ndarray | None):
-    """Yield the bytes of super-blocks, quantized on the default device; the next ones are computed meanwhile."""
-    blocks = np.ascontiguousarray(array).reshape(-1, SUPER_BLOCK)
+def _device_chunks(array: np.ndarray, item: FileTensor, importance: np.ndarray | None):
+    """Yield the bytes of super-blocks, quantized on the default device; the next ones are computed meanwhile.
+
+    MXFP4 goes through in the same portions, the last of them filled with zeros.
+    """
+    values = np.ascontiguousarray(array).reshape(-1)
+    if rest := -values.size % SUPER_BLOCK:
+        values = np.concatenate([values, np.zeros(rest, values.dtype)])
+    blocks = values.reshape(-1, SUPER_BLOCK)
     most = _CPU_BLOCKS if jax.default_backend() == "cpu" else _DEVICE_BLOCKS
     weights = None if importance is None else importance.astype(np.float32).reshape(-1, SUPER_BLOCK)
     pending = None
@@ -233,7 +241,11 @@ def _quantize(blocks, kind, weights, start):
     importance = None
     if weights is not None:
         importance = weights[(start + jnp.arange(len(blocks))) % len(weights)]
-    return quantize_super_blocks(blocks, kind, importance), jnp.isfinite(blocks).all()
+    finite = jnp.isfinite(blocks).all()
+    if kind == "mxfp4":
+        quantized = quantize_mxfp4(blocks)
+        return join_mxfp4(quantized.blocks, quantized.scales), finite
+    return quantize_super_blocks(blocks, kind, importance), finite
 
 
 def _fetch(pending: Any, item: FileTensor) -> np.ndarray:

@@ -19,6 +19,8 @@ _DEVIATION = 2.93
 """Standard deviation of uniformly random e2m1 values."""
 LIFT = 6
 """Exponent in FP8 of a matrix's largest blocks, whose largest value is 6: 6 · 2⁶ is below e4m3's 448."""
+_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["blocks", "scales"], meta_fields=[])
@@ -80,6 +82,21 @@ def dequantize_mxfp4(quantized: MXFP4, dtype=jnp.bfloat16) -> Float[Array, "*B I
     halves = jnp.stack([quantized.blocks & 0xF, quantized.blocks >> 4], axis=-1)
     scale = _power_of_two(quantized.scales)[..., None, None]
     return (_decode(halves) * scale).astype(dtype).reshape(quantized.shape)
+
+
+def quantize_mxfp4(values: Float[Array, "*B I"]) -> MXFP4:
+    """Round values to MXFP4, each block's largest to 4 … 6 times the scale; values in MXFP4 keep theirs.
+
+    Of two values equally near, the smaller is taken.
+    """
+    x = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    magnitudes = jnp.abs(x)
+    exponents = jax.lax.bitcast_convert_type(magnitudes.max(axis=-1), jnp.int32) >> 23
+    scales = jnp.maximum(exponents - 2, 0)
+    scaled = jnp.ldexp(magnitudes, 127 - scales[..., None])
+    codes = sum((scaled > middle).astype(jnp.uint8) for middle in _MIDDLES)
+    codes = codes | jnp.where((x < 0) & (codes > 0), jnp.uint8(8), jnp.uint8(0))
+    return MXFP4(blocks=codes[..., ::2] | codes[..., 1::2] << 4, scales=scales.astype(jnp.uint8))
 
 
 def _decode(codes: UInt8[Array, "*B"]) -> Float[Array, "*B"]:

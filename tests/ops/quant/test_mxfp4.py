@@ -6,7 +6,7 @@ import pytest
 
 from jaxglue.ops.moe import grouped_matmul
 from jaxglue.ops.quant import DEQUANTIZE, mxfp4_to_fp8
-from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
+from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4, quantize_mxfp4
 
 E2M1 = {
     "0000": 0.0, "0001": 0.5, "0010": 1.0, "0011": 1.5, "0100": 2.0, "0101": 3.0, "0110": 4.0, "0111": 6.0,
@@ -40,6 +40,27 @@ def test_dequantize_is_exact(dtype):
     got, expected = dequantize_mxfp4(tensor, dtype), decode(tensor)
     np.testing.assert_array_equal(np.asarray(got, np.float64), expected)
     np.testing.assert_array_equal(np.signbit(np.asarray(got, np.float64)), np.signbit(expected))
+
+
+def test_quantizing_values_in_mxfp4_keeps_them():
+    rng = np.random.default_rng(0)
+    blocks = jnp.asarray(rng.integers(0, 256, (6, 4, 16), dtype=np.uint8))
+    stored = MXFP4(blocks=blocks, scales=jnp.asarray(rng.integers(100, 140, (6, 4), dtype=np.uint8)))
+    values = dequantize_mxfp4(stored, jnp.float32)
+    np.testing.assert_array_equal(dequantize_mxfp4(quantize_mxfp4(values), jnp.float32), values)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-30, 0.0])
+def test_quantized_values_are_the_nearest(scale):
+    values = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32) * np.float32(scale)
+    quantized = quantize_mxfp4(jnp.asarray(values))
+    found = np.asarray(dequantize_mxfp4(quantized, jnp.float32))
+    steps = np.exp2(np.asarray(quantized.scales, np.float64) - 127).repeat(32, axis=-1)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = np.concatenate([-grid, grid])[:, None, None] * steps
+    np.testing.assert_allclose(np.abs(found - values), np.abs(grid - values).min(axis=0), rtol=1e-5, atol=1e-45)
+    largest = np.abs(values.reshape(8, 2, 32)).max(axis=-1) / steps.reshape(8, 2, 32)[..., 0]
+    assert ((largest >= 4) & (largest < 8)).all() or scale == 0
 
 
 def test_every_byte_decodes_and_scale_255_is_nan():
