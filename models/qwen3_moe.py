@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, require_fields
+from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, experts_quantized, require_fields
 from jaxglue.models.context import LayerContext
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.layers import DecoderLayer, GatedMLP
@@ -31,6 +31,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         intermediate_size=raw["moe_intermediate_size"],
         sparse_layers=_sparse_layers(raw),
         norm_topk_prob=raw.get("norm_topk_prob", False),
+        quantize=experts_quantized(raw),
     )
     return DecoderConfig(**fields, layer_windows=(window,) * layers, moe=moe)
 

@@ -30,7 +30,7 @@ from jaxglue.models.parameters import flatten_names, split_model
 from jaxglue.ops.quant.k_quants import quantize_k
 from jaxglue.ops.quant.mxfp4 import MXFP4, dequantize_mxfp4
 
-gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[test]'")
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
 
 RAW = {
     "model_type": "llama",
@@ -204,7 +204,7 @@ def test_missing_package_is_named(make_folder, export, monkeypatch):
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ValueError, match=re.escape("pip install 'jaxglue[gguf]'")):
+    with pytest.raises(ValueError, match=re.escape("pip install '.[gguf]'")):
         export(folder, "f16")
 
 

@@ -5,7 +5,8 @@ as `RowTiles` tabulates them; programs without a tile return at once.
 
 Layout: lhs [S, K], rhs [E, K, N] or, transposed, [E, N, K]; offsets [E+1]; table [4, TILES]. Offsets of matrices are
 64-bit. With DESCRIPTORS (compute capability ≥ 9.0), tiles load through TMA, which fills with zeros past the end of an
-array; a tile may load rows of the next group but never stores them.
+array; a tile may load rows of the next group but never stores them. An argument that a call has no use for is None,
+and its part of the kernel is not compiled.
 """
 
 import triton
@@ -22,10 +23,10 @@ def _swizzle(program, tiles_m, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _rows(tokens, first, end, BLOCK_R: tl.constexpr, GATHER: tl.constexpr):
+def _rows(tokens, first, end, BLOCK_R: tl.constexpr):
     """Return (source row of each row of a tile, mask of the rows before `end`)."""
     rows = first + tl.arange(0, BLOCK_R)
-    if GATHER:
+    if tokens is not None:
         return tl.load(tokens + rows, mask=rows < end, other=0), rows < end
     else:
         return rows, rows < end
@@ -43,12 +44,12 @@ def _load_rows(source, rows, inside, column, COLUMNS: tl.constexpr, BLOCK_C: tl.
 
 @triton.jit
 def _load(source, tokens, first, end, column, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-          DESCRIPTOR: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
-    """Load a tile [BLOCK_R, BLOCK_C] of rows [first, end) of an array [S, COLUMNS], through `tokens` to GATHER."""
+          DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Load a tile [BLOCK_R, BLOCK_C] of rows [first, end) of an array [S, COLUMNS], through `tokens` if any."""
     if DESCRIPTOR:
         return source.load([first, column])
     else:
-        rows, inside = _rows(tokens, first, end, BLOCK_R, GATHER)
+        rows, inside = _rows(tokens, first, end, BLOCK_R)
         return _load_rows(source, rows, inside, column, COLUMNS, BLOCK_C)
 
 
@@ -64,32 +65,31 @@ def _load_matrix(source, group, row, column, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def _finish(acc, bias, out, group, row, end, column, N: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+def _finish(acc, bias, out, group, row, end, column, N: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr):  # fmt: skip
-    """Add the bias to an accumulator and store its rows [row, end)."""
+    """Add the bias, if any, to an accumulator and store its rows [row, end)."""
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     mask = (rows < end)[:, None] & (columns < N)[None, :]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _matmul_tile(
-    lhs, more_lhs, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end, column,
+    lhs, more_lhs, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end, column,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr,
-    GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_MORE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute rows [first, end) of a group, at most BLOCK_M + BLOCK_MORE, in BLOCK_N columns of out."""
-    TMA: tl.constexpr = DESCRIPTORS and not GATHER
+    TMA: tl.constexpr = DESCRIPTORS and tokens is None
     second = first + BLOCK_M
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    sources, inside = _rows(tokens, first, end, BLOCK_M, GATHER)
+    sources, inside = _rows(tokens, first, end, BLOCK_M)
     if BLOCK_MORE > 0:
         more = tl.full((BLOCK_MORE, BLOCK_N), 0.0, tl.float32)
-        more_sources, more_inside = _rows(tokens, second, end, BLOCK_MORE, GATHER)
+        more_sources, more_inside = _rows(tokens, second, end, BLOCK_MORE)
     for k in range(0, K, BLOCK_K):
         a = lhs.load([first, k]) if TMA else _load_rows(lhs, sources, inside, k, K, BLOCK_K)
         if TRANSPOSE_RHS:
@@ -100,39 +100,39 @@ def _matmul_tile(
         if BLOCK_MORE > 0:
             a = more_lhs.load([second, k]) if TMA else _load_rows(more_lhs, more_sources, more_inside, k, K, BLOCK_K)
             more = tl.dot(a, b, more)
-    if SCALED:
+    if row_scales is not None:
+        # Before the adapter's product, which is of 16-bit values.
         factor = tl.load(factors + group)
         acc *= (tl.load(row_scales + sources, mask=inside, other=0.0) * factor)[:, None]
         if BLOCK_MORE > 0:
             more *= (tl.load(row_scales + more_sources, mask=more_inside, other=0.0) * factor)[:, None]
     for r in tl.static_range(0, R, BLOCK_R):
-        a = _load(hidden, hidden, first, end, r, R, BLOCK_M, BLOCK_R, False, False)
+        a = _load(low_rank, None, first, end, r, R, BLOCK_M, BLOCK_R, False)
         if TRANSPOSE_EXPAND:
             b = tl.trans(_load_matrix(expand, group, column, r, N, R, BLOCK_N, BLOCK_R, False))
         else:
             b = _load_matrix(expand, group, r, column, R, N, BLOCK_R, BLOCK_N, False)
         acc = tl.dot(a, b, acc)
         if BLOCK_MORE > 0:
-            more = tl.dot(_load(hidden, hidden, second, end, r, R, BLOCK_MORE, BLOCK_R, False, False), b, more)
-    _finish(acc, bias, out, group, first, end, column, N, HAS_BIAS, BLOCK_M, BLOCK_N)
+            more = tl.dot(_load(low_rank, None, second, end, r, R, BLOCK_MORE, BLOCK_R, False), b, more)
+    _finish(acc, bias, out, group, first, end, column, N, BLOCK_M, BLOCK_N)
     if BLOCK_MORE > 0:
-        _finish(more, bias, out, group, second, end, column, N, HAS_BIAS, BLOCK_MORE, BLOCK_N)
+        _finish(more, bias, out, group, second, end, column, N, BLOCK_MORE, BLOCK_N)
 
 
 @triton.jit
 def matmul_kernel(
-    lhs, half, rhs, tail, tokens, bias, hidden, expand, table, row_scales, factors, out,
+    lhs, half, rhs, tail, tokens, bias, low_rank, expand, table, row_scales, factors, out,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr,
-    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr, DESCRIPTORS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_MORE: tl.constexpr,
+    TRANSPOSE_RHS: tl.constexpr, TRANSPOSE_EXPAND: tl.constexpr, DESCRIPTORS: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_MORE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of out [S, N]; grid (TILES · column tiles).
 
-    To GATHER, lhs is [M, K] and tokens [S] holds the row of lhs for each row of out.
-    SCALED, the products of 8-bit values are multiplied by row_scales, one for each row of lhs, and factors [E].
-    With R > 0, hidden [S, R] · expand [E, R, N] is the last step of the sum: an adapter needs no pass over out.
+    With tokens [S], lhs is [M, K], and they are the rows of lhs for each row of out, gathered as they are loaded.
+    With row_scales, one for each row of lhs, and factors [E], these multiply the products of 8-bit values.
+    With R > 0, low_rank [S, R] · expand [E, R, N] is the last step of the sum: an adapter needs no pass over out.
     The last column tile has BLOCK_TAIL columns; a tile of at most BLOCK_HALF rows computes no more. With BLOCK_MORE =
     BLOCK_HALF, a tile has a second accumulator of as many further rows that shares the loads of the matrix.
     `tail` and `half` are rhs and lhs again, because a TMA descriptor holds its tile's size.
@@ -147,32 +147,32 @@ def matmul_kernel(
     tile, column_tile = _swizzle(tl.program_id(0) - before * COLUMNS, tiles, COLUMNS, GROUP_M)
     first, column = start + tile * (BLOCK_M + BLOCK_MORE), column_tile * BLOCK_N
     if (BLOCK_TAIL < BLOCK_N) & (column + BLOCK_N > N):
-        _matmul_tile(lhs, half, tail, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
+        _matmul_tile(lhs, half, tail, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
                      BLOCK_M, BLOCK_MORE, BLOCK_TAIL, BLOCK_K, BLOCK_R)  # fmt: skip
     elif (BLOCK_HALF < BLOCK_M) & (end - first <= BLOCK_HALF):
-        _matmul_tile(half, half, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
+        _matmul_tile(half, half, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
                      BLOCK_HALF, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     elif (BLOCK_MORE > 0) & (end - first <= BLOCK_M):
-        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
+        _matmul_tile(lhs, half, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
                      BLOCK_M, 0, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
     else:
-        _matmul_tile(lhs, half, rhs, tokens, bias, hidden, expand, row_scales, factors, out, group, first, end,
-                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, GATHER, HAS_BIAS, SCALED, DESCRIPTORS,
+        _matmul_tile(lhs, half, rhs, tokens, bias, low_rank, expand, row_scales, factors, out, group, first, end,
+                     column, K, N, R, TRANSPOSE_RHS, TRANSPOSE_EXPAND, DESCRIPTORS,
                      BLOCK_M, BLOCK_MORE, BLOCK_N, BLOCK_K, BLOCK_R)  # fmt: skip
 
 
 @triton.jit
 def outer_kernel(
     lhs, rhs, lhs_tokens, rhs_tokens, offsets, out,
-    K: tl.constexpr, N: tl.constexpr, DESCRIPTORS: tl.constexpr, GATHER_LHS: tl.constexpr, GATHER_RHS: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, DESCRIPTORS: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile [BLOCK_M, BLOCK_N] of out [E, K, N], summed over a group's rows; grid (tiles of a matrix, E)."""
-    TMA_LHS: tl.constexpr = DESCRIPTORS and not GATHER_LHS
-    TMA_RHS: tl.constexpr = DESCRIPTORS and not GATHER_RHS
+    TMA_LHS: tl.constexpr = DESCRIPTORS and lhs_tokens is None
+    TMA_RHS: tl.constexpr = DESCRIPTORS and rhs_tokens is None
     row_tile, column_tile = _swizzle(tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     group = tl.program_id(1)
     first, end = tl.load(offsets + group), tl.load(offsets + group + 1)
@@ -180,12 +180,12 @@ def outer_kernel(
     acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     whole = first + (end - first) // BLOCK_K * BLOCK_K
     for s in range(first, whole, BLOCK_K):
-        a = _load(lhs, lhs_tokens, s, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS, GATHER_LHS)
-        b = _load(rhs, rhs_tokens, s, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS, GATHER_RHS)
+        a = _load(lhs, lhs_tokens, s, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS)
+        b = _load(rhs, rhs_tokens, s, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS)
         acc = tl.dot(tl.trans(a), b, acc)
-    if whole < end:
-        a = _load(lhs, lhs_tokens, whole, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS, GATHER_LHS)
-        b = _load(rhs, rhs_tokens, whole, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS, GATHER_RHS)
+    if whole < end:  # apart from the loop, whose steps need no mask; TMA would load rows of the next group here
+        a = _load(lhs, lhs_tokens, whole, end, row, K, BLOCK_K, BLOCK_M, TMA_LHS)
+        b = _load(rhs, rhs_tokens, whole, end, column, N, BLOCK_K, BLOCK_N, TMA_RHS)
         ours = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
         acc = tl.dot(tl.trans(tl.where(ours, a, 0.0)), tl.where(ours, b, 0.0), acc)
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
@@ -276,7 +276,7 @@ def activation_gradient_kernel(
 @triton.jit
 def combine_kernel(
     rows, inverse, weights, expert_ids, bias, out,
-    D: tl.constexpr, X: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, X: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of out [M, D], Σ rows[inverse] (+ weight · bias) over X choices of rows [S, D]; grid (M)."""
     token = tl.program_id(0).to(tl.int64)
@@ -288,7 +288,7 @@ def combine_kernel(
             row = tl.load(inverse + token * X + choice).to(tl.int64)
             here = mask & (row < tl.num_programs(0) * X)
             acc += tl.load(rows + row * D + columns, mask=here, other=0.0).to(tl.float32)
-            if HAS_BIAS:
+            if bias is not None:
                 expert, weight = tl.load(expert_ids + token * X + choice), tl.load(weights + token * X + choice)
                 acc += weight * tl.load(bias + expert * D + columns, mask=here, other=0.0).to(tl.float32)
         tl.store(out + token * D + columns, acc.to(out.dtype.element_ty), mask=mask)

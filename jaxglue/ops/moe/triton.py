@@ -49,22 +49,19 @@ class TritonMoe(Launcher):
         tail = rhs
         if descriptors:
             rhs, tail = (_matrices(rhs, tiles.block_k, n, transpose_rhs) for n in (tiles.block_n, block_tail))
-        hidden, expand, transpose_expand = low_rank or (table, table, False)
-        rank = hidden.shape[1] if low_rank else 0
-        tokens, bias_or_any = (table if x is None else x for x in (lhs.tokens, bias))
-        factors = (scales.rows.reshape(-1), scales.groups) if scales else (table, table)
+        values, expand, transpose_expand = low_rank or (None, None, False)
+        rank = 0 if values is None else values.shape[1]
+        factors = (scales.rows.reshape(-1), scales.groups) if scales else (None, None)
         (out,) = self._launch(
             kernels.matmul_kernel,
-            (whole, half, rhs, tail, tokens, bias_or_any, hidden, expand, table, *factors),
+            (whole, half, rhs, tail, lhs.tokens, bias, values, expand, table, *factors),
             (out_type,),
             (table.shape[1] * triton.cdiv(N, tiles.block_n),),
             tiles.constants
             | {"E": E, "K": K, "N": N, "R": rank, "TILES": table.shape[1]}
             | {"BLOCK_R": fit(tiles.block_k, rank), "BLOCK_TAIL": block_tail}
             | {"BLOCK_HALF": block_half, "BLOCK_MORE": block_more}
-            | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand}
-            | {"HAS_BIAS": bias is not None, "SCALED": scales is not None}
-            | {"DESCRIPTORS": descriptors, "GATHER": lhs.tokens is not None},
+            | {"TRANSPOSE_RHS": transpose_rhs, "TRANSPOSE_EXPAND": transpose_expand, "DESCRIPTORS": descriptors},
             tiles.num_warps,
             tiles.num_stages,
             cost=_cost(2 * S * K * N * _tile_rows(E, table.shape[1]), moved, fp8=scales is not None),
@@ -76,17 +73,14 @@ class TritonMoe(Launcher):
         E, S, K, N = groups.sizes.shape[0], lhs.size, lhs.array.shape[1], rhs.array.shape[1]
         tiles = self.tiles.outer.fitted(m=K, n=N, k=self.tiles.outer.block_k)
         descriptors = self._descriptors(lhs.array, rhs.array)
-        tokens = [groups.offsets if x.tokens is None else x.tokens for x in (lhs, rhs)]
         arrays = [_rows(x, tiles.block_k, b, descriptors) for x, b in ((lhs, tiles.block_m), (rhs, tiles.block_n))]
         out_type = jax.ShapeDtypeStruct((E, K, N), dtype)
         (out,) = self._launch(
             kernels.outer_kernel,
-            (*arrays, *tokens, groups.offsets),
+            (*arrays, lhs.tokens, rhs.tokens, groups.offsets),
             (out_type,),
             (triton.cdiv(K, tiles.block_m) * triton.cdiv(N, tiles.block_n), E),
-            tiles.constants
-            | {"K": K, "N": N, "DESCRIPTORS": descriptors}
-            | {"GATHER_LHS": lhs.tokens is not None, "GATHER_RHS": rhs.tokens is not None},
+            tiles.constants | {"K": K, "N": N, "DESCRIPTORS": descriptors},
             tiles.num_warps,
             tiles.num_stages,
             cost=_cost(2 * S * K * N, _moved((lhs, rhs), out_type)),
@@ -110,10 +104,9 @@ class TritonMoe(Launcher):
     def combine(self, rows, inverse, weights, expert_ids, bias):
         """See `MoeBackend`."""
         (M, X), D = inverse.shape, rows.shape[1]
-        out_type, has_bias = jax.ShapeDtypeStruct((M, D), rows.dtype), bias is not None
-        arrays = (rows, inverse, *((weights, expert_ids, bias) if has_bias else 3 * (inverse,)))
-        constants = {"D": D, "X": X, "HAS_BIAS": has_bias}
-        return self._launch_rows(kernels.combine_kernel, arrays, (out_type,), M, D, constants)[0]
+        out_type = jax.ShapeDtypeStruct((M, D), rows.dtype)
+        arrays = rows, inverse, *((None, None, None) if bias is None else (weights, expert_ids, bias))
+        return self._launch_rows(kernels.combine_kernel, arrays, (out_type,), M, D, {"D": D, "X": X})[0]
 
     def _launch_rows(self, kernel, arrays, out_type, rows: int, columns: int, constants):
         """Launch a program for each row."""
