@@ -1,5 +1,5 @@
 # make train   trains the quickstart's adapter; RECIPE=my.toml trains yours
-# make test    runs the tests that need no GPU
+# make test    runs every part of the tests that need no GPU once; make test-all, all of them
 # make check   checks formatting, lint and types
 # make gpu-check   checks this checkout on a machine with a GPU
 # make bench   runs the benchmarks that this machine can run
@@ -16,13 +16,18 @@ GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | head -n 1)
 PACKAGE := .$(if $(GPU),[cuda13])
 PIP := .venv/bin/pip install --quiet --disable-pip-version-check
 
-.PHONY: train test check gpu-check bench docs clean
+.PHONY: train test test-all check gpu-check bench docs clean
 
 train: .venv/installed
 	.venv/bin/python scripts/train.py --config $(RECIPE)
 
+PYTEST := JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla .venv/bin/pytest -n 2 --dist=worksteal
+
 test: .venv/dev
-	JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla .venv/bin/pytest -n 2 -m "not gpu" --dist=worksteal
+	$(PYTEST) -m "not gpu and not slow"
+
+test-all: .venv/dev
+	$(PYTEST) -m "not gpu"
 
 check: .venv/dev
 	.venv/bin/ruff format --check

@@ -25,7 +25,7 @@ from jaxglue.hf.gguf.vocabulary import vocabulary_metadata
 from jaxglue.hf.merge import MergedTensors
 from jaxglue.ops.quant.k_quants import BLOCK_BYTES, SUPER_BLOCK, quantize_super_blocks
 
-_BLOCKS = 1 << 16
+_BLOCKS = 1 << 14
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from jaxglue.models.file_param import on_device
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
 from jaxglue.ops.projection.dora import row_norms
-from jaxglue.ops.quant.formats import quantize_matrix
+from jaxglue.ops.quant.formats import FORMATS, quantize_matrix
 from jaxglue.ops.residual_norm import Normed
 
 
@@ -33,7 +33,7 @@ class Linear(nnx.Module):
     ):
         weight = jax.random.normal(rngs.params(), (out_features, in_features), dtype) * std
         self.weight = nnx.Param(quantize_matrix(weight, quantize))
-        self.trains_in_fp8 = quantize == "fp8_trained"
+        self.trains_in_fp8 = FORMATS[quantize].fp8 and FORMATS[quantize].trains
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
         self.lora_A: nnx.LoRAParam | None = nnx.data(None)
         self.lora_B: nnx.LoRAParam | None = nnx.data(None)

@@ -46,7 +46,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # a long one at the end would run alone
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # a long one at the end would run alone
 
 
 @pytest.fixture(autouse=True)

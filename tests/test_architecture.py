@@ -104,7 +104,6 @@ def test_imported_modules_of_ours_exist():
 CYCLES = {
     frozenset({"jaxglue.objectives.config", "jaxglue.objectives.objective"}): "for the type checker",
     frozenset({"jaxglue.ops.projection.lora", "jaxglue.ops.projection.triton"}): "a backend loaded where a GPU is",
-    frozenset({"jaxglue.planner.planner", "jaxglue.planner.longest"}): "for the type checker",
     frozenset({"jaxglue.training.config", "jaxglue.training.optimizer"}): "for the type checker",
 }
 """Modules that import each other, each with its reason; one of the imports is not run, or inside a function."""
@@ -156,7 +155,6 @@ PRIVATE_OF_OTHERS = {
     },
     "jaxglue/ops/attention/hopper/tiles.py": {"_aggregate": AGGREGATE},
     "jaxglue/ops/tile_ring.py": {"_aggregate": AGGREGATE},
-    "jaxglue/planner/planner.py": {"_map_least": "of its own base class, to be joined with it"},
     "jaxglue/training/checkpoint.py": {
         "orbax.checkpoint._src.path.atomicity": "orbax has no public way to write a checkpoint under another name"
     },

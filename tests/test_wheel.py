@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CONTENT = ("jaxglue", "models", "pyproject.toml", "README.md", "LICENSE")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class Planner:
     def __init__(self, workload: Workload, gpu: Gpu, *, steps: int | None = None, **options: Any):
         self.predictor = Predictor(workload, gpu, **options)
         self.candidates = Candidates(self.predictor)
-        self._steps, self._options = steps, {"steps": steps, **options}
+        self.steps, self._options = steps, {"steps": steps, **options}
         self._plans: dict[tuple[float, str], list[Plan]] = {}
         self._longest: dict[tuple[float, str], int | None] = {}
         self._variants: dict[Workload, Planner] = {}
@@ -151,10 +151,10 @@ class Planner:
         found: list[Plan] = []
         for planner in self._by_tile():
             if planner.least_load(host_memory, weights) <= 1:
-                found += soonest(planner.fitting_plans(host_memory, weights), self._steps)
+                found += soonest(planner.fitting_plans(host_memory, weights), self.steps)
             # Tiles leave more memory to inputs that an untiled plan drops.
             if found and (planner is not self or not any(policy.drops_input for policy in found[0].policies)):
-                return min(found, key=lambda plan: (plan.run_seconds(self._steps), plan.device_bytes))
+                return min(found, key=lambda plan: (plan.run_seconds(self.steps), plan.device_bytes))
         if found:
             return found[0]
         if weights == AUTO and (mapped := self._map_lean(host_memory)):

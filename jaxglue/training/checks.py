@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxglue.hf.loading import require_stored
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora_config import ALL_LINEAR
 from jaxglue.ops.attention import ATTENTION, AttentionShape
@@ -20,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 def check_model(config: TrainConfig, model: DecoderConfig) -> None:
     """Raise ValueError for settings that the model cannot serve, with the remedy."""
+    if model.quantize != "none" == config.model.storage and not config.model.random_weights:
+        require_stored(config.model.folder, model)
     _check_full_fine_tuning(config, model)
     check_muon(config, model)
     if config.model.embeddings == "host" and model.tie_word_embeddings:

@@ -33,7 +33,7 @@ def test_a_document_never_predicts_the_next_ones_first_token(prepared):
             start += size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ours_learns_and_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     import sft_step
 

@@ -2,11 +2,14 @@
 
 import jax
 import pytest
+from selection import repeat
 
 from jaxglue.engine.compiler import Lowering
 
 
-@pytest.mark.parametrize(("count", "dropout", "layers", "programs"), [(1, 0.0, 1, 6), (2, 0.5, 1, 6), (1, 0.0, 3, 1)])
+@pytest.mark.parametrize(
+    ("count", "dropout", "layers", "programs"), [repeat(1, 0.0, 1, 6), (2, 0.5, 1, 6), (1, 0.0, 3, 1)]
+)
 def test_a_step_compiles_no_lowered_program_again(split_parts, random_batch, count, dropout, layers, programs):
     """Embedding, head and two kinds of layers forward and backward, or one program of all."""
     parts, compiled = split_parts("lora", dropout=dropout), []

@@ -4,6 +4,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.engine.policy import format_policies, parse_policies, parse_policy
 from jaxglue.ops import attention
@@ -45,7 +46,7 @@ def test_invalid_drop_is_refused(text, message):
     [
         ({"prefetch_depth": 1}, f"2 x [{GROUP}]"),
         ({"tile": 7}, f"2 x [{GROUP}]"),
-        ({"prefetch_depth": 0}, "1 x full + 5 x drop:layer_input"),
+        repeat({"prefetch_depth": 0}, "1 x full + 5 x drop:layer_input"),
         ({}, f"1 x drop:{ATTENTION} + 5 x drop:layer_input,{ATTENTION}"),
     ],
 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.engine.host_table import _read, embeddings_to_host, needed_rows
 from jaxglue.engine.policy import parse_policy
@@ -18,7 +19,7 @@ from jaxglue.planner.planner import Planner
 from jaxglue.planner.workload import Workload
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [repeat(jnp.float32), jnp.bfloat16])
 def test_host_table_gives_the_same_step(split_parts, random_batch, dtype):
     parts = split_parts("lora")
     table = parts.frozen["embed_tokens"]["weight"].astype(dtype)

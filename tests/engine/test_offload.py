@@ -6,6 +6,7 @@ from functools import cache, partial
 import chex
 import jax
 import pytest
+from selection import repeat
 
 from jaxglue.engine import transfer
 from jaxglue.engine.executor import Executor
@@ -79,7 +80,7 @@ def host_buffers(monkeypatch):
         yield buffers
 
 
-@pytest.mark.parametrize("policy", ["offload:layer_input,up", "1 x offload + 2 x drop:layer_input; offload:up"])
+@pytest.mark.parametrize("policy", [repeat("offload:layer_input,up"), "1 x offload + 2 x drop:layer_input; offload:up"])
 def test_own_buffers_change_no_bit(split_parts, batches, host_buffers, policy):
     parts = split_parts("lora")
     pooled = parts.executor(policy, prefetch_depth=0).loss_and_gradients(parts.trainable, parts.frozen, batches, 30.0)

@@ -6,6 +6,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from selection import repeats
 
 from jaxglue.engine import transfer
 from jaxglue.engine.residency import format_weights, parse_weights
@@ -81,7 +82,7 @@ def in_file(layer):
     return jax.tree.map(stored, layer, is_leaf=is_quantized)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
 def test_partly_streamed_weights_change_no_bit(split_parts, random_batch, family):
     parts = split_parts.__wrapped__("lora", num_hidden_layers=4, **FAMILIES[family])
     batches = [random_batch([[5, 1, 7], [12]], 14)]

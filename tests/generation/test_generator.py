@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat, repeats
 
 from jaxglue.generation.cache import plan_cache
 from jaxglue.generation.config import GREEDY, SamplingConfig
@@ -46,7 +47,7 @@ def llama(tiny_model):
     return generator_of(model, lora=False), model
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [repeat(False), True])
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_decoding_equals_full_forward_passes(tiny_model, case, lora):
     model = tiny_model(case.split("_")[0], **CASES[case])
@@ -125,7 +126,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", repeats(FAMILIES, "llama", "qwen3_moe"))
 def test_batched_greedy_answers_equal_those_one_by_one(tiny_model, family):
     generator, trees = generator_of(tiny_model(family, initializer_range=0.3, **FAMILIES[family]), lora=True)
     requests = requests_of(0.0)

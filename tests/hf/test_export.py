@@ -151,7 +151,7 @@ def test_output_folder_in_use_is_refused(tmp_path, base, adapter):
         export_adapter(adapter, base, tmp_path / "merged")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_reports_a_mistake_in_one_line(tmp_path, base):
     arguments = ["--adapter", str(tmp_path / "gone"), "--base", str(base), "--output", str(tmp_path / "merged")]
     script = Forked(tmp_path / "script", run_script, ROOT / "scripts/export.py", arguments)

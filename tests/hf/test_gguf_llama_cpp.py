@@ -27,8 +27,8 @@ from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.models.parameters import flatten_names, split_model
 
-gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[test]'")
-pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install 'jaxglue[test]'")
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[test]'")
+pytest.importorskip("xllamacpp", reason="needs xllamacpp: pip install '.[test]'")
 
 SIZES = {
     "vocab_size": 420,

@@ -7,7 +7,7 @@ from training import kill_campaign
 from jaxglue.recipe import to_toml
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_runs_end_like_a_whole_one(make_config, tmp_path, xla_cache, pytestconfig):
     kills = pytestconfig.getoption("--kills")
     config = make_config(steps=6, save_every=2, compilation_cache=xla_cache, gradient_accumulation_steps=2)

@@ -16,11 +16,12 @@ from jaxglue.hf.checkpoint import read_config, save_tensors
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.loading import load_model, random_model
 from jaxglue.hf.merge import export_adapter
-from jaxglue.models import config_from_hf
-from jaxglue.models.parameters import flatten_names, quantized_names, split_model
+from jaxglue.models import abstract_model, config_from_hf
+from jaxglue.models.parameters import flatten_names, quantized_names, set_parameters, split_model
 from jaxglue.ops.choices import QUANTIZE
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Quantized, Stored, WeightFormat, register
+from jaxglue.ops.segments import pack_segments
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import parameter_counts
 from jaxglue.training.setup import resolve
@@ -154,6 +155,76 @@ def test_the_planner_counts_its_bytes(toy4, make_config, folder):
     assert saved == linears * (4 - 0.5 - 4 / BLOCK)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ToyExperts(Quantized):
+    """Experts [E, out, in] in int8, with a scale for each row."""
+
+    codes: jax.Array
+    absmax: jax.Array
+    dtype = jnp.dtype(jnp.bfloat16)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def dequantize(self, dtype):
+        return (self.codes.astype(jnp.float32) * (self.absmax / 127)[..., None]).astype(dtype)
+
+
+class ToyExpertsFormat(WeightFormat):
+    name, label, flag, description = "toy_experts", "toy_experts", "toy experts in the model folder", "in toy_experts"
+    weight, parts = ToyExperts, {"codes": 1, "absmax": 0}
+
+    def reads(self, config):
+        return config.get("quant_method") == "toy_experts"
+
+    def part_specs(self, shape):
+        return {"codes": jax.ShapeDtypeStruct(shape, jnp.int8), "absmax": jax.ShapeDtypeStruct(shape[:2], jnp.float32)}
+
+    def random_part(self, part, key, spec, std):
+        if part == "codes":
+            return jax.random.randint(key, spec.shape, -127, 128).astype(spec.dtype)
+        return jnp.full(spec.shape, 3**0.5 * std)
+
+    def join(self, parts):
+        return ToyExperts(**parts)
+
+
+@pytest.fixture
+def sparse_folder(model_folder):
+    """Give the model folder experts in the toy format."""
+    register(ToyExpertsFormat())
+    path = model_folder / "config.json"
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    raw = json.loads(path.read_text()) | experts | {"model_type": "qwen3_moe"}
+    path.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "toy_experts"}}))
+    yield model_folder
+    del FORMATS["toy_experts"]
+
+
+def test_a_format_of_experts_is_read_and_trains_adapters(sparse_folder, make_config):
+    raw = read_config(sparse_folder)
+    config = config_from_hf(raw)
+    drawn = flatten_names(split_model(random_model(config, dtype=jnp.float32), nnx.Param)[1])
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert drawn[f"{name}_codes"].dtype == jnp.int8 and name not in drawn
+    save_tensors(sparse_folder / "weights", drawn)
+    (sparse_folder / "weights" / "model.safetensors").rename(sparse_folder / "model.safetensors")
+    model = load_model(sparse_folder, dtype=jnp.float32)
+    plain = dict(drawn)
+    for stem in [name.removesuffix("_codes") for name in drawn if name.endswith("_codes")]:
+        plain[stem] = ToyExperts(codes=plain.pop(f"{stem}_codes"), absmax=plain.pop(f"{stem}_absmax"))
+        plain[stem] = plain[stem].dequantize(jnp.float32)
+    expanded = set_parameters(abstract_model(config.expanded, dtype=jnp.float32), plain)
+    tokens, segments = jnp.arange(16)[None], pack_segments([[10, 6]], seq_len=16)
+    np.testing.assert_allclose(model(tokens, segments), expanded(tokens, segments), rtol=0, atol=1e-5)
+    config = make_config(steps=6, random_weights=False)
+    assert parameter_counts(resolve(config).workload)[0] > sum(array.size for array in plain.values())
+    summary = train(config)
+    assert summary.last_loss < summary.first_loss - 0.1
+
+
 def test_its_errors_are_those_of_other_formats(toy4, make_config, folder):
     with pytest.raises(ValueError, match="--quantize toy4 needs frozen weights"):
         make_config(quantize="toy4", method="full")
@@ -163,5 +234,9 @@ def test_its_errors_are_those_of_other_formats(toy4, make_config, folder):
     with pytest.raises(ValueError, match="--quantize toy4 needs multiples of 32 for intermediate_size"):
         config_from_hf(raw | {"intermediate_size": 48}).quantized("toy4")
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "toy4"}}))
-    with pytest.raises(ValueError, match=r"says toy4 in its quantization_config, but model\.layers\..* is float32"):
+    message = r"says toy4 in its quantization_config, but model\.layers\..* is float32: take quantization_config out"
+    with pytest.raises(ValueError, match=message):
         load_model(folder)
+    for method in ("lora", "full"):
+        with pytest.raises(ValueError, match=message):
+            resolve(make_config(random_weights=False, method=method))

@@ -49,7 +49,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_death_is_reported_and_any_process_count_resumes(make_config, run_two, tmp_path):
     whole = train(make_config(**OPTIONS, output=tmp_path / "whole"))
     (status, errors), (killed, last_words) = run_two(make_config(**OPTIONS), die_before=5)

@@ -12,7 +12,7 @@ STEPS = 9
 STATUSES = {"interrupt": 130, "terminate": 143, "hang_up": 129, "hang_up_ignored": 0, "close_pipe": 141}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stopped_runs_are_saved_and_tell_why_they_ended(make_config, tmp_path, xla_cache):
     config = make_config(steps=STEPS, save_every=STEPS, compilation_cache=xla_cache)
     (tmp_path / "recipe.toml").write_text(to_toml(config))

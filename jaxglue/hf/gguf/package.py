@@ -12,5 +12,6 @@ def load_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ValueError(f"--gguf needs the package gguf ({error}): pip install 'jaxglue[gguf]'") from None
+        needed = "pip install '.[gguf]' in the clone of jaxglue"
+        raise ValueError(f"--gguf needs the package gguf ({error}): {needed}") from None
     return gguf

@@ -27,7 +27,7 @@ _ALIGNMENT = 32
 _FLOATS = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 _HOST_VALUES = 1 << 20
 """Values that are converted on the host at once, so that they stay in its caches."""
-_DEVICE_BLOCKS = 1 << 16
+_DEVICE_BLOCKS = 1 << 14
 """Super-blocks that a GPU quantizes at once."""
 _CPU_BLOCKS = 1 << 12
 """Those that a CPU does, for its caches."""
@@ -224,7 +224,8 @@ def _device_chunks(array: np.ndarray, item: FileTensor, importance: np.ndarray |
     pending = None
     for start in range(0, len(blocks), most):
         chunk = blocks[start : start + most]
-        size = min(most, max(_LEAST_BLOCKS, 1 << (len(chunk) - 1).bit_length()))
+        # Few sizes, as each is compiled: a large matrix has one.
+        size = most if start else min(most, max(_LEAST_BLOCKS, 1 << (len(chunk) - 1).bit_length()))
         if size > len(chunk):
             chunk = np.concatenate([chunk, np.zeros((size - len(chunk), SUPER_BLOCK), chunk.dtype)])
         following = _quantize(jnp.asarray(chunk), item.type, weights, start), min(most, len(blocks) - start)

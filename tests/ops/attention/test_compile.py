@@ -5,6 +5,7 @@ import subprocess
 import jax
 import jax.numpy as jnp
 import pytest
+from selection import repeat
 
 from jaxglue.ops.attention.vjp import FlashSpec, flash_attention
 from jaxglue.ops.names import ATTENTION_LSE, ATTENTION_OUT
@@ -62,7 +63,7 @@ def test_saved_residuals_spare_a_forward_kernel(h200):
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "H", "window"), [(64, 8, 64, 128), (40, 8, 128, None), (32, 32, 96, None), (8, 2, 256, 4096)]
+    ("N", "K", "H", "window"), [(64, 8, 64, 128), (40, 8, 128, None), repeat(32, 32, 96, None), repeat(8, 2, 256, 4096)]
 )
 def test_memory_is_linear_in_tokens(h200, N, K, H, window):
     T = 131_072
@@ -73,7 +74,7 @@ def test_memory_is_linear_in_tokens(h200, N, K, H, window):
     assert temporary < 4 * T * N * H * 2  # a few arrays of q's size
 
 
-@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("window", [None, repeat(128)])
 def test_forked_segments_take_the_same_kernels(h200, window):
     shape = {"T": 8192, "N": 32, "K": 8, "H": 128 if window is None else 64, "window": window, "forks": True}
     saved = jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT, ATTENTION_LSE)

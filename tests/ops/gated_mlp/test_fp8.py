@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close, outputs_and_gradients
+from selection import repeat
 
 from jaxglue.engine.compiler import jit_step
 from jaxglue.ops import names
@@ -113,7 +114,7 @@ def test_bf16_is_close_to_float32_on_a_gpu(case):
     assert_same_direction(all_results(in_fp8, arguments, cotangents), expected, 0.995)
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("capability", [repeat((8, 9)), (9, 0)])
 def test_wide_arrays_are_quantized_in_one_pass(gpu_target, capability):
     M, F, R = 1024, 512, 16
 

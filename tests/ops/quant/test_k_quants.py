@@ -5,7 +5,7 @@ import pytest
 
 from jaxglue.ops.quant.k_quants import BLOCK_BYTES, quantize_k
 
-gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'jaxglue[gguf]'")
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[gguf]'")
 
 TYPES = {kind: gguf.GGMLQuantizationType[kind.upper()] for kind in BLOCK_BYTES}
 f32 = np.float32

@@ -1,5 +1,7 @@
 """Layers of small models: outputs and gradients against those of separate operations."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,14 @@ from jaxglue.engine.equations import equations
 from jaxglue.engine.layer_forms import run_layer
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
+from jaxglue.models.context import PackedContext
 from jaxglue.models.decoder import packed_context
 from jaxglue.models.lora import add_lora
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.attention import ATTENTION
 from jaxglue.ops.backend import tracing_for
+from jaxglue.ops.projection import Adapter, Projection
+from jaxglue.ops.quant.fp8 import quantize_fp8
 from jaxglue.ops.segments import pack_segments
 from jaxglue.ops.small_layer import SMALL_LAYER, is_small
 
@@ -146,6 +151,33 @@ def test_long_rows_and_large_weights_are_not_small():
     assert is_small(short, [short, short])
     assert not is_small(long, [short, short])
     assert not is_small(short, [large, large])
+
+
+def random_parts(rank=4, **changes):
+    """Return seven projections, the last of them changed."""
+    part = Projection(weight=jnp.ones((16, 16)), adapter=Adapter(A=jnp.ones((rank, 16)), B=jnp.ones((16, rank))))
+    return [part] * 6 + [replace(part, **changes)]
+
+
+WIDE = Adapter(A=jnp.ones((8, 16)), B=jnp.ones((16, 8)))
+OBSTACLES = {
+    "a projection has no adapter": random_parts(adapter=None),
+    "dropout gives each adapter": random_parts(adapter=replace(WIDE, dropout=0.1)),
+    "a projection has a bias": random_parts(bias=jnp.zeros(16)),
+    "weights are quantized": random_parts(weight=quantize_fp8(jnp.ones((16, 16)))),
+    "one rank, got 4, 8": random_parts(adapter=WIDE),
+    "rank must be at most 32, got 64": random_parts(rank=64),
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_obstacles_are_named(reason):
+    x, context = (
+        jax.ShapeDtypeStruct((1, 8, 16), jnp.bfloat16),
+        PackedContext(segments=None, rope=None, dropout_key=jax.random.key(0)),
+    )
+    choice = SMALL_LAYER.choose((9, 0), x, OBSTACLES[reason], context)
+    assert choice.name == "reference" and reason in choice.reason
 
 
 def test_programs_of_equal_length_fill_an_h200():

@@ -1,0 +1,34 @@
+"""`make test` runs every part: a case that repeats one is marked beside a case that does not."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from selection import repeats
+
+TESTS = Path(__file__).parent
+
+
+def test_repeats_stand_beside_a_case_that_runs():
+    repeated = []
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.List | ast.Tuple):
+                marked = [ast.unparse(case).startswith("repeat(") for case in node.elts]
+                assert not marked or not all(marked), f"{path.name}:{node.lineno}"
+                repeated += [path.name] * sum(marked)
+    assert "test_compile.py" in repeated
+
+
+def test_no_test_is_marked_slow_but_through_its_cases():
+    named = [path.name for path in TESTS.rglob("*.py") if "mark.slow" in path.read_text(encoding="utf-8")]
+    assert set(named) <= {"selection.py", "test_selection.py"}
+
+
+def test_named_repeats_leave_a_case():
+    cases = repeats({"a": 1, "b": 2}, "b")
+    assert cases[0] == "a" and cases[1].values == ("b",) and cases[1].marks[0].name == "slow"
+    with pytest.raises(AssertionError):
+        repeats(["a"], "a")
+    with pytest.raises(AssertionError):
+        repeats(["a"], "c")
