@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxglue.models
 from jaxglue.models.config import DecoderConfig, check_fields
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.family import FAMILIES, Family, find_family, register
@@ -16,7 +16,7 @@ from jaxglue.models.layers import DecoderLayer
 
 __all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register"]
 
-for _module in iter_modules(jaxglue.models.__path__):
+for _module in iter_modules([str(Path(__file__).parent)]):
     import_module(f"jaxglue.models.{_module.name}")  # a family's file registers it
 
 
