@@ -20,7 +20,7 @@ FLOORS = (
     {"cli", "distributed", "ops"},
     {"recipe"},
     {"dialects"},
-    {"config", "json_file", "yaml_file"},
+    {"atomic", "config", "json_file", "yaml_file"},
     {"spelling"},
 )
 """From the top; packages of one floor do not import each other."""

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.atomic import atomic_file
 from jaxglue.data.batch import Answers, Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
 from jaxglue.engine.transfer import to_device
-from jaxglue.hf.files import atomic_file
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.gpus import GIB, RECORDED

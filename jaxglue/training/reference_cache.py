@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float32
 
+from jaxglue.atomic import atomic_file
 from jaxglue.data.answers import AnswerDataset
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.iterator import BatchIterator, EvalBatches
@@ -15,7 +16,6 @@ from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store import content_key, file_digest
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
-from jaxglue.hf.files import atomic_file
 from jaxglue.hf.identity import weights_digest
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
 from jaxglue.training.setup import Run
