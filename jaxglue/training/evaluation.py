@@ -154,7 +154,7 @@ def evaluation_lines(values: Mapping[str, float]) -> Iterator[str]:
 class _ObservingContext:
     """Layer context of packed rows that records routing statistics."""
 
-    dropout_key = router_losses = tile = None
+    dropout_key = router_losses = None
     fp8 = True
 
     def __init__(self, packed: PackedContext):

@@ -5,16 +5,16 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jaxtyping import PRNGKeyArray
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.models.parameters import merge_module
+from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
@@ -23,6 +23,7 @@ from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
+from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
@@ -127,19 +128,11 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
-class _Conditions(NamedTuple):
-    """Conditions of training: adapters may drop inputs, and weights for FP8 are multiplied so."""
-
-    dropout_key: PRNGKeyArray | None
-    fp8: bool = True
-
-
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     model, data = run.config.model, run.config.data
     total, trained = parameter_counts(run.workload)
     settings, rows = run.config.run, row_text(data.row_tokens, run.model)
-    rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
     return {
         "model": f"{model.model} ({run.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
@@ -152,7 +145,7 @@ def plan_rows(run: Run) -> dict[str, object]:
         "remat": run.remat,
         **_forms(run),
         "attention": _attention(run),
-        "rotation": f"{rotation.name}: {rotation.reason}",
+        "rotation": _rotation(run),
         **_experts(run),
         **_devices(run),
         "memory": _memory(run),
@@ -211,17 +204,13 @@ def _memory(run: Run) -> str:
 
 
 def _forms(run: Run) -> dict[str, object]:
-    """Describe how the first layer's projections are computed, and why."""
+    """Describe how the first layer and its projections are computed, and why."""
     graphdefs, *trees = abstract_parts(run.workload)
-    forms: dict[str, object] = {}
-
-    def describe(trainable, frozen) -> None:
-        layer = merge_module(graphdefs.layers[0], trainable, frozen)
-        choices = layer.forms(_Conditions(jax.random.key(0)))
-        forms.update({title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()})
-
-    jax.eval_shape(describe, *(tree["layers"][0] for tree in trees))
-    return forms
+    trainable, frozen = (tree["layers"][0] for tree in trees)
+    choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(run.workload))
+    if run.mesh.devices > 1:
+        del choices["layers"]  # on a mesh all run stage by stage, or by tiles
+    return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
 
 
 def _experts(run: Run) -> dict[str, object]:
@@ -249,6 +238,14 @@ def _devices(run: Run) -> dict[str, object]:
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
+def _rotation(run: Run) -> str:
+    """Return the backend of rotary embeddings and norms of heads."""
+    halves = all(rotary.turns_whole_halves for rotary in run.model.rotaries)
+    style = find_family(run.model.model_type).parts.norm
+    choice = NORM_ROPE.choose(compute_capability(), run.config.model.compute_dtype, halves, style)
+    return f"{choice.name}: {choice.reason}"
+
+
 def _attention(run: Run) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
     usual = _attention_backend(run, None)
@@ -273,6 +270,7 @@ def _attention_backend(run: Run, long_slots: int | None) -> BackendChoice:
         head_dim=run.model.head_dim,
         query_heads=run.model.num_attention_heads,
         kv_heads=run.model.num_key_value_heads,
+        softcap=run.model.attention_softcap,
         seq_len=run.config.data.row_tokens,
         segment_slots=min(slots, long_slots or slots),
         long=long,
