@@ -23,7 +23,7 @@ from jaxglue.ops.gated_mlp import GATED_MLP, Activation, GatedParts, gated_mlp, 
 from jaxglue.ops.norm_rope import HeadNorms, branch_norm, rms_norm
 from jaxglue.ops.projection import PROJECTION, Conditions, projections_read_fp8
 from jaxglue.ops.projection.fp8_adapters import FP8Rows, residual_norm_fp8
-from jaxglue.ops.small_layer import LayerNorms, LayerSpec, small_layer
+from jaxglue.ops.small_layer import SMALL_LAYER, LayerNorms, LayerSpec, small_layer
 
 
 def _linear_options(config: DecoderConfig, **options: Any) -> dict[str, Any]:
@@ -172,23 +172,30 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(self.self_attn.add_to(x, normed, context), names.ATTENTION_RESIDUAL)
         return self._feed_forward(x, context)
 
-    def forms(self, conditions: Conditions) -> dict[str, BackendChoice]:
-        """Return how the layer's projections are computed, by title, and why."""
+    def forms(self, conditions: Conditions, x: Float[Array, "B T D"] | None = None) -> dict[str, BackendChoice]:
+        """Return how the layer's projections are computed, by title, and why; for an input, the whole layer too."""
         capability, shared = compute_capability(), [linear.projection for linear in self.self_attn.linears[:3]]
         forms = {"projections": PROJECTION.choose(capability, shared, conditions, False)}
         if isinstance(self.mlp, GatedMLP):
             call = self.mlp.parts, conditions, self.mlp.activation
             forms["feed-forward"] = GATED_MLP.choose(capability, *call)
+            if x is not None and self._has_plain_attention:
+                projections = [linear.projection for linear in (*self.self_attn.linears, *self.mlp.linears)]
+                forms["layer"] = SMALL_LAYER.choose(capability, x, projections, conditions)
         return forms
+
+    @property
+    def _has_plain_attention(self) -> bool:
+        """Return whether kernels of small layers know all that attention computes."""
+        rotary = self.self_attn.rotary
+        return self.self_attn.sinks is None and rotary is not None and rotary.turns_whole_halves
 
     def _as_small(self, x, context: LayerContext) -> Float[Array, "B T D"] | None:
         """Return the layer's output where kernels of small layers serve, on one device; None elsewhere."""
         attention, mlp = self.self_attn, self.mlp
-        if not isinstance(mlp, GatedMLP) or not isinstance(context, PackedContext) or attention.sinks is not None:
+        if not isinstance(mlp, GatedMLP) or not isinstance(context, PackedContext) or context.attention_out is not None:
             return None
-        if attention.rotary is None or not attention.rotary.turns_whole_halves:
-            return None
-        if context.attention_out is not None:
+        if attention.rotary is None or not self._has_plain_attention:
             return None
         before, after = self.input_layernorm, self.post_attention_layernorm
         norms = LayerNorms(before.weight[...], after.weight[...], attention.head_norms)

@@ -5,22 +5,18 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jaxtyping import PRNGKeyArray
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxglue.models.parameters import merge_module
-from jaxglue.ops.attention import ATTENTION, AttentionShape
-from jaxglue.ops.backend import BackendChoice, compute_capability
+from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
-from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
 from jaxglue.planner.workload import abstract_parts, parameter_counts
@@ -29,6 +25,7 @@ from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
+from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
 from jaxglue.training.workload import row_text
@@ -127,13 +124,6 @@ def read_summary(values: Mapping[str, Any]) -> RunSummary:
     return RunSummary(**{**values, **{name: Path(values[name]) for name in PATHS if values.get(name)}})
 
 
-class _Conditions(NamedTuple):
-    """Conditions of training: adapters may drop inputs, and weights for FP8 are multiplied so."""
-
-    dropout_key: PRNGKeyArray | None
-    fp8: bool = True
-
-
 def plan_rows(run: Run) -> dict[str, object]:
     """Return the panel's rows, title → content."""
     model, data = run.config.model, run.config.data
@@ -212,16 +202,8 @@ def _memory(run: Run) -> str:
 
 def _forms(run: Run) -> dict[str, object]:
     """Describe how the first layer's projections are computed, and why."""
-    graphdefs, *trees = abstract_parts(run.workload)
-    forms: dict[str, object] = {}
-
-    def describe(trainable, frozen) -> None:
-        layer = merge_module(graphdefs.layers[0], trainable, frozen)
-        choices = layer.forms(_Conditions(jax.random.key(0)))
-        forms.update({title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()})
-
-    jax.eval_shape(describe, *(tree["layers"][0] for tree in trees))
-    return forms
+    forms = layer_forms(run.workload)
+    return {title: f"{forms[title].name}: {forms[title].reason}" for title in forms if title != "layer"}
 
 
 def _experts(run: Run) -> dict[str, object]:
@@ -251,32 +233,9 @@ def _devices(run: Run) -> dict[str, object]:
 
 def _attention(run: Run) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
-    usual = _attention_backend(run, None)
+    options: dict[str, Any] = {"attention": run.remat.attention, "slots": run.batches.max_segments}
+    usual = attention_choice(run.config, run.workload, **options)
     text = f"{usual.name}: {usual.reason}"
-    if run.config.data.row_tokens < LONG_DOCUMENT:
-        return text
-    few, many = (_attention_backend(run, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
-    rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if run.batches.max_segments > FEW_DOCUMENTS else {})
-    for count, choice in rows.items():
-        if choice.name != usual.name:
-            documents = f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
-            text += f"; {choice.name} for {documents}: {choice.reason}"
+    for rows, choice in long_attention_choices(run.config, run.workload, **options):
+        text += f"; {choice.name} for {rows}: {choice.reason}"
     return text
-
-
-def _attention_backend(run: Run, long_slots: int | None) -> BackendChoice:
-    """Return the backend of usual batches, or of those with long documents and up to so many slots."""
-    long = long_slots is not None
-    windows, slots = run.model.layer_windows, run.batches.max_segments
-    shape = AttentionShape(
-        dtype=run.config.model.compute_dtype,
-        head_dim=run.model.head_dim,
-        query_heads=run.model.num_attention_heads,
-        kv_heads=run.model.num_key_value_heads,
-        seq_len=run.config.data.row_tokens,
-        segment_slots=min(slots, long_slots or slots),
-        long=long,
-        forked=run.workload.objective.answers is not None and not refuse_shared_prompt(run.config, run.model),
-        window=None if long and None in windows else next((window for window in windows if window), None),
-    )
-    return ATTENTION.choose(compute_capability(), shape, backend=run.remat.attention)

@@ -20,6 +20,7 @@ from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
@@ -87,6 +88,7 @@ def train(
         processes.agree("model and data", identity)
         timer.stage("data")
         print_panel(console, "plan", plan_rows(run))
+        _explain(run, console, processes)
         size_pool(run.workload, run.remat, os.environ)
         with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
             return Trainer(run, identity, console, timer, processes, interrupt, buffers).run()
@@ -103,6 +105,13 @@ def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> Non
     if settings.resume:
         check_resumable(run)
     print_panel(console, "plan (dry run: nothing is trained)", plan_rows(run))
+    _explain(run, console, processes)
+
+
+def _explain(run: Run, console: Console, processes: Processes) -> None:
+    """Print the reasons for automatic choices, where these are asked for."""
+    if run.config.run.explain and processes.is_main:
+        print_panel(console, "choices", run_reasons(run))
 
 
 def pinned_model(config: TrainConfig) -> ModelConfig:
