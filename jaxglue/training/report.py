@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.console import Console
 from jaxglue.engine.layer_forms import explain_forms
 from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION, AttentionShape
