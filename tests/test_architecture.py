@@ -20,7 +20,7 @@ FLOORS = (
     {"cli", "distributed", "ops"},
     {"recipe"},
     {"dialects"},
-    {"config", "console", "json_file", "yaml_file"},
+    {"atomic", "config", "console", "json_file", "yaml_file"},
     {"spelling", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""

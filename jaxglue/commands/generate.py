@@ -5,10 +5,10 @@ import sys
 from contextlib import nullcontext
 from typing import IO, Any
 
+from jaxglue.atomic import atomic_file
 from jaxglue.generation.chat import answer_rows
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.generation.prompts import prompt_of
-from jaxglue.hf.files import atomic_file
 from jaxglue.terminal import echo
 
 

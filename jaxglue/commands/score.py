@@ -6,10 +6,10 @@ from typing import IO
 
 import numpy as np
 
+from jaxglue.atomic import atomic_file
 from jaxglue.data.files import Row
 from jaxglue.generation.config import ScoreConfig
 from jaxglue.generation.scoring import score_rows
-from jaxglue.hf.files import atomic_file
 from jaxglue.terminal import echo
 
 _KEYS: dict[int, tuple[str, ...]] = {1: ("score",), 2: ("chosen_score", "rejected_score")}
