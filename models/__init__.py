@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxglue.models.families import FAMILIES, abstract_model, build_model, config_from_hf
+    from jaxglue.models.families import FAMILIES, Family, abstract_model, build_model, config_from_hf, register
 
-__all__ = ["FAMILIES", "abstract_model", "build_model", "config_from_hf"]
+__all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register"]
 
 
 def __getattr__(name: str) -> Any:

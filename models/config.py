@@ -1,5 +1,6 @@
 """The decoder's shape, read from Hugging Face's config.json."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxglue.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, Range, plain_fields
 from jaxglue.ops.choices import Storage
+from jaxglue.ops.gated_mlp import Activation
 from jaxglue.ops.quant.formats import FORMATS, find_format, stored_format
 from jaxglue.ops.rope import RopeConfig, RopeTables, Rotary
 
@@ -80,6 +82,21 @@ class DecoderConfig:
     """None for dense models."""
     quantize: Storage = "none"
     """Storage of the decoder layers' linear layers; embeddings, norms, routers and lm_head stay unquantized."""
+    activation: Activation = field(default="silu", repr=False)
+    """Of the gate of dense feed-forwards."""
+    attention_output_bias: bool | None = field(default=None, repr=False)
+    """Of attention's output projection; None where `attention_bias` is of all four."""
+    attention_scale: float | None = field(default=None, repr=False)
+    """Factor of the scores; None for 1 / √head_dim."""
+    attention_softcap: float | None = field(default=None, repr=False)
+    """Bound c of the scores, c·tanh(score / c)."""
+    embedding_multiplier: float = field(default=1.0, repr=False)
+    """Factor of the embeddings, rounded to their dtype."""
+    residual_multiplier: float = field(default=1.0, repr=False)
+    """Factor of what attention and feed-forward add to the residual stream."""
+    logit_divisor: float = field(default=1.0, repr=False)
+    logit_softcap: float | None = field(default=None, repr=False)
+    """Bound c of the logits, c·tanh(logit / c)."""
     scores: bool = False
     """Score every token in place of projecting it to the vocabulary, as reward models do."""
     fp8_head: bool = False
@@ -132,6 +149,10 @@ class DecoderConfig:
                 "leave out the flag, or name the original folder"
             )
         return replace(self, quantize=how, **products)
+
+    def query_factor(self, head_dim: int) -> float:
+        """Return the factor of queries that gives attention's scores, over √head_dim, their scale."""
+        return 1.0 if self.attention_scale is None else self.attention_scale * math.sqrt(head_dim)
 
     @property
     def scored(self) -> "DecoderConfig":
@@ -239,11 +260,12 @@ def require_fields(raw: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Return each layer's window from Hugging Face's `layer_types`.
+    """Return each layer's window from Hugging Face's `layer_types`, or from a family's `types` where there are none.
 
     Raises:
         ValueError: an unknown type, or a number of types other than the number of layers.
     """
+    types = types if raw.get("layer_types") is None else raw["layer_types"]
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ValueError(
             f"layer_types {', '.join(unknown)} are not supported: only full_attention, sliding_attention are"
@@ -253,8 +275,18 @@ def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | No
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By transformers' names."""
+
+
 def decoder_fields(
-    raw: Mapping[str, Any], *, theta: float = 10_000.0, max_position_embeddings: int = 2048
+    raw: Mapping[str, Any],
+    *,
+    theta: float = 10_000.0,
+    max_position_embeddings: int = 2048,
+    partial: float | None = None,
+    interleaved: bool = False,
+    activations: Sequence[str] = ("silu",),
 ) -> dict[str, Any]:
     """Read the config.json fields shared by all families.
 
@@ -262,14 +294,18 @@ def decoder_fields(
         raw: config.json.
         theta: the family's `rope_theta` where config.json has none.
         max_position_embeddings: the family's likewise.
+        partial: the family's `partial_rotary_factor` likewise; None for families that turn whole heads.
+        interleaved: the family turns neighboring dimensions.
+        activations: those that the family may have, in transformers' names; the first one where config.json has none.
 
     Raises:
         ValueError: a required field is missing, or the activation or rope type is not supported.
     """
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     require_fields(raw, needed)
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported for {raw['model_type']}: only 'silu' is")
+    if (act := raw.get("hidden_act", activations[0])) not in activations:
+        only = ", ".join(map(repr, activations))
+        raise ValueError(f"hidden_act {act!r} is not supported for {raw['model_type']}: only {only} is")
     scores = _scores(raw)
     heads, given = raw["num_attention_heads"], {name: value for name, value in raw.items() if value is not None}
     return {
@@ -283,8 +319,15 @@ def decoder_fields(
         "scores": scores,
         "attention_bias": given.get("attention_bias", False),
         "mlp_bias": given.get("mlp_bias", False),
+        "activation": _ACTIVATIONS[act],
         "initializer_range": given.get("initializer_range", 0.02),
-        "rope": RopeConfig.from_hf(raw, theta=theta, max_position_embeddings=max_position_embeddings),
+        "rope": RopeConfig.from_hf(
+            raw,
+            theta=theta,
+            max_position_embeddings=max_position_embeddings,
+            partial=partial,
+            interleaved=interleaved,
+        ),
         "quantize": "none" if experts_quantized(raw) != "none" else stored_format(raw.get("quantization_config")),
     }
 

@@ -32,10 +32,6 @@ class LayerContext(Protocol):
         """Return the router loss weights; None without auxiliary losses."""
 
     @property
-    def tile(self) -> int | None:
-        """Return the tokens that pass through a layer at a time, apart from attention; None for all."""
-
-    @property
     def fp8(self) -> bool:
         """Return whether matrices for FP8 products are multiplied so; otherwise in the activations' dtype."""
 

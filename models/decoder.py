@@ -8,9 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
-from jaxglue.models.layers import RMSNorm
 from jaxglue.models.linear import Linear
+from jaxglue.models.residual import RMSNorm
 from jaxglue.models.vocabulary import Embedding, output_matrix
+from jaxglue.ops.cross_entropy import cap_logits
+from jaxglue.ops.norm_rope import NormStyle
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments, pack_segments
 
@@ -21,11 +23,12 @@ class CausalLM(nnx.Module):
     A reward model has `score` [1, D] in place of the projection.
     """
 
-    def __init__(self, config: DecoderConfig, make_layer: Callable[[int], nnx.Module], *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, norm: NormStyle, make_layer: Callable[[int], nnx.Module], *, dtype, rngs):
         self.config = config
         self.embed_tokens = Embedding(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([make_layer(index) for index in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        factor = 1.0 if config.scores else 1.0 / config.logit_divisor
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, style=norm, factor=factor, dtype=dtype)
         D, V, std = config.hidden_size, config.vocab_size, config.initializer_range
         without = config.tie_word_embeddings or config.scores
         self.lm_head = None if without else Linear(D, V, bias=False, std=std, dtype=dtype, rngs=rngs)
@@ -55,7 +58,7 @@ class CausalLM(nnx.Module):
         x = self.embed_tokens(tokens, dtype)
         for layer in self.layers:
             x = layer(x, context)
-        return project(self.norm(x), self.output_weight, jnp.float32)
+        return cap_logits(project(self.norm(x), self.output_weight, jnp.float32), self.config.logit_softcap)
 
     @property
     def output_weight(self) -> Float[Array, "V D"]:

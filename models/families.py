@@ -1,17 +1,23 @@
-"""Model families: read config.json, build a flax.nnx model."""
+"""The library's families, and models built from their tables."""
 
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxglue.models import gpt_oss, llama, qwen3, qwen3_moe
 from jaxglue.models.config import DecoderConfig, check_fields
 from jaxglue.models.decoder import CausalLM
+from jaxglue.models.family import FAMILIES, Family, find_family, register
+from jaxglue.models.layers import DecoderLayer
 
-FAMILIES = {"llama": llama, "qwen3": qwen3, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
-"""Family modules by Hugging Face's `model_type`."""
+__all__ = ["FAMILIES", "Family", "abstract_model", "build_model", "config_from_hf", "register"]
+
+for _module in iter_modules([str(Path(__file__).parent)]):
+    import_module(f"jaxglue.models.{_module.name}")  # a family's file registers it
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -22,15 +28,17 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
             out of range.
     """
     check_fields(raw)
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(FAMILIES)}")
-    return FAMILIES[model_type].config_from_hf(raw)
+    return find_family(raw.get("model_type")).config_from_hf(raw)
 
 
 def build_model(config: DecoderConfig, *, dtype=jnp.bfloat16, rngs: nnx.Rngs) -> CausalLM:
     """Build a model with random weights in `dtype`; `abstract_model` has shapes only."""
-    return FAMILIES[config.model_type].build(config, dtype=dtype, rngs=rngs)
+    parts = find_family(config.model_type).parts
+
+    def make_layer(index: int) -> DecoderLayer:
+        return DecoderLayer(config, parts, config.layer_kinds[index], dtype=dtype, rngs=rngs)
+
+    return CausalLM(config, parts.norm, make_layer, dtype=dtype, rngs=rngs)
 
 
 def abstract_model(config: DecoderConfig, *, dtype=jnp.bfloat16) -> CausalLM:

@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-from jaxtyping import Array, Float
-
 from jaxglue.models.config import (
     DecoderConfig,
     MoeConfig,
@@ -14,10 +11,7 @@ from jaxglue.models.config import (
     layer_windows,
     require_fields,
 )
-from jaxglue.models.context import LayerContext
-from jaxglue.models.decoder import CausalLM
-from jaxglue.models.layers import DecoderLayer
-from jaxglue.models.moe_layers import ExpertConfig, Experts, Router, mix_experts
+from jaxglue.models.family import ExpertParts, Family, Parts, register
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.moe import GPT_OSS_LIMIT
 
@@ -31,8 +25,6 @@ _ROPE = {
     "original_max_position_embeddings": 4096,
 }
 """transformers' where config.json has none."""
-
-_EXPERTS = ExpertConfig(activation="gpt_oss", transposed=False, bias=True)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -48,7 +40,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     fields = decoder_fields(raw, theta=150_000.0, max_position_embeddings=131_072)
     require_fields(raw, ("num_local_experts", "num_experts_per_tok"))
     layers = raw["num_hidden_layers"]
-    types = raw.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     if (limit := raw.get("swiglu_limit", GPT_OSS_LIMIT)) != GPT_OSS_LIMIT:
         raise ValueError(f"swiglu_limit={limit} in config.json is not supported: only {GPT_OSS_LIMIT} is")
     moe = MoeConfig(
@@ -69,24 +61,5 @@ def _experts_format(raw: Mapping[str, Any]) -> Storage:
     return how
 
 
-class GptOssMLP(nnx.Module):
-    """Experts weighted by a softmax over the logits of the chosen ones."""
-
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
-        assert config.moe is not None
-        self.router = Router(config, bias=True, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
-        self.experts_per_token = config.moe.num_experts_per_tok
-
-    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Apply the feed-forward."""
-        return mix_experts(x, self.router, self.experts, context, self.experts_per_token, order="topk_softmax")
-
-
-def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
-    """Build a GPT-OSS with random weights in `dtype`."""
-
-    def make_layer(index: int) -> DecoderLayer:
-        return DecoderLayer(config, mlp=GptOssMLP, sinks=True, kind=config.layer_kinds[index], dtype=dtype, rngs=rngs)
-
-    return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)
+_EXPERTS = ExpertParts(router="router", order="topk_softmax", activation="gpt_oss", transposed=False, bias=True)
+register(Family(model_type="gpt_oss", config_from_hf=config_from_hf, parts=Parts(sinks=True, experts=_EXPERTS)))

@@ -13,11 +13,8 @@ from jaxglue.models.file_param import on_device
 from jaxglue.ops.choices import Storage
 from jaxglue.ops.projection import Adapter, Projection, adapted_projection
 from jaxglue.ops.projection.dora import row_norms
-from jaxglue.ops.projection.fp8_adapters import FP8Rows
 from jaxglue.ops.quant.formats import FORMATS, quantize_matrix
-
-Normed = Float[Array, "B T D"] | FP8Rows
-"""A norm's output, as e4m3 values where FP8 products read it."""
+from jaxglue.ops.residual_norm import Normed
 
 
 class Linear(nnx.Module):

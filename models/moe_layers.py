@@ -1,7 +1,5 @@
 """Mixture-of-experts blocks shared by the model families."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,8 +7,10 @@ from jaxtyping import Array, Float
 
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import LayerContext
+from jaxglue.models.family import ExpertParts
+from jaxglue.models.residual import Branch
+from jaxglue.ops.collectives import copy_to, reduce_from
 from jaxglue.ops.moe import (
-    Activation,
     Adapter,
     ExpertProjection,
     Routing,
@@ -21,15 +21,7 @@ from jaxglue.ops.moe import (
 )
 from jaxglue.ops.projection import project
 from jaxglue.ops.quant.formats import FORMATS, Quantized
-
-
-class ExpertConfig(NamedTuple):
-    """Storage and activation of a family's experts."""
-
-    activation: Activation
-    transposed: bool
-    """Matrices are stored [E, out, in]; quantized ones always are."""
-    bias: bool
+from jaxglue.ops.residual_norm import Normed
 
 
 class ExpertLinear(nnx.Module):
@@ -41,7 +33,7 @@ class ExpertLinear(nnx.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        experts: ExpertConfig,
+        experts: ExpertParts,
         in_features: int,
         out_features: int,
         *,
@@ -101,7 +93,7 @@ class ExpertLinear(nnx.Module):
 class Experts(nnx.Module):
     """Gated feed-forwards of all experts: `gate_up_proj` from D to 2F and `down_proj` from F to D."""
 
-    def __init__(self, config: DecoderConfig, experts: ExpertConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, experts: ExpertParts, *, dtype, rngs: nnx.Rngs):
         assert config.moe is not None
         D, F = config.hidden_size, config.moe.intermediate_size
         self.gate_up_proj = ExpertLinear(config, experts, D, 2 * F, dtype=dtype, rngs=rngs)
@@ -138,16 +130,31 @@ class Router(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
 
-def mix_experts(
-    x: Float[Array, "B T D"], router: Router, experts: Experts, context: LayerContext, k: int, **options: Any
-) -> Float[Array, "B T D"]:
-    """Apply a sparse layer's feed-forward: k experts for each token, chosen by `route` with these options."""
-    tokens = x.reshape(-1, x.shape[-1])
-    logits = router(tokens)
-    routing = route(logits, k, **options)
-    context.observe_routing(routing)
-    y = _add_router_losses(experts(tokens, routing, context), logits, routing, context)
-    return y.reshape(x.shape)
+class SparseMLP(nnx.Module):
+    """Sparse feed-forward: each token's experts, chosen and weighted by a router."""
+
+    def __init__(self, config: DecoderConfig, parts: ExpertParts, *, dtype, rngs: nnx.Rngs):
+        assert config.moe is not None
+        setattr(self, parts.router, Router(config, bias=parts.bias, dtype=dtype, rngs=rngs))
+        self.experts = Experts(config, parts, dtype=dtype, rngs=rngs)
+        self.parts, self.experts_per_token = parts, config.moe.num_experts_per_tok
+        self.normalize = config.moe.norm_topk_prob
+
+    @property
+    def inputs(self) -> tuple[()]:
+        """Return the projections that alone read the layer's norm: none, since the router reads it."""
+        return ()
+
+    def __call__(self, x: Normed, context: LayerContext) -> Branch:
+        """Apply the feed-forward."""
+        assert isinstance(x, jax.Array)
+        tokens = copy_to(x).reshape(-1, x.shape[-1])
+        logits = getattr(self, self.parts.router)(tokens)
+        routing = route(logits, self.experts_per_token, order=self.parts.order, normalize=self.normalize)
+        context.observe_routing(routing)
+        y = _add_router_losses(self.experts(tokens, routing, context), logits, routing, context)
+        y = reduce_from(y.reshape(x.shape))
+        return Branch(lambda stream: stream + y)
 
 
 def _add_router_losses(y, logits, routing: Routing, context: LayerContext) -> Float[Array, "M D"]:

@@ -3,16 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-from jaxtyping import Array, Float
-
 from jaxglue.models.config import DecoderConfig, MoeConfig, decoder_fields, experts_quantized, require_fields
-from jaxglue.models.context import LayerContext
-from jaxglue.models.decoder import CausalLM
-from jaxglue.models.layers import DecoderLayer, GatedMLP
-from jaxglue.models.moe_layers import ExpertConfig, Experts, Router, mix_experts
-
-_EXPERTS = ExpertConfig(activation="swiglu", transposed=True, bias=False)
+from jaxglue.models.family import Family, Parts, register
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -41,27 +33,4 @@ def _sparse_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(raw["num_hidden_layers"]))
 
 
-class Qwen3MoeMLP(nnx.Module):
-    """Experts chosen and weighted by a softmax over all of them."""
-
-    def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
-        assert config.moe is not None
-        self.gate = Router(config, bias=False, dtype=dtype, rngs=rngs)
-        self.experts = Experts(config, _EXPERTS, dtype=dtype, rngs=rngs)
-        self.experts_per_token, self.normalize = config.moe.num_experts_per_tok, config.moe.norm_topk_prob
-
-    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Float[Array, "B T D"]:
-        """Apply the feed-forward."""
-        return mix_experts(x, self.gate, self.experts, context, self.experts_per_token, normalize=self.normalize)
-
-
-def build(config: DecoderConfig, *, dtype, rngs: nnx.Rngs) -> CausalLM:
-    """Build a Qwen3-MoE with random weights in `dtype`."""
-    assert config.moe is not None
-    sparse = config.moe.sparse_layers
-
-    def make_layer(index: int) -> DecoderLayer:
-        mlp = Qwen3MoeMLP if sparse[index] else GatedMLP
-        return DecoderLayer(config, mlp=mlp, qk_norm=True, kind=config.layer_kinds[index], dtype=dtype, rngs=rngs)
-
-    return CausalLM(config, make_layer, dtype=dtype, rngs=rngs)
+register(Family(model_type="qwen3_moe", config_from_hf=config_from_hf, parts=Parts(head_norms="heads")))

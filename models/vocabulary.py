@@ -24,11 +24,12 @@ Rows = tuple[Float[Array, "n D"], Int[Array, " n"]]
 
 
 class Embedding(nnx.Module):
-    """Token embeddings, weight [V, D]."""
+    """Token embeddings, weight [V, D], times a multiplier."""
 
     def __init__(self, config: DecoderConfig, *, dtype, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.initializer_range)
+        self.multiplier = config.embedding_multiplier
 
     def __call__(self, tokens: Int[Array, "B T"], dtype, ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T D"]:
         """Look up the tokens' embeddings in `dtype`.
@@ -39,12 +40,12 @@ class Embedding(nnx.Module):
             ids: the tokens, where `tokens` are rows of a table that holds only those needed.
         """
         x = take_rows(self.weight[...], tokens).astype(dtype)
-        if (rows := replaced_rows(self)) is None:
-            return x
-        values, indices = rows
-        ids = tokens if ids is None else ids
-        slots = jnp.minimum(jnp.searchsorted(indices, ids), len(indices) - 1)
-        return jnp.where((indices[slots] == ids)[..., None], take_rows(values, slots).astype(dtype), x)
+        if (rows := replaced_rows(self)) is not None:
+            values, indices = rows
+            ids = tokens if ids is None else ids
+            slots = jnp.minimum(jnp.searchsorted(indices, ids), len(indices) - 1)
+            x = jnp.where((indices[slots] == ids)[..., None], take_rows(values, slots).astype(dtype), x)
+        return x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, dtype)
 
 
 def replaced_rows(module: Any) -> Rows | None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import jax
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from jaxglue.commands.configs import EstimateConfig
+from jaxglue.console import Console
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.hub import model_path
 from jaxglue.ops.backend import tracing_for
@@ -74,7 +74,7 @@ def print_estimate(config: EstimateConfig) -> bool:
             verdict += f"; {best.remat} {note}"
     except DoesNotFit as error:
         best, verdict = None, f"Does not fit: {error}"
-    console = Console(highlight=False)
+    console = Console()
     console.print(verdict, style="bold green" if best else "bold red")
     plans = planner.plans(host_memory) if config.all else planner.fitting_plans(host_memory)
     plans = [best, *plans] if best and best not in plans else plans

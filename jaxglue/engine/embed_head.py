@@ -48,7 +48,7 @@ class EmbedHead:
         layout: Layout = SINGLE_DEVICE,
     ):
         self._neftune_alpha = neftune_alpha
-        self._graphdefs, self._config, self._dtype, self._attention = graphdefs, config, dtype, attention
+        self._graphdefs, self.config, self._dtype, self._attention = graphdefs, config, dtype, attention
         if tile is not None and router_losses is not None and router_losses.balance:
             raise ValueError(
                 "--router-balance-loss is a mean over whole rows, which --tile cuts: leave one out, or lower --seq-len"
@@ -173,7 +173,7 @@ class EmbedHead:
 
         def program(weights, tokens, batch, key, scale):
             embed_tokens = merge_module(self._graphdefs.embed_tokens, *gather(layout, weights, stored))
-            rope = self._config.rope_tables(batch.segments.positions)
+            rope = self.config.rope_tables(batch.segments.positions)
             count = len(self._graphdefs.layers)
             keys = [None] * count if key is None else list(jax.random.split(key, count))
             x = embed_tokens(tokens, self._dtype, batch.tokens)
@@ -187,7 +187,7 @@ class EmbedHead:
 
     def _scaled_router_losses(self, batch: Batch, scale) -> RouterLosses | None:
         """Scale the coefficients for one layer: the mean over layers, and over micro-batches by their targets."""
-        moe = self._config.moe
+        moe = self.config.moe
         if self._router_losses is None or moe is None or scale is None:
             return None
         terms = batch.loss_weights if batch.answers is None else batch.answers.used
@@ -201,7 +201,7 @@ class EmbedHead:
         stored, grad_specs = layout.param_specs(trainable, name), layout.grad_specs(trainable, name)
 
         # The gradient to trained rows does not depend on the frozen table: any row stands for it.
-        frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self._config.hidden_size))}
+        frozen = {} if "weight" in trainable else {"weight": jnp.zeros((1, self.config.hidden_size))}
 
         def program(trainable, batch, dx, accumulated):
             def embed(trainable):
@@ -249,8 +249,8 @@ class EmbedHead:
         def program(weights, x, batch):
             trainable, frozen = gather(layout, weights, stored)
             hidden, output = self.normed_output(trainable, frozen, x)
-            values = HeadValues(hidden, output, batch)
-            return sum_parts(values.scores if self._config.scores else values.log_probs, batch.answers)[..., :PROMPT]
+            values = HeadValues(hidden, output, batch, softcap=self.config.logit_softcap)
+            return sum_parts(values.scores if self.config.scores else values.log_probs, batch.answers)[..., :PROMPT]
 
         specs = (stored, layout.batch_spec, layout.batch_spec)
         return per_device(program, layout.mesh, specs, layout.batch_spec)((trainable, frozen), x, batch)
@@ -264,32 +264,39 @@ class EmbedHead:
     def local_loss(self, trainable: Params, frozen: Params, x, batch: Batch, scale, fp8: bool) -> tuple[Array, Array]:
         """Return scale · Σ loss of this device's rows, and the same followed by the objective's further sums."""
         hidden, output = self.normed_output(trainable, frozen, x)
-        values = self._objective(HeadValues(hidden, output, batch, fp8=fp8), batch) * scale
+        softcap = self.config.logit_softcap
+        values = self._objective(HeadValues(hidden, output, batch, fp8=fp8, softcap=softcap), batch) * scale
         return self._objective.loss(values), values
 
 
 class HeadValues:
     """Values of a batch's targets from the normed hidden states of its tokens, computed when they are asked for."""
 
-    def __init__(self, hidden: Float[Array, "M D"], output: Any, batch: Batch, *, fp8: bool = False):
+    def __init__(
+        self, hidden: Float[Array, "M D"], output: Any, batch: Batch, *, fp8: bool = False, softcap: float | None
+    ):
         self._hidden, self._output, self._batch, self._fp8 = hidden, output, batch, fp8
+        self._softcap = softcap
         self._targets, self._weights = batch.targets.ravel(), batch.loss_weights.ravel()
 
     @property
     def cross_entropy(self) -> Float[Array, ""]:
         """Σ loss weight · cross-entropy, fused with the head."""
         tokens = self._hidden, self._output.weight[...], self._targets, self._weights
-        return linear_cross_entropy(*tokens, rows=replaced_rows(self._output), fp8=self._fp8)
+        options: dict[str, Any] = {"rows": replaced_rows(self._output), "softcap": self._softcap}
+        return linear_cross_entropy(*tokens, fp8=self._fp8, **options)
 
     @cached_property
     def log_probs(self) -> Float[Array, "B T"]:
         """Log-probabilities of the targets; 0 where the loss weight is."""
-        return self._rows(linear_log_probs(self._hidden, self._matrix, self._targets, self._weights))
+        tokens = self._hidden, self._matrix, self._targets, self._weights
+        return self._rows(linear_log_probs(*tokens, softcap=self._softcap))
 
     @property
     def alignment(self) -> Float[Array, "B T"]:
         """Log-probabilities less log Σ p² over the vocabulary."""
-        return self.log_probs - self._rows(log_sum_squares(self._hidden, self._matrix, self._weights))
+        tokens = self._hidden, self._matrix, self._weights
+        return self.log_probs - self._rows(log_sum_squares(*tokens, softcap=self._softcap))
 
     @property
     def scores(self) -> Float[Array, "B T"]:
@@ -373,5 +380,6 @@ class ScoreHead:
         trainable, frozen = weights
         hidden, output = self._head.normed_output(trainable, frozen, x)
         matrix = output_matrix(output)
-        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]))
+        softcap = self._head.config.logit_softcap
+        losses, hits = linear_scores(hidden, matrix, targets.ravel(), chunk_size(matrix.shape[0]), softcap)
         return losses.reshape(targets.shape), hits.reshape(targets.shape)

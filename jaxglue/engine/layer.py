@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxglue.engine.compiler import jit_exchanging, jit_step
+from jaxglue.engine.layer_forms import run_layer
 from jaxglue.engine.policy import RematPolicy
 from jaxglue.engine.residuals import Layer, Residuals, differentiate
 from jaxglue.models.context import PackedContext
@@ -144,7 +145,7 @@ def layer_function(layer: nnx.GraphDef | Layer) -> Layer:
 def _run_module(graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:
     if context.dropout_key is not None:
         context = replace(context, dropout_key=device_key(context.dropout_key))
-    return merge_module(graphdef, trainable, frozen)(x, context)
+    return run_layer(merge_module(graphdef, trainable, frozen), x, context)
 
 
 def _of_constant(layer: Layer, trainable: Params, frozen: Params, x: Hidden, context: PackedContext) -> Hidden:

@@ -191,7 +191,7 @@ def places_of(tables: Int[Array, "S P"], slots: Int[Array, " T"], positions: Int
 class _Inference:
     """Context fields used only in training."""
 
-    dropout_key = router_losses = token_mask = tile = None
+    dropout_key = router_losses = token_mask = None
     fp8 = True
 
     def observe_routing(self, routing: Routing) -> None:

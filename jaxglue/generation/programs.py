@@ -14,6 +14,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.context import PackedContext
 from jaxglue.models.parameters import ModelGraphDefs, Params, merge_module
 from jaxglue.models.vocabulary import output_matrix
+from jaxglue.ops.cross_entropy import cap_logits
 from jaxglue.ops.projection import project
 from jaxglue.ops.segments import PackedSegments
 
@@ -185,7 +186,8 @@ class Programs:
         """Return (slots after their next tokens, these tokens)."""
         norm = merge_module(self._graphdefs.norm, *norm_weights)
         output = merge_module(self._graphdefs.output, *output_weights)
-        logits, positions = project(norm(x[0]), output_matrix(output), jnp.float32), slots.positions + 1
+        logits = project(norm(x[0]), output_matrix(output), jnp.float32)
+        logits, positions = cap_logits(logits, self._config.logit_softcap), slots.positions + 1
         tokens = sample_tokens(logits, slots.keys, positions, slots.temperatures, slots.top_ps).astype(jnp.int32)
         finite = jnp.isfinite(logits).all(-1)
         live = slots.live & finite & ~jnp.isin(tokens, stops) & (positions + 1 < slots.ends)

@@ -21,6 +21,11 @@ from jaxglue.models.config import DecoderConfig, describe_as_earlier
 
 _WHOLE = 4096
 """Elements of a tensor that is read whole."""
+_CHANGING = (
+    *("layer_ropes", "activation", "attention_scale", "attention_softcap", "embedding_multiplier"),
+    *("residual_multiplier", "logit_divisor", "logit_softcap"),
+)
+"""Further settings of a `DecoderConfig` that change its outputs; recorded where they are not the defaults."""
 _PLACES, _ELEMENTS = 4, 256
 """Places read of a larger one, evenly spaced, and elements at each: rows, or parts of a row of three or more axes."""
 
@@ -136,6 +141,8 @@ def _settings(config: DecoderConfig) -> str:
     values: dict[str, object] = {"rms_norm_eps": config.rms_norm_eps, "rope": rope}
     if any(config.layer_windows):
         values["layer_windows"] = config.layer_windows
+    changed = (f for f in fields(config) if f.name in _CHANGING and getattr(config, f.name) != f.default)
+    values |= {f.name: repr(getattr(config, f.name)) for f in changed}
     if config.moe:
         values |= {name: getattr(config.moe, name) for name in ("num_experts_per_tok", "norm_topk_prob")}
     return json.dumps(values)

@@ -96,6 +96,7 @@ def attention_backend(workload: Workload, gpu: Gpu, kind: BatchKind, window: int
         head_dim=config.head_dim,
         query_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
+        softcap=config.attention_softcap,
         seq_len=workload.seq_len,
         segment_slots=kind.slots,
         long=kind.long,

@@ -113,6 +113,7 @@ def refuse_shared_prompt(config: TrainConfig, model: DecoderConfig) -> str:
         head_dim=model.head_dim,
         query_heads=model.num_attention_heads,
         kv_heads=model.num_key_value_heads,
+        softcap=model.attention_softcap,
         seq_len=config.data.row_tokens,
         segment_slots=2,
         window=next((window for window in model.layer_windows if window), None),

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
-import jax
-from jaxtyping import PRNGKeyArray
-
-from jaxglue.models.parameters import merge_module
+from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.models.families import find_family
 from jaxglue.ops.attention import ATTENTION, AttentionShape
 from jaxglue.ops.backend import BackendChoice, compute_capability
 from jaxglue.ops.cross_entropy import CROSS_ENTROPY
@@ -15,6 +12,7 @@ from jaxglue.ops.moe import GROUPED_MATMUL
 from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.explain import Reason
+from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import Workload, abstract_parts
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import TrainConfig
@@ -22,13 +20,6 @@ from jaxglue.training.setup import Run, reference_seconds
 
 _FLAGS = {"fp8": "--matmul fp8"}
 """Flags by which a barred backend serves."""
-
-
-class _Conditions(NamedTuple):
-    """Conditions of training: adapters may drop inputs, and weights for FP8 are multiplied so."""
-
-    dropout_key: PRNGKeyArray | None
-    fp8: bool = True
 
 
 def run_reasons(run: Run) -> dict[str, Reason]:
@@ -53,32 +44,29 @@ def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, s
     if config.objective.kind.answers is not None:
         reasons["prompts"] = _of_prompts(refuse_shared_prompt(config, model))
     reasons |= dict(_of_attention(config, workload, attention, slots))
-    choices = {"rotation": NORM_ROPE.choose(capability, dtype), **layer_forms(workload)}
+    choices = {"rotation": rotation_choice(workload), **layer_forms(workload)}
     if model.moe is not None:
         choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
-    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype)
+    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype, model.logit_softcap)
     reasons |= {title: _of_backend(choice) for title, choice in choices.items()}
-    if "layer" not in choices:
-        whole = workload.mesh.devices == 1 and workload.tile is None
-        what = "the family: no kernels know its layers" if whole else "tiles, or several GPUs"
-        reasons["layer"] = Reason(choice="separate operations", limit=what)
     return reasons
 
 
 def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
-    """Return how the first layer's projections, and the layer as a whole, are computed, by title."""
+    """Return how the first layer and its projections are computed, by title."""
     graphdefs, *trees = abstract_parts(workload)
-    forms: dict[str, BackendChoice] = {}
-    alone = workload.mesh.devices == 1 and workload.tile is None
-    shape = workload.batch_size, workload.seq_len, workload.config.hidden_size
+    trainable, frozen = (tree["layers"][0] for tree in trees)
+    choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(workload))
+    if workload.mesh.devices > 1:
+        del choices["layers"]  # on a mesh all run stage by stage, or by tiles
+    return choices
 
-    def describe(trainable, frozen, x) -> None:
-        layer = merge_module(graphdefs.layers[0], trainable, frozen)
-        forms.update(layer.forms(_Conditions(jax.random.key(0)), x if alone else None))
 
-    x = jax.ShapeDtypeStruct(shape, workload.dtype)
-    jax.eval_shape(describe, *(tree["layers"][0] for tree in trees), x)
-    return forms
+def rotation_choice(workload: Workload) -> BackendChoice:
+    """Return the backend of rotary embeddings and norms of heads."""
+    halves = all(rotary.turns_whole_halves for rotary in workload.config.rotaries)
+    style = find_family(workload.config.model_type).parts.norm
+    return NORM_ROPE.choose(compute_capability(), workload.dtype, halves, style)
 
 
 def attention_choice(
@@ -92,6 +80,7 @@ def attention_choice(
         head_dim=model.head_dim,
         query_heads=model.num_attention_heads,
         kv_heads=model.num_key_value_heads,
+        softcap=model.attention_softcap,
         seq_len=workload.seq_len,
         segment_slots=min(slots, long_slots or slots),
         long=long,

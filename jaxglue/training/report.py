@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxglue.console import Console
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
-from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
@@ -25,7 +24,7 @@ from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
-from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices
+from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices, rotation_choice
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
 from jaxglue.training.workload import row_text
@@ -129,7 +128,7 @@ def plan_rows(run: Run) -> dict[str, object]:
     model, data = run.config.model, run.config.data
     total, trained = parameter_counts(run.workload)
     settings, rows = run.config.run, row_text(data.row_tokens, run.model)
-    rotation = NORM_ROPE.choose(compute_capability(), model.compute_dtype)
+    rotation = rotation_choice(run.workload)
     return {
         "model": f"{model.model} ({run.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
@@ -201,9 +200,8 @@ def _memory(run: Run) -> str:
 
 
 def _forms(run: Run) -> dict[str, object]:
-    """Describe how the first layer's projections are computed, and why."""
-    forms = layer_forms(run.workload)
-    return {title: f"{forms[title].name}: {forms[title].reason}" for title in forms if title != "layer"}
+    """Describe how the first layer and its projections are computed, and why."""
+    return {title: f"{choice.name}: {choice.reason}" for title, choice in layer_forms(run.workload).items()}
 
 
 def _experts(run: Run) -> dict[str, object]:

@@ -87,7 +87,7 @@ def choices(printed):
     return found
 
 
-_PLAN = {"mesh", "remat", "weights", "tile", "layers per program", "dtype", "attention", "loss", "layer", "projections"}
+_PLAN = {"mesh", "remat", "weights", "tile", "layers per program", "dtype", "attention", "loss", "projections"}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def objective(model, batch, router_losses):
     mask = batch.segments.segment_ids.reshape(-1) > 0
     x, extra = model.embed_tokens(batch.tokens, jnp.float32), 0.0
     for layer in model.layers:
-        inner = layer.self_attn.add_to(x, layer.input_layernorm(x), context)
+        inner = x + layer.self_attn(layer.input_layernorm(x), context)
         logits = layer.mlp.router(layer.post_attention_layernorm(inner).reshape(-1, x.shape[-1]))
         balance = auxiliary_loss(logits, route(logits, 2, order="topk_softmax"), mask)
         extra += (router_losses.balance * balance + router_losses.z * z_loss(logits, mask)) / len(model.layers)

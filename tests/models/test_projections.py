@@ -103,13 +103,13 @@ def test_gpu_matmuls_accumulate_onto_each_other(h200):
 class _Neighbor:
     """Context in which each token attends to its predecessor."""
 
-    dropout_key = router_losses = tile = None
+    dropout_key = router_losses = None
     fp8 = False
 
     def rotate(self, q, k, rotary, norms):
         return q, k
 
-    def attend(self, q, k, v, *, window, sinks):
+    def attend(self, q, k, v, *, window, sinks, softcap):
         return jnp.repeat(jnp.roll(v, 1, axis=1), q.shape[2] // v.shape[2], axis=2)
 
 

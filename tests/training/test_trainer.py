@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import repeat
 
 from jaxglue.hf.adapter import find_base, load_adapter
 from jaxglue.hf.checkpoint import save_tensors
@@ -62,7 +63,7 @@ def test_run_learns_and_writes_its_results(make_config, tmp_path):
 
 @pytest.mark.parametrize(
     ("dropout", "gradient_accumulation_steps", "moments", "layers_per_program"),
-    [(0.0, 2, "8bit", 1), (0.2, 1, "float32", 1), (0.2, 1, "8bit", 2)],
+    [(0.0, 2, "8bit", 1), repeat(0.2, 1, "float32", 1), (0.2, 1, "8bit", 2)],
 )
 def test_resumed_run_is_bit_identical(
     make_config, tmp_path, monkeypatch, dropout, gradient_accumulation_steps, moments, layers_per_program

@@ -6,6 +6,7 @@ import logging
 import chex
 import numpy as np
 import pytest
+from selection import repeat
 
 from jaxglue.hf.adapter import load_adapter
 from jaxglue.objectives.config import ObjectiveConfig
@@ -39,7 +40,7 @@ def trained(make_config, write_jsonl, tmp_path):
     [
         {},
         {"objective": "dpo"},
-        {"objective": "kto"},
+        repeat({"objective": "kto"}),
         {"on_spike": "skip"},
         {"gradient_accumulation_steps": 2},
         {"optimizer": "lion"},

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxglue.engine.compiler import STEP_OPTIONS
 from jaxglue.engine.equations import equations
+from jaxglue.engine.layer_forms import run_layer
 from jaxglue.engine.policy import parse_policy
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.context import PackedContext
@@ -44,7 +45,7 @@ def random_case(kind="qwen3", rank=5, dtype=jnp.float32, lengths=((9, 1, 17), (3
     x = jnp.asarray(rng.standard_normal((len(lengths), tokens, config.hidden_size)), dtype)
 
     def layer(adapters, x, frozen=frozen):
-        return nnx.merge(graph, adapters, frozen)(x, context)
+        return run_layer(nnx.merge(graph, adapters, frozen), x, context)
 
     return layer, (adapters, x)
 

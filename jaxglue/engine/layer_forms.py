@@ -1,0 +1,181 @@
+"""The forms in which a decoder layer runs: its stages by tiles of the rows, all as one small layer, or as they are.
+
+A model says what its stages compute; this file decides how.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxglue.models.context import PackedContext, RouterLosses
+from jaxglue.models.family import NormNames
+from jaxglue.models.layers import DecoderLayer, GatedMLP
+from jaxglue.models.parameters import Params, merge_module
+from jaxglue.ops import names
+from jaxglue.ops.backend import Backend, BackendChoice, Capability, Operation, compute_capability
+from jaxglue.ops.collectives import psum_batch
+from jaxglue.ops.gated_mlp import GATED_MLP
+from jaxglue.ops.norm_rope import LLAMA_NORM
+from jaxglue.ops.projection import PROJECTION, Projection
+from jaxglue.ops.rope import RopeTables
+from jaxglue.ops.small_layer import SMALL_LAYER, LayerNorms, LayerSpec, small_layer
+
+_PRE_NORMS = NormNames()
+
+
+def run_layer(layer: Any, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
+    """Return a layer's output in the form of `LAYER_FORM`; modules that are no decoder layers have one form."""
+    x = checkpoint_name(x, names.LAYER_INPUT)
+    form = LAYER_FORM.load(layer, x, context) if isinstance(layer, DecoderLayer) else None
+    return layer(x, context) if form is None else form(layer, x, context)
+
+
+def explain_forms(
+    graphdef: nnx.GraphDef, trainable: Params, frozen: Params, x: Any, context: PackedContext
+) -> dict[str, BackendChoice]:
+    """Return how a layer of which shapes are known runs in training, and its projections, by title, and why."""
+    found: dict[str, BackendChoice] = {}
+
+    def look(*arguments):
+        layer, x, context = merge_module(graphdef, *arguments[:2]), *arguments[2:]
+        context, capability = replace(context, dropout_key=jax.random.key(0)), compute_capability()
+        found["layers"] = LAYER_FORM.choose(capability, layer, x, context)
+        found["projections"] = PROJECTION.choose(capability, layer.self_attn.inputs, context, False)
+        if isinstance(layer.mlp, GatedMLP):
+            found["feed-forward"] = GATED_MLP.choose(capability, layer.mlp.parts, context, layer.mlp.activation)
+
+    jax.eval_shape(look, trainable, frozen, x, context)
+    if found["layers"].name == "reference":
+        found["layers"] = replace(found["layers"], name="stage by stage")
+    return found
+
+
+def _check_tiles(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
+    if context.tile is None:
+        raise NotImplementedError("rows pass whole (--tile)")
+
+
+def _by_tiles(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
+    """Apply the layer with only attention on whole rows."""
+
+    def before(context, x):
+        return layer.before_attention(x, context)
+
+    def after(context, x, attended):
+        return layer.after_attention(x, attended, context)
+
+    if context.attention_out is not None:
+        return map_tiles(after, context, x, context.attention_out)
+    values = (names.QUERY, names.KEY, names.VALUE)
+    q, k, v = map(checkpoint_name, map_tiles(before, context, x), values)
+    attended = layer.self_attn.attend(q, k, v, context)
+    # In the shape of q XLA would make the gradients' zeros for both loops at once, and hold them from the first on.
+    return map_tiles(after, context, x, attended.reshape(*x.shape[:2], -1))
+
+
+def _check_small(capability: Capability | None, layer: DecoderLayer, x: Array, context: PackedContext) -> None:
+    """Raise NotImplementedError for a layer that `small_layer` does not compute."""
+    attention, mlp, rotary = layer.self_attn, layer.mlp, layer.self_attn.rotary
+    if context.attention_out is not None:
+        raise NotImplementedError("attention's output is known")
+    if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
+        raise NotImplementedError("the feed-forward is not SwiGLU")
+    if attention.sinks is not None or attention.softcap is not None or attention.query_factor != 1.0:
+        raise NotImplementedError("attention has sinks, a cap or a scale")
+    if rotary is None or not rotary.turns_whole_halves:
+        raise NotImplementedError("not both halves of each head turn")
+    if layer.norms != _PRE_NORMS or layer.factor != 1.0 or layer.norm_style != LLAMA_NORM or attention.norms_full_width:
+        raise NotImplementedError("norms are not Llama's, or outputs are scaled")
+    if SMALL_LAYER.load(x, _projections(layer), context) is None:
+        raise NotImplementedError(SMALL_LAYER.choose(capability, x, _projections(layer), context).reason)
+
+
+def _as_small(layer: DecoderLayer, x: Float[Array, "B T D"], context: PackedContext) -> Float[Array, "B T D"]:
+    """Apply the layer as one operation that is differentiated by hand."""
+    before, after = layer.norm(_PRE_NORMS.before_attention), layer.norm(_PRE_NORMS.before_mlp)
+    rotary = layer.self_attn.rotary
+    assert before is not None and after is not None and rotary is not None
+    norms = LayerNorms(before.weight[...], after.weight[...], layer.self_attn.head_norms)
+    spec = LayerSpec(rotary=rotary, eps=before.eps, window=layer.self_attn.window)
+    y = small_layer(spec, x, norms, _projections(layer), context)
+    assert y is not None
+    return y
+
+
+def _projections(layer: DecoderLayer) -> list[Projection]:
+    assert isinstance(layer.mlp, GatedMLP)
+    return [linear.projection for linear in (*layer.self_attn.linears, *layer.mlp.linears)]
+
+
+LAYER_FORM = Operation(
+    name="layer",
+    backends={
+        "tiles": Backend(
+            check=_check_tiles,
+            load=lambda capability, *call: _by_tiles,
+            advantage="temporary values are a tile's",
+            anywhere=True,
+        ),
+        "small": Backend(
+            check=_check_small,
+            load=lambda capability, *call: _as_small,
+            advantage=SMALL_LAYER.backends["triton"].advantage,
+            anywhere=True,
+        ),
+    },
+)
+"""Forms of a decoder layer beside its stages one by one; a call is described by layer, x and context."""
+
+
+def map_tiles(function: Callable, context: PackedContext, *arrays: Array) -> Any:
+    """Apply a function of (context, *arrays [B, T, …]) that treats each token by itself, `context.tile` at a time.
+
+    The backward pass computes each tile again and sums the parameters' gradients over the tiles in their own dtype.
+
+    Returns:
+        The function's arrays [B, T, …].
+
+    Raises:
+        ValueError: the tile does not divide the tokens.
+    """
+    B, T = arrays[0].shape[:2]
+    count, rest = divmod(B * T, context.tile or B * T)
+    if rest:
+        raise ValueError(f"a tile of {context.tile} tokens does not divide {B} × {T} tokens: use a divisor")
+    by_token = context.rope, context.segments.segment_ids
+    tiled = jax.checkpoint(function, prevent_cse=False)
+
+    def step(_, inputs):
+        index, values, tiles = inputs
+        return None, tiled(_tile_context(context, index, *values), *tiles)
+
+    inputs = jnp.arange(count), *jax.tree.map(lambda a: _split(a, count), (by_token, arrays))
+    _, results = lax.scan(step, None, inputs)
+    return jax.tree.map(lambda a: a.reshape(B, T, *a.shape[3:]), results)
+
+
+def _split(array: Array, count: int) -> Array:
+    """Return tiles [count, 1, tokens, …] of an array [B, T, …]; the tokens stay where they are."""
+    return array.reshape(count, 1, -1, *array.shape[2:])
+
+
+def _tile_context(context: PackedContext, index: Array, rope: RopeTables, segment_ids: Array) -> PackedContext:
+    """Return the context of a tile: with its tokens' values, and dropout of its own."""
+    segments = replace(context.segments, segment_ids=segment_ids)
+    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, index)
+    tile = replace(context, segments=segments, rope=rope, dropout_key=key, attention_out=None, tile=None)
+    return tile if context.router_losses is None else replace(tile, router_losses=_tile_losses(context, tile))
+
+
+def _tile_losses(context: PackedContext, tile: PackedContext) -> RouterLosses:
+    """Weight the z-loss of a tile, a mean over its tokens, by its share of all tokens."""
+    assert context.router_losses is not None
+    tokens, every = (psum_batch(part.token_mask.sum(dtype=jnp.float32)) for part in (tile, context))
+    return context.router_losses._replace(z=context.router_losses.z * tokens / jnp.maximum(every, 1.0))

@@ -1,0 +1,82 @@
+"""Model families as tables: the reader of a family's config.json, and the parts of its layers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from jaxglue.models.config import DecoderConfig
+from jaxglue.ops.moe import Activation
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormNames:
+    """Names of a layer's norms, None for those that a family lacks."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    """Of attention's output, before it is added to the residual stream."""
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParts:
+    """Router and experts of sparse layers."""
+
+    router: str = "gate"
+    """The router's name."""
+    order: Literal["softmax_topk", "topk_softmax"] = "softmax_topk"
+    """See `jaxglue.ops.moe.route`."""
+    activation: Activation = "swiglu"
+    transposed: bool = True
+    """Matrices are stored [E, out, in]; MXFP4 ones always are."""
+    bias: bool = False
+    """Of router and experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What all models of a family share; what config.json decides is in `DecoderConfig`."""
+
+    norms: NormNames = NormNames()
+    norm: NormStyle = LLAMA_NORM
+    head_norms: Literal["none", "heads", "full"] = "none"
+    """Norms of queries and keys: of each head, or of the full width before it is cut into heads."""
+    sinks: bool = False
+    """Attention's softmax has a learned logit for each head."""
+    experts: ExpertParts = ExpertParts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model type of Hugging Face's, whose checkpoints have the parameters' names."""
+
+    model_type: str
+    config_from_hf: Callable[[Mapping[str, Any]], DecoderConfig]
+    """Read a parsed config.json; raise ValueError for missing fields and values that are not supported."""
+    parts: Parts = Parts()
+
+
+FAMILIES: dict[str, Family] = {}
+"""By `model_type`."""
+
+
+def register(family: Family) -> Family:
+    """Let config.json files of this model type be read and built, in place of an earlier family of that type."""
+    FAMILIES[family.model_type] = family
+    return family
+
+
+def find_family(model_type: Any) -> Family:
+    """Return the family of a model type.
+
+    Raises:
+        ValueError: there is none; names those that are, and the nearest.
+    """
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    nearest = get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.6)
+    hint = f"; the nearest is {nearest[0]}" if nearest else ""
+    raise ValueError(f"model_type {model_type!r} is not supported: known are {', '.join(FAMILIES)}{hint}")

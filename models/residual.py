@@ -1,0 +1,49 @@
+"""The residual stream of decoder layers: norms that read it, and outputs that are added to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxglue.models.context import LayerContext
+from jaxglue.ops.norm_rope import LLAMA_NORM, NormStyle, rms_norm
+from jaxglue.ops.residual_norm import Normed, Reader, residual_norm
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32 internally, times a factor."""
+
+    def __init__(self, size: int, eps: float, *, style: NormStyle = LLAMA_NORM, factor: float = 1.0, dtype):
+        self.weight = nnx.Param(jnp.full(size, 1 - style.offset, dtype))
+        self.eps, self.style, self.factor = eps, style, factor
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalize x, in x's dtype."""
+        normed = rms_norm(x, self.weight[...], self.eps, self.style)
+        return normed if self.factor == 1.0 else (normed * self.factor).astype(x.dtype)
+
+    def fork(self, x: Float[Array, "B T D"], reader: Reader, context: LayerContext) -> tuple[Array, Normed]:
+        """Return a residual stream x, and its norm in the form that its reader multiplies."""
+        return residual_norm(x, self.weight[...], self.eps, self.style, reader, context)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Output of a part of a layer: `x + branch` adds it to the residual stream x, in one rounding where it can."""
+
+    add_to: Callable[[Array], Array]
+    """Return a residual stream plus the output."""
+    norm: RMSNorm | None = None
+    """Of the output, before it is added."""
+    factor: float = 1.0
+    """Of the output, before it is added."""
+
+    def __radd__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return x + factor · norm(output)."""
+        if self.norm is None and self.factor == 1.0:
+            return self.add_to(x)
+        y = self.add_to(jnp.zeros_like(x))
+        y = y if self.norm is None else self.norm(y)
+        return x + (y if self.factor == 1.0 else (y * self.factor).astype(x.dtype))
