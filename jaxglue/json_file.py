@@ -92,6 +92,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def without_nulls(value: Any) -> Any:
+    """Drop nulls: Arrow fills absent fields with them, which would confuse chat templates."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
 def is_deeper(content: Any, levels: int) -> bool:
     """Return whether containers nest beyond `levels`; level by level, as recursion would overflow."""
     containers = [content]

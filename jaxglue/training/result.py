@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
 from jaxglue.distributed import Processes
@@ -91,7 +91,6 @@ class ResultWriter:
             self._console.print(
                 f"{folder} is not written ({reason}), and the adapter needs its random weights: "
                 "for a usable one, name a folder with weights and leave out --random-weights",
-                highlight=False,
             )
             return None
         with self._output.writing("base"):
@@ -102,7 +101,7 @@ class ResultWriter:
         self._model.release()
         restored = checkpoints.restore_best(abstract)
         self._model.restore(restored.state, self._model.step)
-        self._console.print(f"the best weights are those of step {restored.step}", highlight=False)
+        self._console.print(f"the best weights are those of step {restored.step}")
         return restored.step
 
     def _export(self, name: str, base: Path | None, batch: Batch | None) -> Path:
@@ -112,7 +111,7 @@ class ResultWriter:
             parts = model.graphdefs, model.trainable, model.frozen
             check = check_export(self._run, *parts, path, batch, compares=is_main)
         if check:
-            self._console.print(f"{path}: {check}", highlight=False)
+            self._console.print(f"{path}: {check}")
         return path
 
 

@@ -158,6 +158,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
+def test_dry_run_explains_its_automatic_choices(make_config, capsys):
+    train(make_config(dry_run=True, explain=True, remat="auto"))
+    printed = " ".join(capsys.readouterr().out.partition("─ choices ─")[2].replace("│", " ").split())
+    for part in (
+        "mesh one GPU",
+        "remat dots; bound by the device",
+        "dtype float32; bound by",
+        "loss reference; bound by",
+    ):
+        assert part in printed
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
