@@ -9,7 +9,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -76,17 +75,11 @@ def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def fold(text: str) -> str:
-    """Break a message between words where standard error is a terminal, to lines as long as that is wide."""
-    if not sys.stderr.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    return textwrap.fill(text, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
+        from jaxglue.terminal import fold
+
         self.exit(2, fold(f"{self.prog}: error: {message}") + "\n")
 
 

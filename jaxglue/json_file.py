@@ -1,7 +1,6 @@
-"""JSON files: strangers' are bounded in size and depth, every defect one line; shared ones are replaced whole."""
+"""JSON files: strangers' are bounded in size and depth, every defect one line."""
 
 import json
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,13 +21,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{path} has {size:,} bytes: at most {MAX_BYTES:,} are read")
     return parse_object(path.read_bytes(), str(path))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that other processes may read and write meanwhile: whole, under a name of its own, then renamed."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def numbered_lines(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes]]:
@@ -98,6 +90,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise _RepeatedKeyError(f"the key {repeated!r:.60} is there twice: leave one out")
     return content
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop nulls: Arrow fills absent fields with them, which would confuse chat templates."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def is_deeper(content: Any, levels: int) -> bool:

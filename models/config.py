@@ -260,11 +260,12 @@ def require_fields(raw: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def layer_windows(raw: Mapping[str, Any], types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Return each layer's window from Hugging Face's `layer_types`.
+    """Return each layer's window from Hugging Face's `layer_types`, or from a family's `types` where there are none.
 
     Raises:
         ValueError: an unknown type, or a number of types other than the number of layers.
     """
+    types = types if raw.get("layer_types") is None else raw["layer_types"]
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ValueError(
             f"layer_types {', '.join(unknown)} are not supported: only full_attention, sliding_attention are"

@@ -40,7 +40,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     fields = decoder_fields(raw, theta=150_000.0, max_position_embeddings=131_072)
     require_fields(raw, ("num_local_experts", "num_experts_per_tok"))
     layers = raw["num_hidden_layers"]
-    types = raw.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     if (limit := raw.get("swiglu_limit", GPT_OSS_LIMIT)) != GPT_OSS_LIMIT:
         raise ValueError(f"swiglu_limit={limit} in config.json is not supported: only {GPT_OSS_LIMIT} is")
     moe = MoeConfig(

@@ -18,7 +18,7 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the layers' windows; with `use_sliding_window`, layers from `max_window_layers` on slide."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     first = 28 if (given := raw.get("max_window_layers")) is None else given
-    types = raw.get("layer_types") or [
+    types = [
         "sliding_attention" if window is not None and index >= first else "full_attention"
         for index in range(raw["num_hidden_layers"])
     ]

@@ -20,8 +20,8 @@ FLOORS = (
     {"cli", "distributed", "ops"},
     {"recipe"},
     {"dialects"},
-    {"config", "json_file", "yaml_file"},
-    {"spelling"},
+    {"atomic", "config", "console", "json_file", "yaml_file"},
+    {"spelling", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""
 
@@ -221,3 +221,19 @@ def test_private_names_are_recognized(tmp_path, line, found):
     path = tmp_path / "module.py"
     path.write_text(line)
     assert list(foreign_names(path)) == found
+
+
+def test_one_module_prints():
+    """Others would print markup and control characters of names and files as they are."""
+    printing = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources("jaxglue")
+        if path.name != "terminal.py"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+        and "file" not in {k.arg for k in node.keywords}
+    }
+    assert not printing
+    assert [path.name for path in sources("jaxglue") if "rich.console" in path.read_text()] == ["console.py"]

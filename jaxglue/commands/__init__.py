@@ -168,24 +168,26 @@ def _torch_hidden() -> Iterator[None]:
 
 class _Folded(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        from jaxglue.cli import fold
+        from jaxglue.terminal import fold
 
         return fold(super().format(record))
 
 
 def _print(text: str) -> None:
+    from jaxglue.terminal import echo
+
     try:
         with standard_streams():
-            print(text)
+            echo(text)
     except OSError as error:
         _end(f"error: {error}", status=1)
 
 
 def _end(line: str, *, status: int) -> None:
-    from jaxglue.cli import fold
+    from jaxglue.terminal import echo, fold
 
     with suppress(OSError):  # a closed terminal
-        print(fold(line), file=sys.stderr)
+        echo(fold(line), error=True)
     sys.exit(status)
 
 

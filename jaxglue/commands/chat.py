@@ -4,6 +4,7 @@ import contextlib
 
 from jaxglue.generation.chat import HELP, Assistant, Session, converse
 from jaxglue.generation.config import AssistantConfig
+from jaxglue.terminal import echo
 
 
 def main(config: AssistantConfig) -> None:
@@ -11,5 +12,5 @@ def main(config: AssistantConfig) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  edits lines and recalls earlier ones
     session = Session(Assistant(config), config.sampling, config.system)
-    print(HELP)
-    converse(session, input, lambda text: print(text, end="", flush=True))
+    echo(HELP)
+    converse(session, input, lambda text: echo(text, end=""))

@@ -6,11 +6,11 @@ jaxglue data preview --recipe quickstart
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.commands.configs import PreviewConfig
+from jaxglue.console import Console
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
@@ -51,12 +51,12 @@ def preview(config: PreviewConfig, console: Console | None = None) -> None:
         console.print(_colored(data, document, tokenizer, config.max_tokens, console.color_system is not None))
     console.rule("all documents")
     bins = length_bins(data.lengths)
-    console.print("\n".join([*_bars(bins), "", str(prepared.report)]), markup=False, highlight=False)
+    console.print("\n".join([*_bars(bins), "", str(prepared.report)]))
     rows = [] if prepared.stream else longest(data, config.data.sources, config.rows)
     lines = [f"rows: {row_text(config.data.row_tokens, model)}"]
     lines += [f"duplicates: {count_duplicates(data):,} documents"]
     lines += [f"longest: {length:,} tokens, {origin}" for length, origin in rows]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True)
     if config.picture:
         _draw(bins, config.picture)
 

@@ -17,6 +17,8 @@ from typing import Literal
 
 import psutil
 
+from jaxglue.terminal import echo
+
 GIB = 2**30
 LEAST_DRIVER = (580,)
 """The first driver that runs CUDA 13."""
@@ -56,10 +58,10 @@ def main(_: object = None) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     gpus, failed = read_gpus(), False
     for check in checks(gpus):
-        print(show(check), flush=True)
+        echo(show(check))
         failed |= check.verdict == "fail"
     missing = "something is missing" if gpus else "without a GPU all commands run on the CPU, training slowly"
-    print(f"\n{missing}: see FAIL above" if failed else "\neverything that training needs is here")
+    echo(f"\n{missing}: see FAIL above" if failed else "\neverything that training needs is here")
     sys.exit(failed)
 
 

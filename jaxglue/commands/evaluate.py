@@ -5,6 +5,7 @@ from typing import Any
 from jaxglue.generation.config import EvaluateConfig
 from jaxglue.generation.harness import run_tasks
 from jaxglue.hf.files import write_json
+from jaxglue.terminal import echo
 
 
 def main(config: EvaluateConfig) -> None:
@@ -15,12 +16,12 @@ def main(config: EvaluateConfig) -> None:
             metric, _, kind = name.partition(",")
             error = metrics.get(f"{metric}_stderr,{kind}")
             if isinstance(value, float) and not metric.endswith("_stderr"):
-                print(f"{task}  {metric}  {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
+                echo(f"{task}  {metric}  {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
     if config.output is not None:
         write_json(
             config.output, _plain({key: found.get(key) for key in ("results", "versions", "n-shot", "n-samples")})
         )
-        print(f"wrote {config.output}")
+        echo(f"wrote {config.output}")
 
 
 def _plain(value: Any) -> Any:

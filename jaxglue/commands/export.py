@@ -30,6 +30,7 @@ from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.json_file import read_json
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.terminal import echo
 from jaxglue.training.checkpoint_export import export_checkpoint
 
 _CALIBRATION_TOKENS, _CALIBRATION_BATCH, _CALIBRATION_BATCHES = 512, 4, 16
@@ -40,21 +41,21 @@ def main(config: ExportConfig) -> None:
     """Write the merged or quantized folder, and upload it or the adapter."""
     if config.output is not None:
         _write(config, config.output)
-        print(f"wrote {config.output}")
+        echo(f"wrote {config.output}")
     if config.push is not None:
-        print(f"uploaded to {_push(config, config.push)}")
+        echo(f"uploaded to {_push(config, config.push)}")
 
 
 def _write(config: ExportConfig, output: Path) -> None:
     if config.checkpoint is not None:
         step = export_checkpoint(config.run, config.checkpoint, output)
-        print(f"the weights of step {step:,}")
+        echo(f"the weights of step {step:,}")
     elif config.gguf is not None:
-        print(_write_gguf(config, config.gguf, output))
+        echo(_write_gguf(config, config.gguf, output))
     elif config.gguf_lora:
-        print(_write_gguf_lora(config, output))
+        echo(_write_gguf_lora(config, output))
     elif config.adapter is not None:
-        print(_merge(config, config.adapter, output))
+        echo(_merge(config, config.adapter, output))
     else:
         quantize_folder(config.base_folder(), output, config.quantize, config.max_shard_bytes, progress=DataProgress())
 

@@ -5,10 +5,11 @@ import sys
 from contextlib import nullcontext
 from typing import IO, Any
 
+from jaxglue.atomic import atomic_file
 from jaxglue.generation.chat import answer_rows
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.generation.prompts import prompt_of
-from jaxglue.hf.files import atomic_file
+from jaxglue.terminal import echo
 
 
 def main(config: GenerateConfig) -> None:
@@ -29,10 +30,10 @@ def _print_answers(config: GenerateConfig) -> None:
     several = config.prompt_file is not None or len(config.prompt) > 1
     for row, answer in answer_rows(config, _say):
         if several:
-            print(f"> {prompt_of(row)}")
+            echo(f"> {prompt_of(row)}")
         for piece in answer:
-            print(piece, end="", flush=True)
-        print()
+            echo(piece, end="")
+        echo()
 
 
 def _write_lines(config: GenerateConfig, file: IO[str]) -> None:
@@ -42,4 +43,4 @@ def _write_lines(config: GenerateConfig, file: IO[str]) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    echo(line, error=True)

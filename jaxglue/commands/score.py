@@ -6,10 +6,11 @@ from typing import IO
 
 import numpy as np
 
+from jaxglue.atomic import atomic_file
 from jaxglue.data.files import Row
 from jaxglue.generation.config import ScoreConfig
 from jaxglue.generation.scoring import score_rows
-from jaxglue.hf.files import atomic_file
+from jaxglue.terminal import echo
 
 _KEYS: dict[int, tuple[str, ...]] = {1: ("score",), 2: ("chosen_score", "rejected_score")}
 """Keys of the scores of a row, by their number."""
@@ -25,13 +26,13 @@ def main(config: ScoreConfig) -> None:
             target.open("w", encoding="utf-8", errors="backslashreplace") as lines,
         ):
             scores = list(_write_rows(config, lines))
-        print(f"wrote {config.output}")
-    print(_summary(scores))
+        echo(f"wrote {config.output}")
+    echo(_summary(scores))
 
 
 def _print_scores(config: ScoreConfig) -> Iterator[tuple[float, ...]]:
     for row, scores in score_rows(config):
-        print(row.origin, *(f"{score:.4f}" for score in scores), sep="  ")
+        echo("  ".join([row.origin, *(f"{score:.4f}" for score in scores)]))
         yield scores
 
 

@@ -69,6 +69,11 @@ class AnswerDataset(TokenDataset):
         return self._with_columns(digest)
 
     @property
+    def segments_per_document(self) -> int:
+        """Return the segments of a unit: one of a shared prompt, or two with a copy each."""
+        return 1 if self.task.shared_prompt else 2
+
+    @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
         """Return the lengths of prompts with an answer: attention's work, whether or not prompts are shared."""
         return (self.prompts[:, None] + self.sizes).ravel()

@@ -37,6 +37,11 @@ class TokenDataset:
     """Columns of the documents' rows that an objective reads."""
 
     @property
+    def segments_per_document(self) -> int:
+        """Return the segments of a document in a row."""
+        return 1
+
+    @property
     def document_lengths(self) -> Int[np.ndarray, "lengths"]:
         """Return the lengths of the documents that attention sees."""
         return self.lengths

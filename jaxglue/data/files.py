@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from jaxglue.json_file import MAX_BYTES, MalformedJSONError, numbered_lines, parse_json
+from jaxglue.json_file import MAX_BYTES, MalformedJSONError, numbered_lines, parse_json, without_nulls
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -200,15 +200,6 @@ def _groups_from(metadata: Any, skip: int) -> tuple[list[int], int]:
     ends = [*accumulate(sizes)]
     first = bisect_right(ends, skip)
     return [*range(first, len(sizes))], ends[first - 1] if first else 0
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop nulls: Arrow fills absent fields with them, which would confuse chat templates."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
 
 
 def _in_line(error: Exception) -> str:

@@ -97,15 +97,15 @@ def with_system(content: Chat | list[str], row: Mapping[str, Any]) -> Chat | lis
     Raises:
         ValueError: a text for a prompt that is no chat, or other settings that are not read.
     """
-    text = row.get("system") or ""
+    text = "" if row.get("system") is None else row["system"]
+    if not isinstance(text, str):
+        raise ValueError(f"'system' must be a string, got {type(text).__name__}")
     if not isinstance(content, Chat):
         if text and len(content) > 1:
             raise ValueError("'system' has a text, and the prompt is no chat: write the row as 'messages'")
         return content
     if unread := next((key for key in _UNREAD if row.get(key)), None):
         raise ValueError(f"{unread!r} is not read: {_UNREAD[unread]}")
-    if not isinstance(text, str):
-        raise ValueError(f"'system' must be a string, got {type(text).__name__}")
     return content.with_system(text) if text else content
 
 
@@ -137,7 +137,8 @@ def _alpaca(row: Mapping[str, Any]) -> list[str]:
     """Return instruction, input and output."""
     if row.get("history"):
         raise ValueError("the Alpaca format has no 'history': write such rows as 'messages'")
-    return _strings({**row, "input": row.get("input") or ""}, "instruction", "input", "output")
+    given = "" if row.get("input") is None else row["input"]
+    return _strings({**row, "input": given}, "instruction", "input", "output")
 
 
 def _completed_chat(row: Mapping[str, Any]) -> Chat:

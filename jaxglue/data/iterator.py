@@ -76,7 +76,8 @@ class Steps:
         )
         if not self.with_sources or self.dataset.sources is None:
             return batch
-        owners = [self.dataset.sources[self.plan.row(row)] for row in own]
+        copies = self.dataset.segments_per_document
+        owners = [np.repeat(self.dataset.sources[self.plan.row(row)], copies) for row in own]
         sources: Any = token_values(np.asarray(batch.segments.segment_ids), owners).astype(np.int32)
         return replace(batch, sources=sources)
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxglue.json_file import parse_json
+from jaxglue.json_file import parse_json, without_nulls
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -58,12 +58,16 @@ def read_chat(messages: Any, tools: Any, name: str) -> Chat:
     if not isinstance(messages, list) or not messages:
         found = "an empty one" if messages == [] else type(messages).__name__
         raise ValueError(f"{name!r} must be a non-empty list of messages, got {found}")
-    tools = from_json(tools or None, "tools") or None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"'tools' must be a list, got {type(tools).__name__}")
-    tools = tools and [from_json(tool, "tools") for tool in tools]
     pairs = [_read_message(message, number) for number, message in enumerate(messages, 1)]
-    return Chat([message for message, _ in pairs], tools, [trained for _, trained in pairs])
+    return Chat([message for message, _ in pairs], _read_tools(tools), [trained for _, trained in pairs])
+
+
+def _read_tools(tools: Any) -> Tools:
+    """Return a row's tools, without nulls: Arrow fills each tool's parameters with those of the others."""
+    tools = None if tools == "" else from_json(tools, "tools")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"'tools' must be a list, got {type(tools).__name__}")
+    return [from_json(without_nulls(tool), "tools") for tool in tools or ()] or None
 
 
 def _read_message(message: Any, number: int) -> tuple[dict[str, Any], bool | None]:
@@ -120,9 +124,15 @@ def _message(message: Any) -> dict[str, Any]:
     if value is not None and value != content:
         raise ValueError(f"the {role!r:.100} message has both 'content' and 'value': remove one")
     if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": [_tool_call(from_json(content, "function_call"))]}
+        calls = from_json(content, "function_call")
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": _tool_calls(calls if calls and isinstance(calls, list) else [calls]),
+        }
     if (call := message.get("function_call")) is not None:  # OpenAI's, before tools
-        message = {**message, "tool_calls": [*(message.get("tool_calls") or ()), call]}
+        calls = message.get("tool_calls")
+        message = {**message, "tool_calls": [*([] if calls is None else _listed_calls(calls)), call]}
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"the {role!r:.100} message has no content")
     dropped = ("role", "from", "content", "value", "function_call", *WEIGHTS)
@@ -160,9 +170,13 @@ def _part(part: Any, role: str) -> str:
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    return [_tool_call(without_nulls(call)) for call in _listed_calls(calls)]
+
+
+def _listed_calls(calls: Any) -> list[Any]:
     if not isinstance(calls, list):
         raise ValueError(f"'tool_calls' must be a list, got {type(calls).__name__}")
-    return [_tool_call(call) for call in calls]
+    return calls
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -170,6 +184,9 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or "name" not in function:
         raise ValueError(f"a tool call needs a function with 'name' and 'arguments', got {listed(call)}")
-    arguments = from_json(function.get("arguments") or {}, "arguments of a tool call")
+    given = function.get("arguments", {})
+    arguments = {} if given == "" else from_json(given, "arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a tool call must be an object, got {arguments!r:.100}")
     function = {**function, "arguments": arguments}
     return {"type": "function", **{k: v for k, v in call.items() if k in ("id", "type")}, "function": function}

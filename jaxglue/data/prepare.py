@@ -139,8 +139,8 @@ def _pack(dataset: TokenDataset, config: DataConfig, progress: DataProgress) -> 
 
 
 def _stream_notes(config: DataConfig, window: Window) -> Iterator[str]:
-    yield f"a stream: these numbers are those of its first window of at least {config.stream_tokens:,} tokens"
     total = sum(place.tokens for place in window.end)
+    yield f"a stream: these numbers are those of its first window of {total:,} tokens"
     for source, place in zip(config.sources, window.end, strict=True):
         if len(config.sources) > 1:
             yield f"{place.tokens / total:.1%} of the tokens are from {source}"

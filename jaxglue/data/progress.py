@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import accumulate
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from jaxglue.console import Console
+from jaxglue.terminal import visible
 
 Advance = Callable[[float], None]
 """Callback with the bytes done so far in a stage."""
@@ -44,9 +46,9 @@ class DataProgress:
             yield self._lines(name, total)
             return
         rates = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) if total else ()
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=_BAR), *rates)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=_BAR), *rates)
         with Progress(*columns, console=self._console, transient=True) as bar:
-            task = bar.add_task(_short(name, self._console.width - _RATES - _BAR), total=total)
+            task = bar.add_task(_short(visible(name), self._console.width - _RATES - _BAR), total=total)
             yield lambda done: bar.update(task, completed=done)
 
     def _lines(self, name: str, total: float | None) -> Advance:
@@ -58,7 +60,7 @@ class DataProgress:
             if now - printed >= _SECONDS_BETWEEN_LINES:
                 printed = now
                 line = _line(name, done, total, now - begun)
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self._console.print(line, soft_wrap=True)
 
         return advance
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxglue.data.config import HUB_PREFIX, Source
-from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_type, without_nulls
+from jaxglue.data.files import SUFFIXES, Row, expected_files, file_rows, file_type
 from jaxglue.data.messages import listed
+from jaxglue.json_file import without_nulls
 
 SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files without rows in a folder saved with `datasets`."""

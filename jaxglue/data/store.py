@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
 
+from jaxglue.atomic import temporary_beside
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.json_file import read_json
 
@@ -218,8 +217,7 @@ def write_store(folder: Path, chunks: Iterable[Encoded], columns: Columns = NO_C
         OSError: a failed write; nothing is left behind.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    temporary = _temporary(folder)
+    temporary = temporary_beside(folder)
     temporary.mkdir()
     try:
         content = {**_write_documents(temporary, chunks, columns), **info}
@@ -233,7 +231,7 @@ def write_store(folder: Path, chunks: Iterable[Encoded], columns: Columns = NO_C
 
 def remove_store(folder: Path) -> None:
     """Remove a store; open ones stay readable."""
-    temporary = _temporary(folder)
+    temporary = temporary_beside(folder)
     os.rename(folder, temporary)
     shutil.rmtree(temporary)
 
@@ -324,18 +322,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _temporary(folder: Path) -> Path:
-    """Return a hidden name beside `folder` that tells its writer: mkdtemp would exclude other users."""
-    return folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove leftovers of this machine's killed writers."""
-    for path in folder.parent.glob(f".{folder.name}.{socket.gethostname()}.*.tmp"):
-        if not psutil.pid_exists(int(path.name.split(".")[-3])):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def content_key(*parts: Any) -> str:

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from jaxglue.distributed.channel import ControlChannel
 from jaxglue.distributed.frames import DIED
 from jaxglue.distributed.meeting import address_text, listen
 from jaxglue.distributed.process_info import ProcessInfo
+from jaxglue.terminal import echo
 
 _MEETING_SECONDS = 300.0
 _HEARTBEAT_SECONDS = 60
@@ -177,7 +177,7 @@ def _free_address(host: str) -> tuple[str, int]:
 def _stop(reason: str, *, is_main: bool) -> None:
     """End the process from a thread: the main one may hang in a collective operation that never ends."""
     remedy = "; continue the run with --resume" if reason.endswith(DIED) else ""
-    print(f"error: {reason.rstrip('.')}. This process stops too{remedy}", file=sys.stderr, flush=True)
+    echo(f"error: {reason.rstrip('.')}. This process stops too{remedy}", error=True)
     if is_main:  # without process 0 JAX's runtime aborts the others: let them hear the reason first
         time.sleep(_FAREWELL_SECONDS)
     os._exit(1)
@@ -193,7 +193,7 @@ def _leave(error: BaseException, channel: ControlChannel) -> NoReturn:
         text = str(error.code)
     if interrupted := isinstance(error, KeyboardInterrupt):
         text = "interrupted"
-    print(f"error: {text}" if user else text, file=sys.stderr, flush=True)
+    echo(f"error: {text}" if user else text, error=True)
     channel.fail(text if user else text.splitlines()[-1])
     time.sleep(_FAREWELL_SECONDS)
     os._exit(128 + signal.SIGINT if interrupted else 1)

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
+from jaxglue.atomic import atomic_file
 from jaxglue.data.store import file_digest
-from jaxglue.json_file import read_json, replace_text
+from jaxglue.json_file import read_json
 
 _BEGIN = "/jax/compilation_cache/compile_requests_use_cache"
 """Event before a program is read from the folder."""
@@ -184,7 +185,8 @@ def note_tuning(cache: Path) -> None:
         names = {_choice_name(path, cache): path for path in _choices(cache)}
         noted = {name: known.get(name) or file_digest(path) for name, path in names.items()}
         if noted != known:
-            replace_text(cache / _DIGESTS, json.dumps(noted))
+            with atomic_file(cache / _DIGESTS) as temporary:
+                temporary.write_text(json.dumps(noted))
     except OSError:
         return
 

@@ -105,8 +105,11 @@ def run_tasks(config: EvaluateConfig) -> dict[str, Any]:
 
 def _sampling(options: dict[str, Any]) -> tuple[SamplingConfig, list[str]]:
     """Return a task's sampling and its stop texts."""
-    until = options.get("until") or []
-    most = options.get("max_gen_toks") or options.get("max_new_tokens") or _NEW_TOKENS
-    temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-    sampling = SamplingConfig(max_tokens=int(most), temperature=temperature, top_p=float(options.get("top_p") or 1.0))
+    options = {name: value for name, value in options.items() if value is not None}
+    until = options.get("until", [])
+    sampling = SamplingConfig(
+        max_tokens=int(options.get("max_gen_toks", options.get("max_new_tokens", _NEW_TOKENS))),
+        temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
+        top_p=float(options.get("top_p", 1.0)),
+    )
     return sampling, [stop for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxglue.atomic import atomic_file
 from jaxglue.hf.adapter_config import (
     SEQUENCE_CLASSIFIER,
     config_from_peft,
@@ -30,7 +31,7 @@ from jaxglue.hf.adapter_tensors import (
     target_parameters,
     to_keys,
 )
-from jaxglue.hf.files import atomic_file, write_json
+from jaxglue.hf.files import write_json
 from jaxglue.hf.hub import base_reference, is_hub_id, model_path
 from jaxglue.hf.identity import Identity, changed_settings, difference
 from jaxglue.hf.tensor_files import TensorFiles, write_file

@@ -38,6 +38,8 @@ _HARMLESS = {  # provenance
     "revision",
     "task_type",
 }
+_SETTINGS = {"dropout": "lora_dropout", "rslora": "use_rslora", "dora": "use_dora"}
+"""PEFT's names of `LoraConfig`'s fields that hold one value."""
 SEQUENCE_CLASSIFIER = "SEQ_CLS"
 """PEFT's task type of reward models."""
 _SCORES = ("score", "classifier")
@@ -177,15 +179,14 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
         adapted = [name for name in tensors if is_adapter(name)]
         modules, named = {name.rpartition(".")[0] for name in adapted}, raw.get("target_modules")
         paths = isinstance(named, str) or raw.get("exclude_modules") or any("." in name for name in named or ())
+        given = {name: raw[key] for name, key in _SETTINGS.items() if raw.get(key) is not None}
         return LoraConfig(
             rank=raw["r"],
             alpha=raw["lora_alpha"],
-            dropout=raw.get("lora_dropout") or 0.0,
-            rslora=raw.get("use_rslora") or False,
+            **given,
             targets=tuple(sorted(modules) if paths else _kinds(adapted)),
             rank_pattern=_entries("rank_pattern", raw, modules),
             alpha_pattern=_entries("alpha_pattern", raw, modules),
-            dora=raw.get("use_dora") or False,
             modules_to_save=tuple(whole),
             trainable_token_indices=tuple(indices),
             token_modules=tuple(rows) if rows else MODULES,
@@ -196,7 +197,7 @@ def config_from_peft(path: Path, raw: Mapping[str, Any], tensors: Iterable[str])
 
 def _entries(field: str, raw: Mapping[str, Any], modules: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns, as in `LoraConfig`, that match a module; PEFT ignores the others."""
-    given = raw.get(field) or {}
+    given = {} if raw.get(field) is None else raw[field]
     if not isinstance(given, dict) or not all(type(value) in (int, float) for value in given.values()):
         raise ValueError(f"{field}: expected numbers by pattern, got {given!r:.100}")
     entries = [f"{pattern}={value}" for pattern, value in given.items()]

@@ -12,10 +12,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxglue.atomic import atomic_file
 from jaxglue.hf.adapter import Adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import PATHS
 from jaxglue.hf.checkpoint import load_tensors, read_config
-from jaxglue.hf.files import atomic_file, write_json
+from jaxglue.hf.files import write_json
 from jaxglue.models import build_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.decoder import packed_context

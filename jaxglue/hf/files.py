@@ -1,39 +1,17 @@
-"""Atomic writes of files and folders."""
+"""Atomic writes of folders, and errors that name them."""
 
-import hashlib
 import json
 import os
-import re
 import shutil
-import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxglue.atomic import atomic_file, temporary_beside
+
 MAX_SHARD_BYTES = 5 * 10**9
 """Default size of a model folder's shards in bytes, as in transformers."""
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`, renamed to `path` on success and removed on any error.
-
-    Raises:
-        OSError: a failed write, naming `path`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"{error.strerror}: {path} was not written; any previous file is unchanged"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -63,11 +41,10 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         require_empty(path)
     with named_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _clean_up(path)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{_prefix(path)}{os.getpid()}.", suffix=".tmp", dir=path.parent))
+        temporary = temporary_beside(path)
+        temporary.mkdir()
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp's 0o700 would exclude other users
         if replace and path.exists():
             os.replace(path, temporary.with_suffix(".old"))
         os.replace(temporary, path)
@@ -76,35 +53,6 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         raise OSError(error.errno, f"{error.strerror}: {path} was not written") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _prefix(path: Path) -> str:
-    """Return the start of temporary folders' names, of this host."""
-    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-    return f".{path.name}.{host}-"
-
-
-def _clean_up(path: Path) -> None:
-    """Remove temporary folders of dead processes; one killed between its two renames gets the old folder back."""
-    pattern = re.compile(re.escape(_prefix(path)) + r"(\d+)\.\w+\.(tmp|old)")
-    for entry in list(path.parent.iterdir()):
-        match = pattern.fullmatch(entry.name)
-        if not match or entry.is_symlink() or not entry.is_dir() or _is_alive(int(match[1])):
-            continue
-        if match[2] == "old" and not path.exists():
-            os.replace(entry, path)
-        else:
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
 
 
 def require_empty(path: Path) -> None:

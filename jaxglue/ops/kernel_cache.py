@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax_triton.triton_lib import CompilationResult
 
-from jaxglue.json_file import replace_text
+from jaxglue.atomic import atomic_file
 
 _VERSIONS = [version(package) for package in ("triton", "jax-triton")]
 _DUMPS = {"ttgir": "", "llir": ""}
@@ -58,8 +58,8 @@ def _digest(text: str) -> str:
 def _write(path: Path, result: CompilationResult) -> None:
     fields = {name: value for name, value in asdict(result).items() if name not in _DUMPS}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(fields)
-        replace_text(path, f"{_digest(text)}\n{text}")
+        with atomic_file(path) as temporary:
+            temporary.write_text(f"{_digest(text)}\n{text}")
     except OSError as error:
         _log.warning("compiled kernels are not kept: %s", error)

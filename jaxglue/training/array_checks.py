@@ -1,11 +1,15 @@
 """Digests and finiteness of arrays, computed where the arrays are, in one pass over each."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, UInt32
+
+from jaxglue.engine.transfer import to_device
+from jaxglue.models.parameters import Params
 
 _GOLDEN = (0x9E3779B9, 0xC2B2AE35)
 _SEEDS = (0x85EBCA6B, 0x27D4EB2F)
@@ -28,6 +32,15 @@ def check_arrays(tree: PyTree[Array]) -> dict[str, ArrayCheck]:
         jax.tree_util.keystr(path, simple=True, separator="."): _read(row)
         for (path, _), row in zip(leaves, found, strict=True)
     }
+
+
+def check_parameters(tree: Params) -> Iterator[tuple[str, ArrayCheck]]:
+    """Yield name and check of every array of a parameter tree; parts on the host are copied to the device in turn."""
+    parts = [("", {name: part for name, part in tree.items() if name != "layers"})]
+    parts += [(f"layers.{index}.", layer) for index, layer in enumerate(tree["layers"])]
+    for prefix, part in parts:
+        arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, part)
+        yield from ((prefix + name, check) for name, check in check_arrays(to_device(arrays)).items())
 
 
 def non_finite(tree: PyTree[Any]) -> list[str]:

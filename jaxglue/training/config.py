@@ -312,6 +312,8 @@ class RunConfig(Config):
     """Replace the run in the output folder: its files are deleted once the new run has a checkpoint, others stay."""
     dry_run: bool = False
     """Check everything, print the plan and train nothing."""
+    explain: bool = False
+    """Say of each automatic choice what binds it, the runner-up, and what would change it."""
     profile: NonNegativeInt = 0
     """Steps to trace with the JAX profiler, after the first three."""
     sample_prompt: tuple[str, ...] = ()

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
@@ -254,7 +254,7 @@ class Samples:
         plan = self._generator.plan(requests, _AT_ONCE)
         answers = self._generator.answers(trainable, frozen, requests, self._stops, plan=plan)
         for prompt, answer in zip(self._prompts, in_order(self._tokenizer, answers), strict=True):
-            self._console.print(f"{when} training: {prompt} → {answer}", markup=False, highlight=False)
+            self._console.print(f"{when} training: {prompt} → {answer}")
             lines.append({"step": step, "prompt": prompt, "answer": answer})
         if self._path:
             _append(self._path, step, lines)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from jaxglue.console import Console
 from jaxglue.engine.program_cache import COMPILED
 
 SHOWN = {
@@ -77,7 +77,7 @@ class TrainingProgress:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=_BAR),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
         )
         self._bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._room = self.console.width - _BAR - len(f"step {total_steps}/{total_steps}   ")
@@ -106,7 +106,7 @@ class TrainingProgress:
 
     def say(self, line: str) -> None:
         """Print a line, above the bar on a terminal."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
+        self.console.print(line, soft_wrap=not self.console.is_terminal)
 
     def _seconds_left(self, step: int) -> float | None:
         """Extrapolate the pace since the first report, which excludes compilation; None at the first."""

@@ -12,18 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxglue.atomic import atomic_file
 from jaxglue.data.batch import Answers, Batch
 from jaxglue.data.iterator import Step
 from jaxglue.engine.policy import AUTO
-from jaxglue.engine.transfer import to_device
-from jaxglue.hf.files import atomic_file
 from jaxglue.models.parameters import ParamKey, Params
 from jaxglue.ops.segments import PackedSegments
 from jaxglue.planner.gpus import GIB, RECORDED
 from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
 from jaxglue.planner.rates import device_gpu
-from jaxglue.training.array_checks import non_finite
+from jaxglue.training.array_checks import check_parameters, non_finite
 from jaxglue.training.checkpoint import Checkpoints
 from jaxglue.training.record import Diverged, memory_use
 from jaxglue.training.remat import host_memory
@@ -122,9 +121,8 @@ class Postmortem:
             error: names the failed step.
             replay: False where steps cannot be replayed by this process alone.
         """
-        if bad := self._bad_weights():
-            folder = self._run.config.model.model
-            return f"The weights in {folder} are not finite ({bad}): mend or copy them again; no flag helps"
+        if bad := next((name for name, check in check_parameters(self._model.frozen) if not check.is_finite), None):
+            return bad_weights(self._run, bad)
         cause = self._replay(error.step) if replay else None
         saved = self._checkpoints.latest_step
         followed = cause is not None and cause.endswith(_ROWS)
@@ -133,13 +131,6 @@ class Postmortem:
         latest = self._checkpoints.latest_step
         resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"
         return f"{cause or _RUINED}. {resume}"
-
-    def _bad_weights(self) -> str | None:
-        """Return the name of the first frozen array with elements that are not finite."""
-        frozen = self._model.frozen
-        parts = [("", {name: part for name, part in frozen.items() if name != "layers"})]
-        parts += [(f"layers.{index}.", layer) for index, layer in enumerate(frozen["layers"])]
-        return next((prefix + names[0] for prefix, part in parts if (names := non_finite(to_device(part)))), None)
 
     def _replay(self, failed: int) -> str | None:
         """Return what was first not finite in the step, and the remedy; None where it cannot be replayed."""
@@ -173,6 +164,11 @@ class Postmortem:
         while model.step < step:
             model.dispatch(next(batches))
         return True
+
+
+def bad_weights(run: Run, name: str) -> str:
+    """Return the line about a loaded array that is not finite."""
+    return f"The weights in {run.config.model.model} are not finite ({name}): mend or copy them again; no flag helps"
 
 
 def first_non_finite(model: TrainStep, step: Step) -> str | None:

@@ -1,33 +1,49 @@
 """The reference's log-probabilities of all answers, computed before training and kept on disk."""
 
 import hashlib
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 
+from jaxglue.atomic import atomic_file
+from jaxglue.config import stable_repr
 from jaxglue.data.answers import AnswerDataset
 from jaxglue.data.dataset import TokenDataset
 from jaxglue.data.iterator import BatchIterator, EvalBatches
 from jaxglue.data.progress import DataProgress, NoProgress
-from jaxglue.data.store import content_key, file_digest
+from jaxglue.data.store import content_key
 from jaxglue.distributed import Processes
 from jaxglue.hf.export import on_host
-from jaxglue.hf.files import atomic_file
-from jaxglue.hf.identity import weights_digest
 from jaxglue.sharding.mesh import place_batch, process_batch_shard
+from jaxglue.training.array_checks import check_parameters
+from jaxglue.training.recovery import bad_weights
 from jaxglue.training.setup import Run
 from jaxglue.training.step import TrainStep
 
 LogProbs = Float32[np.ndarray, "units 2"]
+_VERSION = 2
+"""Increment when the same weights and rows yield other values."""
+_ADAPTER = re.compile(r"\.lora_\w+$")
+_TF32 = 2.0**-10
+"""Rounding of float32 products on a GPU."""
+_ROUNDINGS = 8
+"""Roundings by which a token's log-probability may differ between two programs of one model."""
 
 
 def add_reference(run: Run, model: TrainStep, mesh: Mesh | None, processes: Processes) -> str | None:
-    """Give the run's batches the log-probabilities of a cached reference; return a line about it.
+    """Give the run's batches the log-probabilities of a cached reference; return lines about it.
 
     All processes call this with the weights that training begins with. None where no cached reference is needed.
+
+    Raises:
+        ValueError: weights or log-probabilities that are not finite, or a cache that not all processes see.
     """
     if not run.caches_reference:
         return None
@@ -35,39 +51,84 @@ def add_reference(run: Run, model: TrainStep, mesh: Mesh | None, processes: Proc
         raise ValueError("--matmul fp8 with a cached reference is not supported: use --reference-cache off")
     notes = []
     assert isinstance(run.batches, BatchIterator)  # no stream has answers
+    weights = _weights(run, model)
     parts: list[BatchIterator | EvalBatches] = [run.batches]
     parts += [run.eval_batches] if run.eval_batches else []
     for batches in parts:
         dataset = batches.dataset
         assert isinstance(dataset, AnswerDataset)
-        path = Path(run.config.data.cache_dir) / f"reference-{_key(run, dataset)}.float32"
+        path = Path(run.config.data.cache_dir) / f"reference-{_key(run, dataset, weights)}.float32"
         known = processes.all_gather_object(_read(path, len(dataset)) is not None)[0]
-        values = _read(path, len(dataset)) if known else _compute(run, model, mesh, dataset, processes)
-        if values is None:
+        values = _read(path, len(dataset)) if known else None
+        if known and values is None:
             raise ValueError(f"{path}: process 0 reads this file and another cannot: use a --cache-dir that all share")
-        if not known and processes.is_main:
-            _write(path, values)
+        if values is not None and not _agrees(values, run, model, mesh, dataset):
+            notes.append(f"{path} differs from the first rows' log-probabilities under this model: computed anew")
+            values = None
+        if fresh := values is None:
+            values = _compute(run, model, mesh, dataset, processes)
+            if processes.is_main:
+                _write(path, values)
         batches.replace_dataset(replace(dataset, reference=values))
-        notes.append(f"{'read from' if known else 'written to'} {path}")
-    return f"reference's log-probabilities: {', '.join(notes)}"
+        notes.append(f"reference's log-probabilities: {'written to' if fresh else 'read from'} {path}")
+    return "\n".join(notes)
 
 
-def _key(run: Run, dataset: TokenDataset) -> str:
-    """Name the reference's weights and the data."""
+def _weights(run: Run, model: TrainStep) -> list[tuple[str, str]]:
+    """Return names and digests of all arrays that the reference consists of.
+
+    Adapters that training begins with are no part of it: their product is zero.
+    """
+    checks = [pair for tree in (model.frozen, model.trainable) for pair in check_parameters(tree)]
+    if bad := next((name for name, check in checks if not check.is_finite), None):
+        raise ValueError(bad_weights(run, bad))
+    zero = run.workload.lora is not None and run.adapter is None
+    return [(name, check.digest) for name, check in checks if not (zero and _ADAPTER.search(name))]
+
+
+def _key(run: Run, dataset: TokenDataset, weights: list[tuple[str, str]]) -> str:
+    """Name data, weights, and the computation: all that the values depend on."""
     config = run.config
-    adapter = config.model.adapter and file_digest(config.model.adapter / "adapter_model.safetensors")
-    weights = f"random {config.data.seed}" if config.model.random_weights else weights_digest(config.model.folder)
     settings = [
         repr(run.model),
+        "" if run.adapter is None else stable_repr(replace(config.lora, dropout=0.0), ()),
         str(config.model.compute_dtype),
-        config.model.storage,
-        str(adapter),
+        run.remat.attention,
+        str(jax.config.jax_default_matmul_precision),
+        jax.local_devices()[0].device_kind,
         config.data.row_tokens,
     ]
-    return content_key(dataset.fingerprint, weights, *settings)
+    return content_key(_VERSION, dataset.fingerprint, weights, *settings)
+
+
+def _agrees(values: LogProbs, run: Run, model: TrainStep, mesh: Mesh | None, dataset: AnswerDataset) -> bool:
+    """Tell whether cached values are those of the first batch, but for rounding."""
+    units, found = next(_log_probs(run, model, mesh, dataset))
+    rounding = _ROUNDINGS * max(float(jnp.finfo(run.config.model.compute_dtype).eps), _TF32)
+    return bool((np.abs(values[units] - found) <= rounding * np.sqrt(dataset.sizes[units] + 1)).all())
 
 
 def _compute(run: Run, model: TrainStep, mesh: Mesh | None, dataset: AnswerDataset, processes: Processes) -> LogProbs:
+    values = np.zeros((len(dataset), 2), np.float32)
+    progress = DataProgress() if processes.is_main else NoProgress()
+    done = 0.0
+    with progress.stage("computing the reference's log-probabilities", 4 * float(dataset.lengths.sum())) as advance:
+        for units, found in _log_probs(run, model, mesh, dataset):
+            values[units] = found
+            done += 4 * float(dataset.lengths[units].sum())
+            advance(done)
+    if bad := int((~np.isfinite(values)).any(1).sum()):
+        raise ValueError(
+            f"the reference's log-probabilities of {bad} of {len(values)} rows are not finite: "
+            f"the model in {run.config.model.model} cannot score them"
+        )
+    return values
+
+
+def _log_probs(
+    run: Run, model: TrainStep, mesh: Mesh | None, dataset: AnswerDataset
+) -> Iterator[tuple[Int[np.ndarray, "units"], LogProbs]]:
+    """Yield units and their answers' log-probabilities, batch after batch."""
     batch_size = run.config.run.batch_size
     index, count = process_batch_shard(mesh, batch_size)
     batches = EvalBatches(
@@ -78,28 +139,26 @@ def _compute(run: Run, model: TrainStep, mesh: Mesh | None, dataset: AnswerDatas
         process_index=index,
         process_count=count,
     )
-    values = np.zeros((len(dataset), 2), np.float32)
-    progress = DataProgress() if processes.is_main else NoProgress()
-    done = 0.0
-    with progress.stage("computing the reference's log-probabilities", 4 * float(dataset.lengths.sum())) as advance:
-        for units, batch in zip(batches.documents(), batches, strict=True):
-            found = on_host(model.executor.answer_log_probs(model.trainable, model.frozen, place_batch(batch, mesh)))
-            for row, own in enumerate(units):
-                values[own] = found[row, : len(own)]
-                done += 4 * float(dataset.lengths[own].sum())
-            advance(done)
-    return values
+    for rows, batch in zip(batches.documents(), batches, strict=True):
+        found = on_host(model.executor.answer_log_probs(model.trainable, model.frozen, place_batch(batch, mesh)))
+        yield (
+            np.concatenate(rows),
+            np.concatenate([values[: len(own)] for own, values in zip(rows, found, strict=True)]),
+        )
 
 
 def _read(path: Path, units: int) -> LogProbs | None:
-    """Return the values of a file; None if it is absent, damaged or of another length."""
+    """Return the values of a file; None if it is absent, damaged, of another length or not finite."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     digest, values = content[:32], content[32:]
     is_whole = hashlib.sha256(values).digest() == digest and len(values) == 2 * units * np.float32().nbytes
-    return np.frombuffer(values, np.float32).reshape(units, 2).copy() if is_whole else None
+    if not is_whole:
+        return None
+    read = np.frombuffer(values, np.float32).reshape(units, 2).copy()
+    return read if np.isfinite(read).all() else None
 
 
 def _write(path: Path, values: LogProbs) -> None:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
 from jaxglue.data.tokenize import first_row
@@ -95,7 +95,6 @@ class ResultWriter:
             self._console.print(
                 f"{folder} is not written ({reason}), and the adapter needs its random weights: "
                 "for a usable one, name a folder with weights and leave out --random-weights",
-                highlight=False,
             )
             return None
         with self._output.writing("base"):
@@ -106,7 +105,7 @@ class ResultWriter:
         self._model.release()
         restored = checkpoints.restore_best(abstract)
         self._model.restore(restored.state, self._model.step)
-        self._console.print(f"the best weights are those of step {restored.step}", highlight=False)
+        self._console.print(f"the best weights are those of step {restored.step}")
         return restored.step
 
     def _export(self, name: str, base: Path | None, batch: Batch | None) -> Path:
@@ -118,7 +117,7 @@ class ResultWriter:
         if is_main:
             check_texts(self._run, path)
         if check:
-            self._console.print(f"{path}: {check}", highlight=False)
+            self._console.print(f"{path}: {check}")
         return path
 
 

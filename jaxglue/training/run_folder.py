@@ -14,8 +14,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from jaxglue.atomic import atomic_file
 from jaxglue.distributed import SINGLE_PROCESS, Processes
-from jaxglue.hf.files import atomic_file, named_errors
+from jaxglue.hf.files import named_errors
 from jaxglue.training.json_lines import DAMAGED, JsonLines, read_json_lines, rewrite_lines
 
 MANIFEST = ".jaxglue-run.files"
@@ -148,7 +149,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _check_links(path: Path) -> None:
     """Refuse symbolic links where a run writes: their targets are not the run's."""
-    names = [form.format(name) for name in _WRITTEN for form in ("{}", ".{}.tmp", "{}" + DAMAGED)]
+    names = [form.format(name) for name in _WRITTEN for form in ("{}", "{}" + DAMAGED)]
     for entry in filter(os.path.lexists, (*(path / name for name in names), *path.glob(f"{ASIDE}*"))):
         within = (Path(parent, name) for parent, *names in os.walk(entry) for name in (*names[0], *names[1]))
         if link := next((link for link in (entry, *within) if link.is_symlink()), None):
@@ -213,7 +214,7 @@ class RunFolder:
         """List the files of a run that trains, and write its recipe to `config.toml`."""
         if not self._processes.is_main:
             return
-        for name in (*_FILES, *(f".{name}.tmp" for name in _FILES), *(name + DAMAGED for name in _LINES)):
+        for name in (*_FILES, *(name + DAMAGED for name in _LINES)):
             self._files.claim(self.path / name)
         with atomic_file(self.path / "config.toml") as temporary:
             temporary.write_text(recipe, encoding="utf-8")

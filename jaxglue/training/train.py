@@ -2,12 +2,13 @@
 
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import IO, Any, cast
 
 import jax
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.iterator import Step
 from jaxglue.distributed import SINGLE_PROCESS, Processes
@@ -20,6 +21,7 @@ from jaxglue.sharding.mesh import make_mesh
 from jaxglue.training.checkpoint import Checkpoints, NonFinite
 from jaxglue.training.config import ModelConfig, TrainConfig
 from jaxglue.training.evaluation import Evaluation, ExpertLoadProbe, Samples, evaluation_lines
+from jaxglue.training.explain import run_reasons
 from jaxglue.training.fingerprint import fingerprint
 from jaxglue.training.interrupt import Interrupt, Output
 from jaxglue.training.progress import Compiling, StartupTimer, TrainingProgress
@@ -87,8 +89,10 @@ def train(
         processes.agree("model and data", identity)
         timer.stage("data")
         print_panel(console, "plan", plan_rows(run))
+        _explain(run, console, processes)
         size_pool(run.workload, run.remat, os.environ)
-        with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
+        buffered = open_buffers(run.workload, run.remat)
+        with explained_out_of_memory(run), closing(run.batches), buffered as buffers:
             return Trainer(run, identity, console, timer, processes, interrupt, buffers).run()
 
 
@@ -103,6 +107,13 @@ def _dry_run(config: TrainConfig, console: Console, processes: Processes) -> Non
     if settings.resume:
         check_resumable(run)
     print_panel(console, "plan (dry run: nothing is trained)", plan_rows(run))
+    _explain(run, console, processes)
+
+
+def _explain(run: Run, console: Console, processes: Processes) -> None:
+    """Print the reasons for automatic choices, where these are asked for."""
+    if run.config.run.explain and processes.is_main:
+        print_panel(console, "choices", run_reasons(run))
 
 
 def pinned_model(config: TrainConfig) -> ModelConfig:
@@ -136,7 +147,7 @@ class Trainer:
         self._model = TrainStep(run, mesh, host_buffers)
         timer.stage("weights")
         if note := add_reference(run, self._model, mesh, processes):
-            console.print(note, highlight=False)
+            console.print(note)
             timer.stage("reference")
         shared: dict[str, Any] = {"dtype": run.config.model.compute_dtype, "attention": run.config.model.attention}
         probe = ExpertLoadProbe(self._model.graphdefs, run.model, **shared, layout=self._model.layout)
@@ -168,7 +179,7 @@ class Trainer:
                 self._train(checkpoints, loggers)
             if self._has_ended:
                 return self._finish(begun, checkpoints)
-        self._console.print(f"saved at step {self._model.step}: continue with --resume", highlight=False)
+        self._console.print(f"saved at step {self._model.step}: continue with --resume")
         return None
 
     @property
@@ -192,7 +203,7 @@ class Trainer:
             self._run_steps(checkpoints, loggers)
         except Diverged as error:
             rows = self._save_rows(error.step)
-            self._console.print(f"step {error.step} diverged: looking for the cause", highlight=False)
+            self._console.print(f"step {error.step} diverged: looking for the cause")
             postmortem = Postmortem(self._run, self._model, checkpoints, start)
             alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
             raise ValueError(f"{error}.{rows} {postmortem.explain(error, replay=alone)}.") from error
@@ -246,7 +257,7 @@ class Trainer:
             batch = next(self._run.batches)
         self._last_batch = batch.micro_batches[-1]
         if note := self._model.check_fp8(self._last_batch):
-            self._console.print(note, highlight=False)
+            self._console.print(note)
         self._recent = {**dict(list(self._recent.items())[-_STEPS_IN_FLIGHT:]), self._model.step + 1: batch}
         if self._spikes is None:
             return self._model.dispatch(batch)
@@ -317,7 +328,7 @@ class Trainer:
     def _resume(self, checkpoints: Checkpoints) -> None:
         restored = checkpoints.restore_latest(abstract_state(self._model.state()))
         if restored is None:
-            self._console.print("no checkpoint yet: starting from step 0", highlight=False)
+            self._console.print("no checkpoint yet: starting from step 0")
             return
         host, notes = restored.host, list(resume_notes(self._run, restored))
         self._model.restore(restored.state, restored.step)
@@ -327,13 +338,13 @@ class Trainer:
         self._recorder.first_loss, self._recorder.last_loss = host["first_loss"], host["last_loss"]
         if self._spikes and host.get("spikes"):
             self._spikes.set_state(host["spikes"])
-        self._console.print("\n".join(notes), markup=False, highlight=False)
+        self._console.print("\n".join(notes))
 
     def _finish(self, begun: float, checkpoints: Checkpoints) -> RunSummary:
         """Export the result, answer samples and write curve and summary; `begun` is the start, `time.monotonic`."""
         _, best_step = self._evaluation.best or (None, None)
         if self._evaluation.is_stale:
-            self._console.print(self._evaluation.why_stale, highlight=False)
+            self._console.print(self._evaluation.why_stale)
         result = self._result.write(checkpoints, best_step, self._last_batch)
         self._answer_samples("after")
         summary = self._summarize(result, time.monotonic() - begun)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxglue.atomic import temporary_prefix
 from jaxglue.data.config import DataConfig
 from jaxglue.data.prepare import prepare_data
 
@@ -116,7 +117,7 @@ def test_folders_of_killed_writers_are_removed(tmp_path, prepare, write_jsonl):
     prepare(path)
     folder = entry(tmp_path)
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    left = folder.with_name(f".{folder.name}.{os.uname().nodename}.{dead.stdout.strip()}.00.tmp")
+    left = folder.with_name(f"{temporary_prefix(folder)}{dead.stdout.strip()}.00.tmp")
     left.mkdir()
     shutil.rmtree(folder)
     prepare(path)

@@ -8,6 +8,8 @@ import pytest
 from jaxglue.data import limits
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
+from jaxglue.data.formats import read_row
+from jaxglue.data.messages import read_chat
 
 USER, ANSWER = {"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}
 QWEN = """
@@ -200,3 +202,44 @@ def test_half_surrogates_are_refused(trained):
     for message in ({**ANSWER, "content": "\ud800"}, {"role": "assistant", "tool_calls": [call]}):
         with pytest.raises(ValueError, match=r"data.jsonl:7: a text holds half of a surrogate pair: '\\ud800'"):
             trained(chat(USER, message))
+
+
+@pytest.mark.parametrize("value", [0, False, [], {}])
+def test_false_values_are_not_taken_for_absent_ones(value):
+    kind = type(value).__name__
+    with pytest.raises(ValueError, match=f"'input' must be a string, got {kind}"):
+        read_row({"instruction": "a", "input": value, "output": "b"}, "alpaca")
+    with pytest.raises(ValueError, match=f"'system' must be a string, got {kind}"):
+        read_row({"question": "a", "answer": "b", "system": value}, "question_answer")
+    if value != []:
+        with pytest.raises(ValueError, match=f"'tools' must be a list, got {kind}"):
+            read_chat([USER, ANSWER], value, "messages")
+        with pytest.raises(ValueError, match=f"'tool_calls' must be a list, got {kind}"):
+            called = {"role": "assistant", "content": "a", "tool_calls": value, "function_call": {"name": "f"}}
+            read_chat([USER, called], None, "messages")
+    if value != {}:
+        with pytest.raises(ValueError, match="arguments of a tool call must be an object, got"):
+            read_chat([USER, _called({"name": "f", "arguments": value})], None, "messages")
+
+
+def _called(function):
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def test_nulls_that_arrow_fills_into_tools_are_left_out():
+    tool = {"name": "wx", "parameters": {"properties": {"city": {"type": "string"}, "zone": None}}}
+    row = [USER, _called({"name": "wx", "arguments": {"city": "Rome", "zone": None}})]
+    chat = read_chat(row, [tool], "messages")
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert chat.tools == [{"name": "wx", "parameters": {"properties": {"city": {"type": "string"}}}}]
+    text = read_chat([USER, _called({"name": "wx", "arguments": '{"zone": null}'})], None, "messages")
+    assert text.messages[1]["tool_calls"][0]["function"]["arguments"] == {"zone": None}  # no column of Arrow's
+
+
+def test_a_function_call_may_be_a_list_of_calls():
+    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
+    turns = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(calls)}]
+    chat = read_chat(turns, "[]", "conversations")
+    assert [call["function"] for call in chat.messages[1]["tool_calls"]] == calls
+    with pytest.raises(ValueError, match="a tool call needs a function"):
+        read_chat([turns[0], {"from": "function_call", "value": "[]"}], None, "conversations")

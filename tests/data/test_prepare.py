@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data

@@ -1,7 +1,6 @@
 import io
 
-from rich.console import Console
-
+from jaxglue.console import Console
 from jaxglue.data.progress import DataProgress, metered
 
 

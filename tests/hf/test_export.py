@@ -13,11 +13,12 @@ from flax import nnx
 from forked import Forked, run_script
 from safetensors.numpy import load_file, save_file
 
+from jaxglue.atomic import temporary_prefix
 from jaxglue.hf.adapter import save_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.export import quantize_folder, save_model
 from jaxglue.hf.export_check import CHECK_FILE
-from jaxglue.hf.files import _prefix, atomic_folder
+from jaxglue.hf.files import atomic_folder
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import add_adapter, load_model, random_model
 from jaxglue.hf.merge import Delta, export_adapter
@@ -255,7 +256,7 @@ def test_a_merge_that_loses_the_adapter_fails(tmp_path, base, lora, change, monk
 
 def test_remains_of_a_killed_export_are_removed(tmp_path, base, adapter):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    mine, alive = (f"{_prefix(tmp_path / 'merged')}{pid}.abc.tmp" for pid in (int(dead.stdout), 1))
+    mine, alive = (f"{temporary_prefix(tmp_path / 'merged')}{pid}.abc.tmp" for pid in (int(dead.stdout), 1))
     for name in (mine, alive, ".merged.other.tmp"):
         (tmp_path / name).mkdir()
     export_adapter(adapter, base, tmp_path / "merged")
@@ -266,7 +267,7 @@ def test_remains_of_a_killed_export_are_removed(tmp_path, base, adapter):
 
 def test_a_folder_lost_between_two_renames_comes_back(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    (tmp_path / f"{_prefix(tmp_path / 'model')}{int(dead.stdout)}.abc.old").mkdir()
+    (tmp_path / f"{temporary_prefix(tmp_path / 'model')}{int(dead.stdout)}.abc.old").mkdir()
     with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "model", replace=True):
         raise ZeroDivisionError
     assert (tmp_path / "model").is_dir()

@@ -2,8 +2,8 @@ import io
 
 import jax.monitoring
 import pytest
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.engine.program_cache import COMPILED
 from jaxglue.training.progress import Compiling, TrainingProgress
 

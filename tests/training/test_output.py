@@ -83,7 +83,7 @@ def test_file_is_refused(tmp_path):
         output_folder(tmp_path / "file/below").__enter__()
 
 
-@pytest.mark.parametrize("link", ["metrics.jsonl", "checkpoints", "adapter/tokenizer.json", ".config.toml.tmp"])
+@pytest.mark.parametrize("link", ["metrics.jsonl", "checkpoints", "adapter/tokenizer.json"])
 def test_symbolic_links_are_refused(run_folder, tmp_path, link):
     (tmp_path / "elsewhere").write_text("mine")
     (run_folder / "metrics.jsonl").unlink()

@@ -2,8 +2,8 @@ import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from jaxglue.console import Console
 from jaxglue.training.progress import StepReport, TrainingProgress, format_duration, format_report
 
 REPORT = StepReport(

@@ -2,8 +2,7 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
+from jaxglue.console import Console
 from jaxglue.training.report import RunSummary, print_panel, summary_rows
 
 SUMMARY = RunSummary(

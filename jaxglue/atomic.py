@@ -1,0 +1,69 @@
+"""Files and folders written under a name of their own, then renamed, whoever else writes them meanwhile."""
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`, renamed to `path` on success and removed on any error.
+
+    Raises:
+        OSError: a failed write, naming `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}: {path} was not written; any previous file is unchanged"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other writer has, and remove those of killed writers.
+
+    An `.old` folder of one that was killed between two renames comes back to `path`.
+    """
+    prefix = temporary_prefix(path)
+    pattern = re.compile(re.escape(prefix) + r"(\d+)\.\w+\.(tmp|old)")
+    for entry in list(path.parent.iterdir()):
+        match = pattern.fullmatch(entry.name)
+        if not match or entry.is_symlink() or _is_alive(int(match[1])):
+            continue
+        if match[2] == "old" and not path.exists():
+            os.replace(entry, path)
+        elif entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    return path.with_name(f"{prefix}{os.getpid()}.{secrets.token_hex(8)}.tmp")
+
+
+def temporary_prefix(path: Path) -> str:
+    """Return the start of temporary names, of this host and its process ids: containers may share a host's name."""
+    host = socket.gethostname()
+    with suppress(OSError):
+        host += os.readlink("/proc/self/ns/pid")
+    return f".{path.name}.{hashlib.sha256(host.encode()).hexdigest()[:8]}-"
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
