@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main(folder: str) -> None:
-    """Print the reading."""
+    """Write the reading."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # takes ten seconds, and reads no file here
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -32,7 +32,7 @@ def main(folder: str) -> None:
         reading[f"tokens of conversation {number}"] = tokens
     stops = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     stops = [] if stops is None else [stops] if isinstance(stops, int) else stops
-    print(json.dumps({"reading": reading, "stops": stops}))
+    sys.stdout.write(json.dumps({"reading": reading, "stops": stops}) + "\n")
 
 
 if __name__ == "__main__":
