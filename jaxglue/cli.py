@@ -11,10 +11,10 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxglue.config import KEEP, NONE, Kind, groups, plain_fields
+from jaxglue.config import KEEP, NONE, HelpLayout, Kind, groups, plain_fields
 from jaxglue.dialects import NOTES, REFUSED
 from jaxglue.recipe import construct, find_recipe, is_required, read_recipe, to_plain
 from jaxglue.spelling import nearest
@@ -52,7 +52,8 @@ def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
     if note := (NOTES | REFUSED).get(flag.strip("-").replace("-", "_")):
         return f"{flag} has no counterpart: {note}"
     known = [name for action in parser._actions for name in action.option_strings]
-    return f"unknown argument {flag}{nearest(flag, known)}; --help lists them all"
+    every = "--help-all" if "--help-all" in known else "--help"
+    return f"unknown argument {flag}{nearest(flag, known)}; {every} lists them all"
 
 
 def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
@@ -63,15 +64,27 @@ def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
+        add_help=False,
     )
+    layout: HelpLayout | None = getattr(cls, "help_layout", None)
+    parser.add_argument(
+        "-h", "--help", action=_Help, layout=layout, own=tuple(plain_fields(cls)), help="show this help"
+    )
+    if layout is not None:
+        parser.add_argument("--help-all", action=_Help, help="show all flags, and other programs' names for them")
     recipe = (
         "a recipe: a TOML or YAML file with a table for each group below, a shipped one by its name, or a YAML file of "
         "axolotl, LLaMA-Factory or TRL; flags win over it"
     )
     parser.add_argument("--recipe", "--config", metavar="NAME|FILE", help=recipe)
     _add_fields(parser.add_argument_group("general"), cls)
+    sections: dict[str, argparse._ArgumentGroup] = {}
     for name, group in groups(cls).items():
-        _add_fields(parser.add_argument_group(name, _summary(group)), group)
+        target = parser.add_argument_group(name, _summary(group))
+        if not sections and layout is not None:  # they come second, after the first group
+            titled = {title: parser.add_argument_group(title, text) for title, (text, _) in layout.sections.items()}
+            sections = {field: titled[title] for title, (_, fields) in layout.sections.items() for field in fields}
+        _add_fields(target, group, sections)
     return parser
 
 
@@ -100,10 +113,13 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"\n{' ' * (self._current_indent + 4)}".join(line.replace("| ", "|") for line in lines)
 
 
-def _add_fields(parser: argparse._ArgumentGroup, cls: type) -> None:
-    """Add a flag for each plain field; argparse refuses a name that two groups share."""
+def _add_fields(
+    group: argparse._ArgumentGroup, cls: type, sections: Mapping[str, argparse._ArgumentGroup] | None = None
+) -> None:
+    """Add a flag for each plain field, to its section or else to the group; argparse refuses a name given twice."""
     helps = _field_docs(cls)
     for field, kind in plain_fields(cls).values():
+        parser = (sections or {}).get(field.name, group)
         flags = [_flag(name) for name in (field.name, *(name for name, values in kind.aliases.items() if not values))]
         text = f"{helps.get(field.name, '')} {_notes(field, kind)}".strip().replace("%", "%%")
         if kind.scalar is bool and not kind.many:
@@ -125,6 +141,35 @@ def _add_alias(parser: argparse._ArgumentGroup, field: str, name: str, kind: Kin
         more = {"nargs": "?", "const": True, "metavar": "true|false"}
     text = f"means {_flag(field)} {' '.join(ours) if isinstance(ours, tuple) else ours}".rstrip().replace("%", "%%")
     parser.add_argument(_flag(name), action=_Translate, dest=field, kind=kind, alias=name, help=text, **more)
+
+
+class _Help(argparse.Action):
+    """Prints the help and ends the program; with a layout, that of the common flags alone, each by one name."""
+
+    def __init__(
+        self, flags: list[str], dest: str, *, layout: HelpLayout | None = None, own: Sequence[str] = (), **more
+    ):
+        super().__init__(flags, dest, nargs=0, **more)
+        self._layout, self._own = layout, own
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if self._layout is not None:
+            self._hide(parser, {*self._layout.common, *self._own, "recipe"})
+            parser.epilog = "--help-all shows all flags, and other programs' names for them."
+        parser.print_help()
+        parser.exit()
+
+    @staticmethod
+    def _hide(parser: argparse.ArgumentParser, shown: set[str]) -> None:
+        for group in parser._action_groups:
+            for action in group._group_actions:
+                if isinstance(action, _Help):
+                    continue
+                if action.dest not in shown or isinstance(action, _Translate):
+                    action.help = argparse.SUPPRESS
+                action.option_strings = action.option_strings[:1]
+            if all(action.help is argparse.SUPPRESS for action in group._group_actions):
+                group.description = None
 
 
 class _Switch(argparse.BooleanOptionalAction):
