@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import closing
 from dataclasses import replace
 from typing import IO, Any, cast
 
@@ -90,7 +91,8 @@ def train(
         print_panel(console, "plan", plan_rows(run))
         _explain(run, console, processes)
         size_pool(run.workload, run.remat, os.environ)
-        with explained_out_of_memory(run), open_buffers(run.workload, run.remat) as buffers:
+        buffered = open_buffers(run.workload, run.remat)
+        with explained_out_of_memory(run), closing(run.batches), buffered as buffers:
             return Trainer(run, identity, console, timer, processes, interrupt, buffers).run()
 
 
