@@ -26,7 +26,7 @@ from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
-from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary
+from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
 from jaxglue.training.workload import make_workload, read_architecture, settle
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Run:
     config: TrainConfig
     """Settings as the run records them: batch size over all devices, length of rows, and adapters."""
     vocabulary: Vocabulary
+    stops: frozenset[int]
+    """Tokens at which the trained model's answers end."""
     data: PreparedData
     workload: Workload
     remat: RematChoice
@@ -120,6 +122,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     return Run(
         config=config,
         vocabulary=vocabulary,
+        stops=run_stops(config, vocabulary.tokenizer),
         data=data,
         workload=workload,
         remat=remat,
