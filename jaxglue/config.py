@@ -98,6 +98,16 @@ class Overrules:
         self.names = names
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HelpLayout:
+    """Order of the flags in a command's help; the `help_layout` of a configuration, in which groups are looked up."""
+
+    common: tuple[str, ...]
+    """Fields of groups that `--help` shows, beside the configuration's own; `--help-all` shows all."""
+    sections: Mapping[str, tuple[str, tuple[str, ...]]]
+    """Groups of the help alone, by title: a description and the fields, which recipes have in their own groups."""
+
+
 PositiveInt = Annotated[int, Range(ge=1)]
 NonNegativeInt = Annotated[int, Range(ge=0)]
 PositiveFloat = Annotated[float, Range(gt=0)]

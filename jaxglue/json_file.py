@@ -67,8 +67,8 @@ def parse_json(text: str | bytes, source: str, *, unique_keys: bool = False) -> 
     with _named_defects(source):
         text = _decoded(text)
         content = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _refuse_deeper(content, MAX_DEPTH, source)
+        if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(content, MAX_DEPTH):
+            raise RecursionError
     return content
 
 
@@ -85,7 +85,8 @@ def parse_array(text: str | bytes, source: str) -> Iterator[tuple[Any, int]]:
         while not closed:
             start = end
             item, end = decoder.raw_decode(text, start)
-            _refuse_deeper(item, MAX_DEPTH - 1, source)
+            if is_deeper(item, MAX_DEPTH - 1):
+                raise RecursionError
             yield item, end - start
             end = _after_space(text, end)
             closed = text.startswith("]", end)
@@ -118,26 +119,11 @@ def _named_defects(source: str) -> Iterator[None]:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise MalformedJSONError(f"{source}: malformed JSON at {place}: {error.msg}") from error
     except RecursionError:
-        raise _too_deep(source) from None
+        raise ValueError(f"{source}: nested more than {MAX_DEPTH} levels deep") from None
     except _RepeatedKeyError as error:
         raise ValueError(f"{source}: {error}") from None
-    except _TooDeepError:
-        raise
     except ValueError:
         raise ValueError(f"{source}: malformed JSON: a number of more than 4,300 digits") from None
-
-
-class _TooDeepError(ValueError):
-    """JSON nested beyond `MAX_DEPTH`."""
-
-
-def _too_deep(source: str) -> ValueError:
-    return _TooDeepError(f"{source}: nested more than {MAX_DEPTH} levels deep")
-
-
-def _refuse_deeper(content: Any, levels: int, source: str) -> None:
-    if is_deeper(content, levels):
-        raise _too_deep(source)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -207,3 +207,19 @@ def test_unknown_settings_are_named_together(write):
 def test_settings_that_make_another_run_are_refused_with_ours(write):
     with pytest.raises(ValueError, match=r"does not know: betas \(--beta1 and --beta2"):
         load_config(TrainConfig, write("base_model: m\nbetas: [0.9, 0.95]\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "eos", "stops"),
+    [
+        ("eos_token: <|eot|>", "<|eot|>", ()),
+        ("special_tokens: {pad_token: <|end|>, eos_token: <|eot|>}", "<|eot|>", ()),
+        ("replace_eos: true", "turn_end", ()),
+        ("replace_eos: false", None, ()),
+        ("eot_tokens: ['<|eot|>', '<|eom|>']", None, ("<|eot|>", "<|eom|>")),
+    ],
+)
+def test_end_tokens_of_other_programs_are_ours(tmp_path, line, eos, stops):
+    (tmp_path / "recipe.yaml").write_text(f"{TRL}{line}\n")
+    data = load_config(TrainConfig, tmp_path / "recipe.yaml").data
+    assert (data.eos_token, data.stop_tokens) == (eos, stops)

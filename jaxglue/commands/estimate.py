@@ -17,14 +17,19 @@ from jaxglue.commands.configs import EstimateConfig
 from jaxglue.console import Console
 from jaxglue.engine.policy import PRESETS
 from jaxglue.hf.hub import model_path
+from jaxglue.ops.backend import tracing_for
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.calibration import FILES_RATE
 from jaxglue.planner.collection import without_collection
+from jaxglue.planner.explain import Reason
 from jaxglue.planner.gpus import GIB, find_gpu
 from jaxglue.planner.plan import MARGIN, DoesNotFit, Plan
 from jaxglue.planner.planner import Planner, embedding_places, fastest_place
 from jaxglue.sharding.mesh import AUTO, MeshShape
 from jaxglue.training.checks import refuse_mapped
+from jaxglue.training.explain import kernel_reasons
+from jaxglue.training.remat import explain_plan
+from jaxglue.training.report import print_panel
 from jaxglue.training.workload import make_workload, read_architecture, row_text, settle
 
 _SHOWN = 5
@@ -78,7 +83,21 @@ def print_estimate(config: EstimateConfig) -> bool:
     shown = list(_worth_showing(plans)) if config.all else list(_alternatives([*first, *fitting]))[:_SHOWN]
     if shown:
         console.print(_table(planner, shown, {id(plan) for plan in fitting}, verbose=config.all))
+    if config.run.explain and best is not None:
+        print_panel(console, "choices", _reasons(config, planner, best, host_memory))
     return best is not None
+
+
+def _reasons(config: EstimateConfig, planner: Planner, plan: Plan, host_memory: float) -> dict[str, Reason]:
+    """Explain the automatic choices, as they would be on the GPU."""
+    reasons = {}
+    if config.run.mesh == AUTO:
+        reasons["mesh"] = Reason(choice="one GPU", limit="the estimate: it asks for no more", change="--mesh data=2")
+    reasons |= explain_plan(config.model, planner, plan, host_memory)
+    workload = replace(planner.workload, tile=plan.tile)
+    slots = max(batches.kind.slots for batches in workload.micro_batches)
+    with tracing_for(planner.gpu.capability):
+        return reasons | kernel_reasons(config, workload, attention=workload.attention, slots=slots)
 
 
 def _verdict(planner: Planner, plan: Plan, longest: int | None) -> str:

@@ -20,14 +20,13 @@ from jaxglue.data.config import DataConfig
 from jaxglue.data.iterator import BatchIterator
 from jaxglue.data.prepare import prepare_data
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.tokenizer import load_tokenizer
-from jaxglue.generation.chat import generation_stops, stop_tokens
 from jaxglue.hf.export import quantize_folder
 from jaxglue.hf.export_check import CHECK_FILE, Rows, folder_parts
 from jaxglue.hf.gguf.export import export_gguf, export_gguf_lora
 from jaxglue.hf.gguf.importance import measure_importance
 from jaxglue.hf.hub import CURVE, base_reference, model_card, push_folder
 from jaxglue.hf.merge import MergedTensors, export_adapter
+from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.json_file import read_json
 from jaxglue.ops.choices import GgufType
 from jaxglue.ops.quant.formats import FORMATS
@@ -77,9 +76,8 @@ def _write_gguf(config: ExportConfig, kind: GgufType, output: Path) -> str:
     storage = None if config.trained_on == "auto" else config.trained_on
     base = config.base_folder()
     tensors = MergedTensors(base, config.adapter, storage)
-    own = config.adapter is not None and (config.adapter / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(config.adapter if own and config.adapter else base)
-    stops = stop_tokens(tokenizer) | generation_stops(base)
+    tokenizer = load_own_tokenizer(base, config.adapter)
+    stops = stop_tokens(tokenizer, base, config.adapter)
     importance = _measure_importance(config.imatrix, tensors, base, tokenizer) if config.imatrix else None
     progress = DataProgress()
     file = export_gguf(

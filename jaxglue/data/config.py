@@ -28,6 +28,8 @@ LossOn = Literal["assistant", "all"]
 Columns = Mapping[str, float]
 """Columns of numbers that an objective reads beside a row's text, each with the value of rows without it."""
 NO_COLUMNS: Columns = MappingProxyType({})
+TURN_END = "turn_end"
+"""In place of a token's text: the one that ends the chat template's turns."""
 Overlong = Literal["truncate", "drop", "error"]
 DEFAULT_SEQ_LEN = 4096
 """Tokens in a row where no length is given; fewer for a model of fewer positions."""
@@ -175,6 +177,11 @@ class DataConfig(Config):
     """Treatment of documents above `seq_len` tokens, with counts reported."""
     chat_template: Annotated[str, Alias("chat_template_path")] | None = None
     """Jinja file that replaces the tokenizer's chat template."""
+    eos_token: Annotated[str, Alias("replace_eos", values={True: TURN_END})] | None = None
+    """Token that ends texts in place of the tokenizer's; `turn_end` names the one that ends the chat template's
+    turns."""
+    stop_tokens: Annotated[tuple[str, ...], Alias("eot_tokens")] = ()
+    """Further tokens at which answers end; results list them beside the end of turn and the eos token."""
     seed: Annotated[NonNegativeInt, Alias("random_state")] = 0
     """Seed of the held-out split and of the reported packing."""
     cache_dir: Annotated[str, Alias("dataset_prepared_path")] = "runs/cache"

@@ -20,8 +20,9 @@ from jaxglue.data.readers import SAVED_INFO
 from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
+from jaxglue.data.template import adopt
 from jaxglue.data.tokenize import Tokenized, tokenize
-from jaxglue.data.tokenizer import padding_token, read_template
+from jaxglue.data.tokenizer import padding_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def prepare_data(
 
     Args:
         config: data sources and processing.
-        tokenizer: of the model; adopts `config.chat_template`, so that generation and export agree with training.
+        tokenizer: of the model; adopts the template and eos token of `config`, so that exports agree with training.
         vocab_size: exclusive upper bound of token ids, the rows of the model's embedding.
         progress: shows hashing, tokenizing and packing; by default nothing does.
         task: treatment of preference data; None for texts and chats.
@@ -65,8 +66,7 @@ def prepare_data(
     Raises:
         ValueError: unusable data, naming file and line where possible.
     """
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
+    adopt(tokenizer, config)
     progress = progress or NoProgress()
     if task is not None and task.scored:
         task = task._replace(padding=padding_token(tokenizer))
@@ -139,8 +139,8 @@ def _pack(dataset: TokenDataset, config: DataConfig, progress: DataProgress) -> 
 
 
 def _stream_notes(config: DataConfig, window: Window) -> Iterator[str]:
-    yield f"a stream: these numbers are those of its first window of at least {config.stream_tokens:,} tokens"
     total = sum(place.tokens for place in window.end)
+    yield f"a stream: these numbers are those of its first window of {total:,} tokens"
     for source, place in zip(config.sources, window.end, strict=True):
         if len(config.sources) > 1:
             yield f"{place.tokens / total:.1%} of the tokens are from {source}"

@@ -3,11 +3,12 @@
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from jaxglue.data.store import Encoded, TokenStore, content_key
 from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format
 from jaxglue.ops.segments import segment_bucket
 
-_VERSION = 3
+_VERSION = 4
 """Increment when streams under way cannot go on with the present tokens of their rows."""
 _CHUNK = 64
 """Rows tokenized together; windows end between chunks."""
@@ -64,6 +65,7 @@ class TokenStream:
     """Endless windows of documents of all sources, a function of files, settings and window number.
 
     Every source is read in order, again and again; up to the end of every window it has given its share of the tokens.
+    A window ends early once it holds a pass over every source.
 
     Args:
         config: data sources and processing.
@@ -94,22 +96,43 @@ class TokenStream:
         self.fingerprint = content_key(keys, shares, config.row_tokens, config.overlong, config.stream_tokens)
         """Hash of the files' sizes and ends, the tokenizer and the settings."""
 
-    def windows(self, index: int = 0, start: Sequence[Position] = ()) -> Generator[Window]:
-        """Yield windows from number `index` on, which begins at the positions `start`.
+    def windows(
+        self, index: int = 0, start: Sequence[Position] = (), stopped: Callable[[], bool] = lambda: False
+    ) -> Generator[Window]:
+        """Yield windows from number `index` on, which begins at the positions `start`, until `stopped`.
 
         Raises:
             ValueError: an unusable row, with its origin.
         """
-        positions = tuple(start) or (Position(),) * len(self._readers)
-        chunks = [reader.chunks(place) for reader, place in zip(self._readers, positions, strict=True)]
-        while True:
-            parts = []
-            for reader, place, some in zip(self._readers, positions, chunks, strict=True):
-                wanted = round((reader.source.share or 1) * self.config.stream_tokens * (index + 1))
-                parts.append(list(_until(wanted, place, some)))
-            ends = tuple(part[-1].end if part else place for part, place in zip(parts, positions, strict=True))
-            yield self._window(index, positions, ends, parts)
-            index, positions = index + 1, ends
+        places = tuple(start) or (Position(),) * len(self._readers)
+        with ExitStack() as opened:
+            pairs = zip(self._readers, places, strict=True)
+            chunks = [opened.enter_context(closing(reader.chunks(place))) for reader, place in pairs]
+            while (parts := self._read(places, chunks, stopped)) is not None:
+                ends = tuple(part[-1].end if part else place for part, place in zip(parts, places, strict=True))
+                yield self._window(index, places, ends, parts)
+                index, places = index + 1, ends
+
+    def _read(
+        self, start: Sequence[Position], chunks: "Sequence[Iterator[_Chunk]]", stopped: Callable[[], bool]
+    ) -> "list[list[_Chunk]] | None":
+        """Return the chunks of a window by source, always read from the source farthest behind; None once stopped."""
+        places, parts = list(start), [list[_Chunk]() for _ in start]
+
+        def done(source: int) -> float:
+            return places[source].tokens / (self._readers[source].source.share or 1)
+
+        behind = min(range(len(places)), key=done)
+        goal = done(behind) + self.config.stream_tokens
+        while done(behind) < goal and not all(
+            now.passes > then.passes for now, then in zip(places, start, strict=True)
+        ):
+            if stopped():
+                return None
+            parts[behind].append(next(chunks[behind]))
+            places[behind] = parts[behind][-1].end
+            behind = min(range(len(places)), key=done)
+        return parts
 
     def _window(self, index: int, start: Any, end: Any, parts: "list[list[_Chunk]]") -> Window:
         stores = [_join([chunk.encoded for chunk in part]) for part in parts if part]
@@ -138,7 +161,7 @@ class _Reader:
         check_format(self.format, source, False)
         self._encoder = Encoder(tokenizer, format=self.format, loss_on=source.loss_on, system=source.system)
 
-    def chunks(self, place: Position) -> Iterator[_Chunk]:
+    def chunks(self, place: Position) -> Generator[_Chunk]:
         """Yield tokenized chunks of rows from a place on."""
         tokens, seq_len = place.tokens, self._config.row_tokens
         for encoded, end in self._encode(self._encoder, self._jobs(place)):
@@ -176,14 +199,6 @@ def _cut(encoded: Encoded, most: int) -> Encoded:
     positions = np.arange(len(encoded.tokens)) - np.repeat(ends - encoded.lengths, encoded.lengths)
     kept = positions < most
     return Encoded(encoded.tokens[kept], encoded.mask[kept], np.minimum(encoded.lengths, most))
-
-
-def _until(tokens: int, place: Position, chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
-    """Yield chunks up to a number of tokens from the source's beginning."""
-    while place.tokens < tokens:
-        chunk = next(chunks)
-        place = chunk.end
-        yield chunk
 
 
 def _join(chunks: Sequence[Encoded]) -> TokenStore:
@@ -251,7 +266,8 @@ class StreamIterator(Iterator[Step]):
         """Optimizer steps of the run."""
         self.max_segments = segment_bucket(self._plan(first, None).max_segments)
         """Segment slots S of every batch."""
-        self._windows = stream.windows(1, first.end)
+        self._stop = Event()
+        self._windows = stream.windows(1, first.end, self._stop.is_set)
         self._next: Future[Window] | None
         self._start(first)
 
@@ -287,12 +303,15 @@ class StreamIterator(Iterator[Step]):
         check_run(state["run"], self._run())
         self.close()
         window = state["window"]
-        self._windows = self._stream.windows(window["index"], [Position(*place) for place in window["start"]])
+        self._stop = Event()
+        places = [Position(*place) for place in window["start"]]
+        self._windows = self._stream.windows(window["index"], places, self._stop.is_set)
         self._start(next(self._windows))
         self._steps.set_state(state["steps"])
 
     def close(self) -> None:
-        """Stop reading, after the window that is being tokenized."""
+        """Stop reading, after the rows that are being tokenized."""
+        self._stop.set()
         self._steps.close()
         if self._next:
             self._next.exception()

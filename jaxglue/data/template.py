@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import date
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jaxglue.data.config import TURN_END, DataConfig
 from jaxglue.data.limits import TemplateTimeoutError, memory_limit, template_time_limit
 from jaxglue.data.messages import REASONING, Messages, Tools
+from jaxglue.data.tokenizer import known_tokens, read_template
 
 Span = tuple[int, int]
 
@@ -224,6 +227,54 @@ class ChatTemplate:
 
     def _closing_token(self, text: str) -> str | None:
         return next((token for token in self._specials if text.endswith(token)), None)
+
+
+def trained_stops(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the end-of-text token and the added token, special or not, that ends an assistant's turn."""
+    stops = {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        stops.add(_turn_end(tokenizer))
+    return frozenset(stops - {None})
+
+
+def adopt(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    """Give a tokenizer the chat template and the eos token of the settings.
+
+    Raises:
+        ValueError: a template that cannot be read, or a token that the tokenizer does not have.
+    """
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    known_tokens(tokenizer, "stop_tokens", config.stop_tokens)
+    if (token := config.eos_token) is None:
+        return
+    if token == TURN_END:
+        end = _turn_end(tokenizer) if tokenizer.chat_template else None
+        if end is None:
+            raise ValueError(f"eos_token {TURN_END}: the chat template ends turns with no token of its own: name one")
+        token = str(tokenizer.convert_ids_to_tokens(end))
+    known_tokens(tokenizer, "eos_token", [token])
+    if token != tokenizer.eos_token:
+        tokenizer.add_special_tokens({"eos_token": token})
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that ends the trained part of a turn, else the one that ends a conversation."""
+    template = ChatTemplate(tokenizer)
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    try:
+        whole = template.render(messages)
+    except ValueError:  # training and prompts say why
+        return None
+    texts = [whole]
+    with suppress(ValueError):
+        text, spans = template.render_with_spans(messages)
+        texts = [text[: spans[-1][1]] if spans else "", whole]
+    for text in texts:
+        last = tokenizer.encode(text.rstrip(), add_special_tokens=False)[-1:]
+        if last and last[0] in tokenizer.added_tokens_decoder:
+            return last[0]
+    return None
 
 
 class _Markers(NamedTuple):

@@ -14,14 +14,23 @@ from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.config import HUB_PREFIX, NO_COLUMNS, Columns, DataConfig, Source
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row, is_compressed
-from jaxglue.data.formats import ANSWER_KEYS, PAIR_COLUMNS, detect_format, detect_preference, unused_columns
+from jaxglue.data.formats import (
+    ANSWER_KEYS,
+    PAIR_COLUMNS,
+    detect_format,
+    detect_preference,
+    read_answers,
+    read_row,
+    unused_columns,
+)
+from jaxglue.data.messages import Chat
 from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.store import Encoded, TokenStore, content_key, file_digest, open_or_write, write_store
@@ -108,6 +117,35 @@ def _write(
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
         unused = unused_columns(head, format, columns)
         write_store(folder, _metered(encoded, advance), encoder.columns, format=format, unused=unused)
+
+
+class FirstRow(NamedTuple):
+    """The first row of the data, to be tokenized anew."""
+
+    origin: str
+    chat: Chat | None
+    """Its conversation, the preferred one of two; None for texts."""
+    encode: Callable[[PreTrainedTokenizerBase], Encoded]
+
+
+def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
+    """Read the first row of the first source.
+
+    Raises:
+        ValueError: as reading the source.
+    """
+    source = config.sources[0]
+    row = next(iter(read_rows(source)))
+    format = find_format([row], source, detect_preference if preferences else detect_format)
+    contents = read_answers(row.value, format) if format in ANSWER_KEYS else [read_row(row.value, format)]
+    chat = next((content for content in contents if isinstance(content, Chat)), None)
+    if chat and source.system:
+        chat = chat.with_system(source.system)
+
+    def encode(tokenizer: PreTrainedTokenizerBase) -> Encoded:
+        return Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system).encode([row])
+
+    return FirstRow(row.origin, chat, encode)
 
 
 def check_format(format: str, source: Source, preferences: bool) -> None:

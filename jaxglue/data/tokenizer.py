@@ -1,13 +1,16 @@
 """Tokenizer loading."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jaxglue.json_file import read_json
 from jaxglue.regular_file import MAX_BYTES, open_regular, read_regular_text
+from jaxglue.spelling import nearest
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which a tokenizer needs one."""
 _JSON = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -20,8 +23,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"tokenizer: no such folder: {folder}")
-    if not any((folder / name).is_file() for name in _FILES):
-        raise ValueError(f"no tokenizer in {folder}: expected one of {', '.join(_FILES)}; copy it from the base model")
+    if not any((folder / name).is_file() for name in FILES):
+        raise ValueError(f"no tokenizer in {folder}: expected one of {', '.join(FILES)}; copy it from the base model")
     for path in folder.iterdir():  # transformers would wait for a pipe, and raise a traceback for damaged JSON
         if path.suffix != ".safetensors" and not path.is_dir() and path.exists():
             open_regular(path, MAX_BYTES if path.match("*token*") else None).close()
@@ -52,6 +55,22 @@ def read_template(path: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"chat_template: {path} is empty: leave it out, or name a Jinja file")
     return text
+
+
+def known_tokens(tokenizer: PreTrainedTokenizerBase, name: str, tokens: Sequence[str]) -> list[int]:
+    """Return the ids of tokens that a setting names.
+
+    Raises:
+        ValueError: a text that is not one token of the tokenizer.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [token for token in tokens if token not in vocabulary]:
+        special = ", ".join(str(token) for token in tokenizer.added_tokens_decoder.values())
+        raise ValueError(
+            f"{name}: the tokenizer has no token {unknown[0]!r:.100}{nearest(unknown[0], vocabulary)}: add it with "
+            f"--new-tokens, or name one of its own, such as {special[:200]}"
+        )
+    return [vocabulary[token] for token in tokens]
 
 
 def require_unicode(text: str) -> None:

@@ -44,7 +44,6 @@ _REASONS = {
     "MXFP4 experts are read as they are; --expand-experts expands them": (
         *("model_quantization_config", "model_quantization_config_kwargs"),
     ),
-    "turns end where the chat template ends them": ("eot_tokens",),
     "documents are shuffled anew each epoch, by --seed": (
         *("dataset_shuffle", "shuffle_dataset", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
         "data_seed",
@@ -76,7 +75,7 @@ _REASONS = {
     "dtypes are bfloat16 and float32: --dtype": ("fp16", "pure_bf16"),
     "no remote code is ever run": ("trust_remote_code",),
     "the cache knows what has changed": ("overwrite_cache", "tokenized_path"),
-    "the tokenizer's own are used": ("eos_token", "pad_token"),
+    "the tokenizer's own are used": ("pad_token",),
     "the console and metrics.jsonl have it": (
         *("log_level", "debug", "include_tokens_per_second", "include_num_input_tokens_seen", "disable_tqdm"),
     ),

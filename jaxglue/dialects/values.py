@@ -58,11 +58,13 @@ def _schedule_settings(value: Any) -> Nested:
 
 
 def _special_tokens(value: Any) -> Nested:
-    if not isinstance(value, dict) or value.keys() - {"pad_token"}:
+    """Return axolotl's eos token; packed rows need no padding token."""
+    if not isinstance(value, dict) or value.keys() - {"pad_token", "eos_token"}:
         raise ValueError(
-            f"the tokenizer's own are used, got {value!r:.100}: leave them out if it has them, or save one that does"
+            f"the tokenizer's own are used but for eos_token, got {value!r:.100}: leave out the others if it has them, "
+            "or save one that does"
         )
-    return {}  # packed rows need no padding token
+    return {"data": {"eos_token": value["eos_token"]}} if value.get("eos_token") is not None else {}
 
 
 def _warmup(value: Any) -> Nested:

@@ -11,8 +11,6 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.template import ChatTemplate
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.generation.config import AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generator import Generator, Request
 from jaxglue.generation.prompts import encode_messages, encode_rows, prompt_of, read_prompts, system_message
@@ -20,7 +18,7 @@ from jaxglue.hf.adapter import is_reward_adapter
 from jaxglue.hf.checkpoint import read_config
 from jaxglue.hf.identity import identify, identify_random
 from jaxglue.hf.loading import add_adapter, load_model, random_model
-from jaxglue.json_file import read_json
+from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.models import config_from_hf
 from jaxglue.models.decoder import CausalLM
 from jaxglue.models.parameters import split_model
@@ -47,7 +45,7 @@ class Assistant:
             raise ValueError(f"{config.adapter or folder} is a reward model, which writes no text: use jaxglue score")
         self.tokenizer, model, self.dtype = load_parts(config)
         self.config = model.config
-        self._stops = stop_tokens(self.tokenizer) | generation_stops(folder)
+        self._stops = stop_tokens(self.tokenizer, folder, config.adapter)
         self.graphdefs, self.adapter, self.frozen = split_model(model, nnx.LoRAParam)
         self._generator = Generator(self.graphdefs, self.config, dtype=self.dtype)
 
@@ -140,7 +138,7 @@ def is_reward_model(config: AssistantConfig) -> bool:
 def load_parts(config: AssistantConfig, *, scores: bool = False) -> tuple[PreTrainedTokenizerBase, CausalLM, Any]:
     """Load a tokenizer and a model with its adapter, a reward model's if it `scores`; return also the dtype."""
     folder = config.folder
-    tokenizer = load_tokenizer(_tokenizer_folder(config, folder))
+    tokenizer = load_own_tokenizer(folder, config.adapter)
     dtype = jnp.float32 if _in_float32(config.dtype) else jnp.bfloat16
     return tokenizer, _load(config, folder, dtype, scores), dtype
 
@@ -158,33 +156,6 @@ def _load(config: AssistantConfig, folder: Path, dtype, scores: bool) -> CausalL
         identity = identify(folder) if seed is None else identify_random(model.config, seed)
         add_adapter(model, config.adapter, identity, str(folder))
     return model
-
-
-def _tokenizer_folder(config: AssistantConfig, folder: Path) -> Path:
-    if config.adapter and (config.adapter / "tokenizer.json").is_file():
-        return config.adapter
-    return folder
-
-
-def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the end-of-text token and the special token that ends an assistant turn."""
-    stops = {tokenizer.eos_token_id}
-    if tokenizer.chat_template:
-        messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        text = ChatTemplate(tokenizer).render(messages).rstrip()
-        last = tokenizer.encode(text, add_special_tokens=False)[-1]
-        stops |= {last} & {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset(stops - {None})
-
-
-def generation_stops(folder: Path) -> frozenset[int]:
-    """Return the end tokens in generation_config.json."""
-    path = folder / "generation_config.json"
-    stops = read_json(path).get("eos_token_id") if path.is_file() else None
-    tokens = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if wrong := [token for token in tokens if type(token) is not int]:
-        raise ValueError(f"{path}: eos_token_id: expected token ids, got {wrong[0]!r}")
-    return frozenset(tokens)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:

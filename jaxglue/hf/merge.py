@@ -1,7 +1,6 @@
 """Merging an adapter into its base model: weight deltas, and their export as a complete Hugging Face folder."""
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxglue.data.progress import DataProgress
-from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter, vocabulary_matrix
 from jaxglue.hf.adapter_tensors import MAGNITUDE, PATHS, SCORE
 from jaxglue.hf.checkpoint import HEAD, open_checkpoint, read_config
@@ -22,6 +20,15 @@ from jaxglue.hf.export_check import ROWS_FILE, ExportCheck, Rows, check_merge, l
 from jaxglue.hf.files import MAX_SHARD_BYTES, atomic_folder, require_empty, write_json
 from jaxglue.hf.identity import identify
 from jaxglue.hf.loading import require_stored
+from jaxglue.hf.serving import (
+    folder_stops,
+    has_tokenizer,
+    load_own_tokenizer,
+    stop_tokens,
+    write_stops,
+    write_tokenizer,
+)
+from jaxglue.hf.serving_check import check_serving
 from jaxglue.hf.tensor_files import TensorFiles, TensorInfo, write_shards
 from jaxglue.models import abstract_model, config_from_hf
 from jaxglue.models.config import DecoderConfig
@@ -31,7 +38,6 @@ from jaxglue.ops.choices import Quantize, Storage
 from jaxglue.ops.quant import dequantize
 from jaxglue.ops.quant.formats import FORMATS, Shape, Stored, experts_format, find_stored, is_unneeded
 
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 _log = logging.getLogger(__name__)
 
 
@@ -71,11 +77,7 @@ def export_adapter(
     assert merge.adapter is not None
     with atomic_folder(Path(output)) as temporary:
         copy_texts(base, temporary, merge.specs)
-        if merge.adapter.trains_vocabulary:
-            _copy_vocabulary(merge.adapter, temporary)
-        if merge.adapter.scores:
-            has_tokenizer = (Path(adapter) / "tokenizer.json").is_file()
-            describe_reward_model(temporary, load_tokenizer(adapter if has_tokenizer else base))
+        _describe(merge, merge.adapter, Path(base), temporary)
         write_shards(temporary, merge.specs, merge.read, max_shard_bytes, progress)
         return check_merge(base, merge.config, merge.adapter, temporary, merge.dtypes, rows)
 
@@ -165,16 +167,32 @@ class MergedTensors:
             self.specs[name] = jax.ShapeDtypeStruct((size, config.hidden_size), self.specs[name].dtype)
 
 
-def _copy_vocabulary(adapter: Adapter, output: Path) -> None:
-    """Copy the adapter's tokenizer, and enter the number of tokens into config.json."""
+def _describe(merge: "MergedTensors", adapter: Adapter, base: Path, output: Path) -> None:
+    """Enter tokenizer, chat template, stop tokens and number of tokens of an adapter into a merged folder."""
     raw = read_config(output)
     if adapter.vocab_size > raw["vocab_size"]:
         write_json(output / "config.json", raw | {"vocab_size": adapter.vocab_size})
-    if not (adapter.folder / "tokenizer.json").is_file():
+    own = has_tokenizer(adapter.folder)
+    if adapter.trains_vocabulary and not own:
         _log.warning("%s has no tokenizer.json: the merged folder has the base's tokenizer", adapter.folder)
+    if not own and not has_tokenizer(base):
         return
-    for path in {path for pattern in _TOKENIZER for path in adapter.folder.glob(pattern) if path.is_file()}:
-        shutil.copyfile(path, output / path.name)
+    try:
+        tokenizer = load_own_tokenizer(base, adapter.folder)
+    except ValueError as error:
+        if own or adapter.scores:
+            raise
+        _log.warning("%s: the merged folder has the base's files and stop tokens, unchecked", error)
+        return
+    rows = merge.specs[f"{PATHS['embed_tokens']}.weight"].shape[0]
+    if (most := max(tokenizer.get_vocab().values())) >= rows:
+        _log.warning("the tokenizer of %s has token %d, the model only %d: do not use it", adapter.folder, most, rows)
+    write_tokenizer(output, tokenizer, adapter.folder if own else None)
+    if adapter.scores:
+        describe_reward_model(output, tokenizer)
+    else:
+        write_stops(output, stop_tokens(tokenizer) | folder_stops(adapter.folder))
+        check_serving(output, tokenizer)
 
 
 def _find_stored(files: TensorFiles, quantized: Mapping[str, Shape]) -> dict[str, Stored]:

@@ -42,7 +42,11 @@ def _log_odds(pairs: Pairs) -> Values:
 
 
 def _log1mexp(x: Values) -> Values:
-    """Return log(1 − eˣ) for x < 0 (Mächler 2012)."""
+    """Return log(1 − eˣ) for x ≤ 0 (Mächler 2012); the probability eˣ counts as one rounding below 1 at most.
+
+    Sums of rounded log-probabilities reach 0, where odds are infinite and their gradient is NaN.
+    """
+    x = jnp.minimum(x, -jnp.finfo(x.dtype).eps)
     near = x > -0.6931472
     safe = jnp.where(near, x, -1.0), jnp.where(near, -1.0, x)
     return jnp.where(near, jnp.log(-jnp.expm1(safe[0])), jnp.log1p(-jnp.exp(safe[1])))

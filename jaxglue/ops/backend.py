@@ -27,6 +27,10 @@ class BackendChoice:
 
     name: str
     reason: str
+    barred: str | None = None
+    """The preferred backend, where it cannot serve."""
+    runner_up: str | None = None
+    """The next backend that can serve; None for the reference, and for a backend asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +102,23 @@ class Operation:
             _overrides.reset(token)
 
     def _choose(self, capability: Capability | None, *call: Any) -> BackendChoice:
+        names = list(self.order(*call) if self.order else self.backends)
         if capability is None and not any(backend.anywhere for backend in self.backends.values()):
-            return BackendChoice(name="reference", reason="no NVIDIA GPU")
+            return BackendChoice(name="reference", reason="no NVIDIA GPU", barred=names[0])
         obstacles: list[str] = []
-        for name in self.order(*call) if self.order else self.backends:
+        for index, name in enumerate(names):
             obstacle = self._obstacle(name, capability, *call)
             if obstacle is None:
-                return BackendChoice(name=name, reason="; ".join(obstacles) or self.backends[name].advantage)
+                return BackendChoice(
+                    name=name,
+                    reason="; ".join(obstacles) or self.backends[name].advantage,
+                    barred=names[0] if obstacles else None,
+                    runner_up=next(
+                        (n for n in names[index + 1 :] if not self._obstacle(n, capability, *call)), "reference"
+                    ),
+                )
             obstacles.append(f"not {name}: {obstacle}")
-        return BackendChoice(name="reference", reason="; ".join(obstacles))
+        return BackendChoice(name="reference", reason="; ".join(obstacles), barred=names[0])
 
     def _obstacle(self, name: str, capability: Capability | None, *call: Any) -> str | None:
         try:

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxglue.data.tokenizer import read_template
-from jaxglue.hf.adapter import fit_tied, load_adapter
+from jaxglue.data.template import adopt
+from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter
 from jaxglue.hf.files import atomic_folder, require_empty
+from jaxglue.hf.serving_check import check_serving
 from jaxglue.json_file import read_json
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.parameters import Params
@@ -19,7 +20,7 @@ from jaxglue.spelling import nearest
 from jaxglue.training.checkpoint import check_digests, check_meta, quiet_orbax, reason_of
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.result import export_result, require_equal
-from jaxglue.training.vocabulary import Vocabulary, read_vocabulary
+from jaxglue.training.vocabulary import Vocabulary, read_vocabulary, run_stops
 from jaxglue.training.workload import read_architecture
 
 
@@ -30,6 +31,7 @@ class FinishedRun:
     config: TrainConfig
     base: DecoderConfig
     vocabulary: Vocabulary
+    stops: frozenset[int]
 
 
 def export_checkpoint(run: Path, which: str, output: Path) -> int:
@@ -54,6 +56,8 @@ def export_checkpoint(run: Path, which: str, output: Path) -> int:
     base = run / "base"
     with atomic_folder(output) as temporary:
         export_result(source, trainable, temporary, base if base.is_dir() else None)
+        if not source.config.objective.kind.trains_scores:
+            check_serving(temporary, source.vocabulary.tokenizer, source.stops)
         if source.config.model.method == "lora":
             written = load_adapter(temporary)
             fitted = fit_tied(written) if source.base.tie_word_embeddings else written
@@ -130,12 +134,14 @@ def _eval_loss(folder: Path) -> float | None:
 
 def _read_run(config: TrainConfig) -> FinishedRun:
     folder = config.model.folder
-    base, trains_rows = (
-        read_architecture(config, folder),
-        config.lora.modules_to_save or config.lora.trainable_token_indices,
-    )
-    adapter = load_adapter(config.model.adapter) if config.model.adapter and trains_rows else None
-    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, adapter)
-    if config.data.chat_template is not None:
-        vocabulary.tokenizer.chat_template = read_template(config.data.chat_template)
-    return FinishedRun(config=config, base=base, vocabulary=vocabulary)
+    base = read_architecture(config, folder)
+    vocabulary = read_vocabulary(folder, config.model.new_tokens, base, _start(config))
+    adopt(vocabulary.tokenizer, config.data)
+    stops = run_stops(config, vocabulary.tokenizer)
+    return FinishedRun(config=config, base=base, vocabulary=vocabulary, stops=stops)
+
+
+def _start(config: TrainConfig) -> Adapter | None:
+    """Return the adapter that a run trained on from, whose tokenizer it has; one without trained rows may be gone."""
+    folder, needed = config.model.adapter, config.lora.modules_to_save or config.lora.trainable_token_indices
+    return load_adapter(folder) if folder and (needed or folder.is_dir()) else None

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from jaxglue.config import (
     Alias,
     Choices,
     CommaSeparated,
     Config,
+    HelpLayout,
     Instead,
     NonNegativeFloat,
     NonNegativeInt,
@@ -312,6 +313,8 @@ class RunConfig(Config):
     """Replace the run in the output folder: its files are deleted once the new run has a checkpoint, others stay."""
     dry_run: bool = False
     """Check everything, print the plan and train nothing."""
+    explain: bool = False
+    """Say of each automatic choice what binds it, the runner-up, and what would change it."""
     profile: NonNegativeInt = 0
     """Steps to trace with the JAX profiler, after the first three."""
     sample_prompt: tuple[str, ...] = ()
@@ -341,6 +344,23 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """Fine-tune a Llama, Qwen3 or GPT-OSS on packed rows."""
 
+    help_layout: ClassVar = HelpLayout(
+        common=(
+            *("model", "method", "quantize", "data", "eval_fraction", "seq_len", "objective", "rank", "alpha"),
+            *("optimizer", "learning_rate", "output", "batch_size", "gradient_accumulation_steps", "epochs", "steps"),
+            *("resume", "dry_run", "remat", "mesh"),
+        ),
+        sections={
+            "execution": (
+                "How steps are computed: their time and memory. Recipes have these keys in model, optimizer and run.",
+                (
+                    *("dtype", "attention", "remat", "tile", "layers_per_program", "memory_limit", "weights"),
+                    *("embeddings", "expand_experts", "matmul", "fp8_max_error", "fp8_head", "fp8_experts"),
+                    *("update_in_backward", "mesh", "profile", "compilation_cache"),
+                ),
+            )
+        },
+    )
     model: ModelConfig
     data: DataConfig
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -18,7 +18,7 @@ from jaxglue.data.iterator import EvalBatches
 from jaxglue.engine import transfer
 from jaxglue.engine.embed_head import EmbedHead
 from jaxglue.engine.executor import Executor
-from jaxglue.generation.chat import in_order, stop_tokens
+from jaxglue.generation.chat import in_order
 from jaxglue.generation.config import SamplingConfig
 from jaxglue.generation.generator import Generator, Request
 from jaxglue.generation.prompts import encode_prompt
@@ -242,7 +242,7 @@ class Samples:
         model, settings = run.config.model, run.config.run
         self._tokenizer, self._console, self._path = run.tokenizer, console, folder and folder / "samples.jsonl"
         self._prompts = {prompt: encode_prompt(run.tokenizer, prompt) for prompt in settings.sample_prompt}
-        self._stops = stop_tokens(run.tokenizer)
+        self._stops = run.stops
         self._generator = Generator(graphdefs, run.model, dtype=model.compute_dtype, attention=model.attention)
         self._sampling = SamplingConfig(max_tokens=settings.sample_tokens, temperature=0.0)
 

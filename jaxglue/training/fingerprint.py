@@ -26,7 +26,7 @@ _DIGESTED = (
 """Fields of a model in the digests of earlier checkpoints, which have no mapping by field; none is ever added here."""
 _MAY_CHANGE = ("steps",)
 """Entries of a fingerprint in which a resumed run may differ: its length."""
-_PER_START = ("run.resume", "run.overwrite")
+_PER_START = ("run.resume", "run.overwrite", "run.explain")
 """Settings of one start of a run, not of the run."""
 _DIGESTS = {
     "data": " (digests of the rows' tokens: files, tokenizer, template or settings of the data have changed, or an "

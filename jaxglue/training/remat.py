@@ -4,9 +4,9 @@ import gc
 import math
 import os
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxglue.engine.residency import DEVICE, HOST, MAPPED, is_streamed, parse_we
 from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.projection.fp8 import check_fp8
 from jaxglue.planner.collection import without_collection
+from jaxglue.planner.explain import Reason, plan_reasons
 from jaxglue.planner.gpus import GIB, RECORDED, Dispatch, Gpu
 from jaxglue.planner.host_memory import DEFAULT_PINNED_GIB, HOST_LIMIT, available_memory, pinned_memory
 from jaxglue.planner.plan import DoesNotFit, Plan, gib
@@ -31,6 +32,11 @@ from jaxglue.training.config import ModelConfig
 
 _ON_CPU = "dots"
 """The policy of `auto` without a GPU."""
+_UNPLANNED = Reason(
+    choice=_ON_CPU,
+    limit="the device: no plan is made for a CPU's memory",
+    change="a GPU, present or not (jaxglue estimate --gpu NAME --explain)",
+)
 PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 """Environment variable by which JAX pins its whole limit at once, for arrays and again for copies to them."""
 _SLACK, _LOST = GIB, 0.03
@@ -64,6 +70,8 @@ class RematChoice:
     """Rate of weights in files, bytes/s; 0 where it was not measured."""
     note: str = ""
     """Reason, and predicted time and memory."""
+    reasons: Mapping[str, Reason] = field(default_factory=dict)
+    """Of what was chosen, by the name of the setting, where they are asked for."""
 
     @property
     def streams_weights(self) -> bool:
@@ -75,20 +83,23 @@ class RematChoice:
 
 
 @without_collection()
-def choose_remat(settings: ModelConfig, workload: Workload, steps: int | None = None) -> RematChoice:
+def choose_remat(
+    settings: ModelConfig, workload: Workload, steps: int | None = None, *, explain: bool = False
+) -> RematChoice:
     """Return the run's remat policy, checked against the GPU's memory, or the fastest that fits.
 
     Args:
         settings: of the model.
         workload: of the run on its mesh.
         steps: of the run, about; None for many.
+        explain: give reasons, which takes seconds.
 
     Raises:
         DoesNotFit: it needs more memory than there is; names the nearest setting that fits.
         ValueError: the policy is not for this model, or the GPU has no FP8 for `--matmul fp8`.
     """
     if jax.default_backend() == "cpu":
-        return _choose_on_cpu(settings, workload)
+        return _choose_on_cpu(settings, workload, explain=explain)
     if settings.matmul == "fp8":
         check_fp8(compute_capability())
     planner, plan = _fastest(settings, workload, steps)
@@ -109,7 +120,14 @@ def choose_remat(settings: ModelConfig, workload: Workload, steps: int | None = 
         compile_seconds=plan.compile_seconds,
         files=planner.gpu.files,
         note=note,
+        reasons=explain_plan(settings, planner, plan, host_memory()) if explain else {},
     )
+
+
+def explain_plan(settings: ModelConfig, planner: Planner, plan: Plan, host_memory: float) -> dict[str, Reason]:
+    """Explain what was chosen with a plan, by the name of the setting; those that the settings name are left out."""
+    asked = {"remat": settings.remat, "weights": settings.weights, "embeddings": settings.embeddings}
+    return plan_reasons(planner, plan, host_memory=host_memory, **asked)
 
 
 def host_memory() -> float:
@@ -162,7 +180,7 @@ def _resolve(
     return planner, planner.resolve(settings.remat, weights=settings.weights, host_memory=pinned)
 
 
-def _choose_on_cpu(settings: ModelConfig, workload: Workload) -> RematChoice:
+def _choose_on_cpu(settings: ModelConfig, workload: Workload, *, explain: bool) -> RematChoice:
     """Return the run's policy unchecked, as a CPU's memory is not planned for."""
     auto, layers = settings.remat == AUTO, workload.config.num_hidden_layers
     remat, note = (_ON_CPU, " (auto, without a GPU)") if auto else (settings.remat, "")
@@ -181,6 +199,7 @@ def _choose_on_cpu(settings: ModelConfig, workload: Workload) -> RematChoice:
         tile=settings.tile,
         layers_per_program=size,
         note=note,
+        reasons={"remat": _UNPLANNED} if explain and auto else {},
     )
 
 

@@ -13,23 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxglue.console import Console
-from jaxglue.engine.layer_forms import explain_forms
-from jaxglue.models.families import find_family
-from jaxglue.ops.attention import ATTENTION, AttentionShape
-from jaxglue.ops.backend import BackendChoice, compute_capability
+from jaxglue.ops.backend import compute_capability
 from jaxglue.ops.moe import GROUPED_MATMUL
-from jaxglue.ops.norm_rope import NORM_ROPE
 from jaxglue.ops.quant.formats import FORMATS
-from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
 from jaxglue.planner.gpus import GIB
 from jaxglue.planner.memory import resident_bytes
-from jaxglue.planner.programs import abstract_input
 from jaxglue.planner.workload import abstract_parts, parameter_counts
 from jaxglue.sharding.mesh import AUTO
 from jaxglue.sharding.plan import plan_sharding
 from jaxglue.sharding.rules import Layout
 from jaxglue.training.checks import refuse_shared_prompt
 from jaxglue.training.config import warmup_steps
+from jaxglue.training.explain import attention_choice, layer_forms, long_attention_choices, rotation_choice
 from jaxglue.training.progress import format_duration
 from jaxglue.training.setup import Run
 from jaxglue.training.workload import row_text
@@ -133,6 +128,7 @@ def plan_rows(run: Run) -> dict[str, object]:
     model, data = run.config.model, run.config.data
     total, trained = parameter_counts(run.workload)
     settings, rows = run.config.run, row_text(data.row_tokens, run.model)
+    rotation = rotation_choice(run.workload)
     return {
         "model": f"{model.model} ({run.model.model_type}, {total:,} parameters)",
         "method": f"{model.method}, {trained:,} parameters train ({trained / total:.2%})",
@@ -145,7 +141,7 @@ def plan_rows(run: Run) -> dict[str, object]:
         "remat": run.remat,
         **_forms(run),
         "attention": _attention(run),
-        "rotation": _rotation(run),
+        "rotation": f"{rotation.name}: {rotation.reason}",
         **_experts(run),
         **_devices(run),
         "memory": _memory(run),
@@ -205,12 +201,7 @@ def _memory(run: Run) -> str:
 
 def _forms(run: Run) -> dict[str, object]:
     """Describe how the first layer and its projections are computed, and why."""
-    graphdefs, *trees = abstract_parts(run.workload)
-    trainable, frozen = (tree["layers"][0] for tree in trees)
-    choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(run.workload))
-    if run.mesh.devices > 1:
-        del choices["layers"]  # on a mesh all run stage by stage, or by tiles
-    return {title: f"{choice.name}: {choice.reason}" for title, choice in choices.items()}
+    return {title: f"{choice.name}: {choice.reason}" for title, choice in layer_forms(run.workload).items()}
 
 
 def _experts(run: Run) -> dict[str, object]:
@@ -238,43 +229,11 @@ def _devices(run: Run) -> dict[str, object]:
     return kinds | {"mesh": f"{mesh}{auto}; {sharding}", "communication": sharding.communication}
 
 
-def _rotation(run: Run) -> str:
-    """Return the backend of rotary embeddings and norms of heads."""
-    halves = all(rotary.turns_whole_halves for rotary in run.model.rotaries)
-    style = find_family(run.model.model_type).parts.norm
-    choice = NORM_ROPE.choose(compute_capability(), run.config.model.compute_dtype, halves, style)
-    return f"{choice.name}: {choice.reason}"
-
-
 def _attention(run: Run) -> str:
     """Return the backends of most batches, and of those with mostly long documents."""
-    usual = _attention_backend(run, None)
+    options: dict[str, Any] = {"attention": run.remat.attention, "slots": run.batches.max_segments}
+    usual = attention_choice(run.config, run.workload, **options)
     text = f"{usual.name}: {usual.reason}"
-    if run.config.data.row_tokens < LONG_DOCUMENT:
-        return text
-    few, many = (_attention_backend(run, slots) for slots in (FEW_DOCUMENTS, FEW_DOCUMENTS + 1))
-    rows = {f"up to {FEW_DOCUMENTS}": few} | ({"more": many} if run.batches.max_segments > FEW_DOCUMENTS else {})
-    for count, choice in rows.items():
-        if choice.name != usual.name:
-            documents = f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more"
-            text += f"; {choice.name} for {documents}: {choice.reason}"
+    for rows, choice in long_attention_choices(run.config, run.workload, **options):
+        text += f"; {choice.name} for {rows}: {choice.reason}"
     return text
-
-
-def _attention_backend(run: Run, long_slots: int | None) -> BackendChoice:
-    """Return the backend of usual batches, or of those with long documents and up to so many slots."""
-    long = long_slots is not None
-    windows, slots = run.model.layer_windows, run.batches.max_segments
-    shape = AttentionShape(
-        dtype=run.config.model.compute_dtype,
-        head_dim=run.model.head_dim,
-        query_heads=run.model.num_attention_heads,
-        kv_heads=run.model.num_key_value_heads,
-        softcap=run.model.attention_softcap,
-        seq_len=run.config.data.row_tokens,
-        segment_slots=min(slots, long_slots or slots),
-        long=long,
-        forked=run.workload.objective.answers is not None and not refuse_shared_prompt(run.config, run.model),
-        window=None if long and None in windows else next((window for window in windows if window), None),
-    )
-    return ATTENTION.choose(compute_capability(), shape, backend=run.remat.attention)

@@ -12,6 +12,8 @@ from jaxtyping import PyTree
 from jaxglue.console import Console
 from jaxglue.data.batch import Batch
 from jaxglue.data.progress import DataProgress
+from jaxglue.data.tokenize import first_row
+from jaxglue.data.tokenizer import load_tokenizer
 from jaxglue.distributed import Processes
 from jaxglue.hf.adapter import Adapter, fit_tied, load_adapter, save_adapter
 from jaxglue.hf.checkpoint import read_config
@@ -32,6 +34,8 @@ from jaxglue.hf.export_check import (
 )
 from jaxglue.hf.files import write_json
 from jaxglue.hf.identity import identify
+from jaxglue.hf.serving import write_stops, write_tokenizer
+from jaxglue.hf.serving_check import PROBES, check_serving
 from jaxglue.models import config_from_hf
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.file_param import FileParam
@@ -110,6 +114,8 @@ class ResultWriter:
             export_result(self._run, model.trainable, path, base, write=is_main)
             parts = model.graphdefs, model.trainable, model.frozen
             check = check_export(self._run, *parts, path, batch, compares=is_main)
+        if is_main:
+            check_texts(self._run, path)
         if check:
             self._console.print(f"{path}: {check}")
         return path
@@ -170,6 +176,28 @@ def check_export(
     check.save(result)
     rows.save(result.parent / ROWS_FILE)
     return check
+
+
+def check_texts(run: Run, folder: Path) -> None:
+    """Open a result's tokenizer, template and stop tokens again; a row of the data must have its trained tokens.
+
+    Raises:
+        ValueError: names what differs.
+    """
+    stops = () if run.config.objective.kind.trains_scores else run.stops
+    try:
+        row = first_row(run.config.data, preferences=run.config.objective.kind.answers is not None)
+    except (ValueError, OSError):  # the data may have been moved meanwhile
+        check_serving(folder, run.tokenizer, stops)
+        return
+    chat = row.chat
+    chats = [*PROBES, {"messages": chat.messages, "tools": chat.tools}] if chat else PROBES
+    check_serving(folder, run.tokenizer, stops, chats)
+    store = run.data.train.store
+    trained = store.tokens[np.arange(store.lengths[0])]
+    found = [row.encode(tokenizer).tokens[: len(trained)] for tokenizer in (run.tokenizer, load_tokenizer(folder))]
+    if np.array_equal(found[0], trained) and not np.array_equal(found[1], trained):  # else the data have changed
+        raise ValueError(f"{folder}: {row.origin} has other tokens with the folder's tokenizer; the export failed")
 
 
 def _on_one_device(parts: Parts) -> Parts:
@@ -244,6 +272,10 @@ class Exportable(Protocol):
     def vocabulary(self) -> Vocabulary:
         """Return the tokenizer, with the run's chat template, and the model's rows."""
 
+    @property
+    def stops(self) -> frozenset[int]:
+        """Return the tokens at which the trained model's answers end."""
+
 
 def export_result(
     run: Exportable, trainable: Params, output: Path, kept_base: Path | None = None, *, write: bool = True
@@ -271,6 +303,8 @@ def export_result(
         tied = run.base.tie_word_embeddings
         save_adapter(output, adapter, config.lora, kept_base or base, identity, tied=tied)
         run.vocabulary.tokenizer.save_pretrained(output)
+        if not config.objective.kind.trains_scores:
+            write_stops(output, run.stops, Path(base))
     return output
 
 
@@ -301,10 +335,12 @@ def _has_random_base(run: Run) -> bool:
 
 
 def _finish_folder(run: Exportable, folder: Path) -> None:
-    """Describe a reward model in a model folder; write a changed vocabulary's tokenizer, and its number of tokens."""
+    """Describe the trained model in a folder: number of tokens, tokenizer, chat template, and stop tokens or score."""
     vocabulary = run.vocabulary
-    if run.config.objective.kind.trains_scores:
-        describe_reward_model(folder, vocabulary.tokenizer)
     if vocabulary.changes:
         write_json(folder / "config.json", read_config(folder) | {"vocab_size": vocabulary.size})
-        vocabulary.tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, vocabulary.tokenizer)
+    if run.config.objective.kind.trains_scores:
+        describe_reward_model(folder, vocabulary.tokenizer)
+    else:
+        write_stops(folder, run.stops)

@@ -15,6 +15,7 @@ from jaxglue.engine.residency import format_weights
 from jaxglue.hf.adapter import Adapter
 from jaxglue.hf.loading import check_weights
 from jaxglue.models.config import DecoderConfig
+from jaxglue.planner.explain import Reason
 from jaxglue.planner.flops import mean_visible_keys, training_flops_per_token
 from jaxglue.planner.plan import DoesNotFit
 from jaxglue.planner.planner import Planner
@@ -25,7 +26,7 @@ from jaxglue.training.checks import refuse_shared_prompt, warn_of_peft
 from jaxglue.training.config import TrainConfig
 from jaxglue.training.remat import RematChoice, choose_remat
 from jaxglue.training.trackers import check_trackers
-from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary
+from jaxglue.training.vocabulary import Vocabulary, read_start, read_vocabulary, run_stops
 from jaxglue.training.workload import make_workload, read_architecture, settle
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Run:
     config: TrainConfig
     """Settings as the run records them: batch size over all devices, length of rows, and adapters."""
     vocabulary: Vocabulary
+    stops: frozenset[int]
+    """Tokens at which the trained model's answers end."""
     data: PreparedData
     workload: Workload
     remat: RematChoice
@@ -119,6 +122,7 @@ def resolve(config: TrainConfig, processes: Processes = SINGLE_PROCESS) -> Run:
     return Run(
         config=config,
         vocabulary=vocabulary,
+        stops=run_stops(config, vocabulary.tokenizer),
         data=data,
         workload=workload,
         remat=remat,
@@ -180,16 +184,38 @@ def choose_mesh(
     shapes = _candidates(model, devices, full=full) if config.run.mesh == AUTO else [MeshShape.parse(config.run.mesh)]
     for shape in shapes:
         shape.check(model, batch_size=config.run.batch_size, devices=devices)
+    explain, refused = config.run.explain, []
     for shape in shapes:
         workload = make_workload(config, model, document_lengths, shape)
         try:
-            remat = choose_remat(config.model, workload, steps)
-        except DoesNotFit:
+            remat = choose_remat(config.model, workload, steps, explain=explain)
+        except DoesNotFit as error:
             if shape is shapes[-1]:
                 raise
+            refused.append(str(error))
             continue
+        if explain and config.run.mesh == AUTO:
+            others = shapes[shapes.index(shape) + 1 :]
+            reason = _of_mesh(
+                config, shape, refused, [make_workload(config, model, document_lengths, s) for s in others]
+            )
+            remat = replace(remat, reasons={"mesh": reason, **remat.reasons})
         return replace(workload, host_embeddings=remat.host_embeddings), remat
     raise AssertionError("no candidate")
+
+
+def _of_mesh(config: TrainConfig, chosen: MeshShape, refused: list[str], others: list[Workload]) -> Reason:
+    """Explain a mesh by those before it, which do not fit, and by the next, as its plan predicts it."""
+    if chosen.devices == 1:
+        return Reason(choice="one GPU", limit="the machine: it has no other", change="more GPUs")
+    order = "the order for full fine-tuning, parts alone" if config.model.method == "full" else "copies before parts"
+    limit, runner_up = (f"the GPU's memory: {'; '.join(refused)}" if refused else f"preference: {order}"), None
+    for workload in others[:1]:
+        try:
+            runner_up = f"{workload.mesh}: {choose_remat(config.model, workload)}"
+        except DoesNotFit as error:
+            runner_up = f"{workload.mesh}: {error}"
+    return Reason(choice=str(chosen), limit=limit, runner_up=runner_up, change="--mesh, or the memory named")
 
 
 def agree_on_mesh(
@@ -208,7 +234,7 @@ def agree_on_mesh(
         return workload, remat
     mesh, policy, weights, attention, tile = processes.all_gather_object(None)[0]
     chosen = replace(config.model, remat=policy, weights=weights, attention=attention, tile=tile)
-    as_chosen = replace(config, model=chosen, run=replace(config.run, mesh=mesh))
+    as_chosen = replace(config, model=chosen, run=replace(config.run, mesh=mesh, explain=False))
     workload, remat = choose_mesh(as_chosen, model, document_lengths)
     return replace(workload, attention=config.model.attention, tile=config.model.tile), remat
 
@@ -256,10 +282,15 @@ def runs_beside(
 
 def _is_faster_beside(workload: Workload, remat: RematChoice, epochs: float) -> bool:
     """Compare predicted times; with no weights to stream, both passes over a row take the same."""
-    if epochs <= 1 or not remat.streams_weights or jax.default_backend() == "cpu":
-        return epochs <= 1
+    times = reference_seconds(workload, remat) if epochs > 1 else None
+    return epochs <= 1 if times is None else epochs * times[0] <= times[1]
+
+
+def reference_seconds(workload: Workload, remat: RematChoice) -> tuple[float, float] | None:
+    """Predict the time that the reference adds to a step, and that of its own pass; None where they are the same."""
+    if not remat.streams_weights or jax.default_backend() == "cpu":
+        return None
     gpu = replace(device_gpu(jax.local_devices()[0]), files=remat.files)
     workload = replace(workload, tile=remat.tile, attention=remat.attention, reference=True)
     planner = Planner(workload, gpu, layers_per_program=remat.layers_per_program)
-    beside, alone = planner.predictor.reference_seconds(remat.policies, remat.weights)
-    return epochs * beside <= alone
+    return planner.predictor.reference_seconds(remat.policies, remat.weights)

@@ -7,9 +7,10 @@ from pathlib import Path
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from jaxglue.data.tokenizer import load_tokenizer
+from jaxglue.data.tokenizer import known_tokens
 from jaxglue.hf.adapter import Adapter, check_adapter, load_adapter
 from jaxglue.hf.identity import Identity, identify, identify_random
+from jaxglue.hf.serving import load_own_tokenizer, stop_tokens
 from jaxglue.models import abstract_model
 from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
@@ -49,7 +50,7 @@ class Vocabulary:
 def read_vocabulary(folder: Path, new_tokens: Path | None, model: DecoderConfig, adapter: Adapter | None) -> Vocabulary:
     """Return the vocabulary of a run.
 
-    One that trains on from an adapter with rows of its own has that adapter's tokenizer.
+    One that trains on from an adapter has that adapter's tokenizer, where it brings one.
 
     Args:
         folder: of the base.
@@ -61,17 +62,21 @@ def read_vocabulary(folder: Path, new_tokens: Path | None, model: DecoderConfig,
         ValueError: a bad tokenizer or file of tokens.
     """
     base = size = model.vocab_size
+    tokenizer = load_own_tokenizer(folder, adapter.folder if adapter else None)
     if adapter is not None and adapter.trains_vocabulary:
-        has_tokenizer = (adapter.folder / "tokenizer.json").is_file()
-        tokenizer = load_tokenizer(adapter.folder if has_tokenizer else folder)
         return Vocabulary(tokenizer=tokenizer, base_size=base, size=max(size, adapter.vocab_size))
-    tokenizer = load_tokenizer(folder)
     if new_tokens is None:
         return Vocabulary(tokenizer=tokenizer, base_size=base, size=size)
     new = add_tokens(tokenizer, new_tokens)
     if max(new) >= size:
         size = -(-(max(new) + 1) // _MULTIPLE) * _MULTIPLE
     return Vocabulary(tokenizer=tokenizer, base_size=base, size=size, new=new)
+
+
+def run_stops(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens at which a trained model's answers end: the run's, the base's, and those of --stop-tokens."""
+    named = known_tokens(tokenizer, "stop_tokens", config.data.stop_tokens)
+    return stop_tokens(tokenizer, config.model.folder, config.model.adapter).union(named)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:

@@ -74,3 +74,71 @@ def test_training_recipe_is_read(tmp_path, capsys):
 
 def test_unknown_gpu_is_refused(estimate, capsys):
     assert not estimate("--gpu", "Voodoo")[1]
+
+
+def choices(printed):
+    """Return the lines of --explain, by the name of the choice."""
+    lines = [line.strip("│ \n") for line in printed.partition("─ choices ─")[2].splitlines()[1:-1]]
+    width = re.match(r"\w+( \w+)*  +", max(lines, key=lambda line: len(line.split("  ")[0]))).end()
+    found = {}
+    for line in lines:
+        name = line[:width].strip() if re.match(r"\S", line) else name
+        found[name] = f"{found.get(name, '')} {line[width:].strip() if line[:width].strip() == name else line}".strip()
+    return found
+
+
+_PLAN = {"mesh", "remat", "weights", "tile", "layers per program", "dtype", "attention", "loss", "projections"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            (),
+            {
+                "remat": "none, .*bound by time alone; .*more memory would not help",
+                "tile": "whole rows; bound by their",
+            },
+        ),
+        (
+            ("--hidden", "--memory-limit", "1.9"),
+            {"remat": "bound by the GPU's memory; .*to change it: .* GiB on the GPU more, for --remat"},
+        ),
+        (
+            ("--hidden", "--memory-limit", "1.5", "--embeddings", "auto"),
+            {
+                "weights": "host.*bound by the GPU's memory; runner-up: device, .*, lacks .* GiB on the GPU",
+                "layers per program": "1; bound by an obstacle: weights are streamed from host memory",
+                "embeddings": "(host|device); bound by ",
+            },
+        ),
+        (
+            ("--objective", "dpo", "--attention", "reference"),
+            {"prompts": "shared by two answers; bound by preference: tokens are computed once; runner-up: copies"},
+        ),
+        (
+            ("--mesh", "fsdp=2", "--batch-size", "2"),
+            {"layers per program": "1; bound by an obstacle: the model is spread over several devices"},
+        ),
+    ],
+    ids=["time", "memory", "streamed", "answers", "two GPUs"],
+)
+def test_explain_names_limit_runner_up_and_change_of_each_choice(estimate, tmp_path, monkeypatch, flags, expected):
+    monkeypatch.setenv("COLUMNS", "400")
+    if flags[:1] == ("--hidden",):
+        config = json.loads((tmp_path / "config.json").read_text())
+        wide = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "head_dim": 128}
+        (tmp_path / "config.json").write_text(json.dumps(config | wide))
+        flags = (*flags[1:], "--seq-len", "512")
+    printed, fits = estimate("--gpu", "4090", "--explain", *flags)
+    assert fits
+    found = choices(printed)
+    given = {flag.strip("-").replace("-", " ") for flag in flags}
+    assert _PLAN - given <= set(found) and not (given - {"embeddings"}) & set(found)
+    for name, pattern in expected.items():
+        assert re.search(pattern, found[name]), found[name]
+    assert all("; bound by " in line for line in found.values())
+
+
+def test_nothing_is_explained_unasked(estimate):
+    assert "bound by" not in estimate("--gpu", "4090")[0]

@@ -1,5 +1,6 @@
 """Streams: windows, resuming to the bit, sources, positions in files."""
 
+import dataclasses
 import json
 from itertools import islice
 
@@ -20,9 +21,9 @@ SIZES = {"steps": 100, "batch_size": 2, "gradient_accumulation_steps": 2}
 
 @pytest.fixture
 def open_stream(make_tokenizer):
-    def make(*data, **options):
+    def make(*data, encode=encode_here, **options):
         options = {"seq_len": 64, "stream_tokens": 4096, "streaming": True, **options}
-        return TokenStream(DataConfig(data=data, **options), make_tokenizer("plain"), encode=encode_here)
+        return TokenStream(DataConfig(data=data, **options), make_tokenizer("plain"), encode=encode)
 
     return make
 
@@ -161,5 +162,44 @@ def test_prepare_reports_the_first_window(write_jsonl, chat_rows, make_tokenizer
         cache_dir=str(tmp_path / "c"),
     )
     prepared = prepare_data(config, make_tokenizer("plain"))
-    assert "first window of at least 2,048 tokens" in str(prepared.report)
+    total = sum(place.tokens for place in prepared.window.end)
+    assert f"first window of {total:,} tokens" in str(prepared.report) and 2048 <= total < 2048 + 64 * 64
     assert prepared.report.rows == prepared.window.rows < 200 and not (tmp_path / "c").exists()
+
+
+def test_windows_smaller_than_the_rows_tokenized_together_follow_each_other(
+    open_stream, iterate, write_jsonl, chat_rows
+):
+    stream = open_stream(write_jsonl(chat_rows(100)), stream_tokens=100)
+    assert all(window.rows for window in islice(stream.windows(), 6))
+    assert len(list(islice(iterate(stream), 100))) == 100
+
+
+def test_a_window_ends_with_a_pass_over_every_source(open_stream, write_jsonl):
+    few, more = (write_jsonl([{"text": "a b c"}] * count, f"{count}.jsonl") for count in (10, 200))
+    first, second = islice(open_stream(few, stream_tokens=2**23).windows(), 2)
+    assert first.rows == 20 and second.end[0].passes == 2
+    window = next(open_stream(f"{few}?share=0.5", f"{more}?share=0.5", stream_tokens=2**23).windows())
+    assert window.end[1].passes == 1 and 200 < window.rows < 1000
+
+
+def test_closing_ends_the_tokenizing_of_a_window(open_stream, write_jsonl):
+    read, ended = [], []
+
+    def encode(encoder, jobs):
+        try:
+            for chunk, tag in jobs:
+                read.append(len(chunk))
+                yield encoder.encode(chunk), tag
+        finally:
+            ended.append(True)
+
+    path = write_jsonl([{"text": f"row {number}"} for number in range(100_000)])
+    stream = open_stream(path, stream_tokens=2**12, encode=encode)
+    first = next(windows := stream.windows())
+    windows.close()
+    stream.config = dataclasses.replace(stream.config, stream_tokens=2**40)
+    iterator = StreamIterator(stream, first, **SIZES)
+    next(iterator)
+    iterator.close()
+    assert len(ended) == 2 and sum(read) < 100_000

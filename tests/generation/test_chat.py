@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jaxglue.commands import main
-from jaxglue.generation.chat import Session, converse, generate, stop_tokens, stream_text
+from jaxglue.generation.chat import Session, converse, generate, stream_text
 from jaxglue.generation.config import GREEDY, AssistantConfig, GenerateConfig, SamplingConfig
 from jaxglue.generation.generator import Generator
 from jaxglue.generation.prompts import encode_prompt, encode_rows, read_prompts
 from jaxglue.hf.loading import add_adapter, random_model
+from jaxglue.hf.serving import stop_tokens
 from jaxglue.models import config_from_hf
 
 SHORT = SamplingConfig(temperature=0, max_tokens=8)

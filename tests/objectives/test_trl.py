@@ -184,3 +184,17 @@ def test_thirty_steps_follow_trl():
         trainable = optax.apply_updates(trainable, updates)
         losses.append(float(sums[0]))
     np.testing.assert_allclose(losses, GOLDEN["curve"], atol=2e-4)
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN["cases"].keys() - {"kto"}))
+@pytest.mark.parametrize("sums", [(0.0, 0.0), (-2.0, 0.0), (0.0, -2.0), (-1e-7, -200.0)])
+def test_answers_of_probability_one_have_finite_losses_and_gradients(name, sums):
+    objective = config_of(name).make()
+
+    def losses(chosen, rejected):
+        pairs = Pairs(chosen, rejected, jnp.float32(-1.0), jnp.float32(-1.0), jnp.float32(4), jnp.float32(4))
+        return objective.losses(pairs), objective.measures(pairs)
+
+    arguments = tuple(map(jnp.float32, sums))
+    gradients, metrics = jax.grad(losses, argnums=(0, 1), has_aux=True)(*arguments)
+    assert np.isfinite([losses(*arguments)[0], *gradients, *metrics.values()]).all()

@@ -28,7 +28,8 @@ def test_a_choice_without_limits_is_bound_by_time(planner):
     found = explain(planner, chosen, host_memory=HOST)
     assert (found.limit, found.barred) == ("time", None)
     assert found.runner_up.seconds >= chosen.seconds
-    assert "more memory would not help" in str(found)
+    assert "; bound by time alone; runner-up: " in str(found.reason)
+    assert "more memory would not help" in str(found.reason)
 
 
 def test_the_missing_memory_would_change_the_choice(planner):
@@ -39,6 +40,6 @@ def test_the_missing_memory_would_change_the_choice(planner):
     assert found.limit == "gpu"
     assert found.barred.seconds < min(chosen.seconds, found.runner_up.seconds)
     assert not short.fits(found.barred, HOST) and short.fits(found.runner_up, HOST)
-    assert f"GiB on the GPU more: {found.barred}" in str(found)
+    assert f"GiB on the GPU more, for {found.barred} at " in str(found.reason)
     larger = replace(short.gpu, memory=short.gpu.memory + (found.missing.device_bytes + 1) / (1 - MARGIN))
     assert Planner(planner.workload, larger).fits(found.barred, HOST)

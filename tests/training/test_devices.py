@@ -8,6 +8,7 @@ import pytest
 from jaxglue.models import config_from_hf
 from jaxglue.planner.plan import DoesNotFit
 from jaxglue.training import setup
+from jaxglue.training.remat import RematChoice
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -17,7 +18,7 @@ def choose(make_config, tiny_config, monkeypatch):
     """choose(method, fitting meshes, **changes to config.json) → the mesh on eight GPUs, as text."""
 
     def make(method: str, fitting: set[str], **changes):
-        def choose_remat(settings, workload, steps):
+        def choose_remat(settings, workload, steps, explain):
             if str(workload.mesh) not in fitting:
                 raise DoesNotFit(f"{workload.mesh} does not fit")
             return SimpleNamespace(host_embeddings=False)
@@ -49,7 +50,7 @@ def test_auto_spreads_experts_over_the_fewest_gpus(choose):
 
 
 def test_other_errors_try_no_further_mesh(make_config, tiny_config, monkeypatch):
-    def choose_remat(settings, workload, steps):
+    def choose_remat(settings, workload, steps, explain):
         raise ValueError(f"bad policy on {workload.mesh}")
 
     monkeypatch.setattr(setup, "choose_remat", choose_remat)
@@ -57,3 +58,26 @@ def test_other_errors_try_no_further_mesh(make_config, tiny_config, monkeypatch)
     model = config_from_hf({**tiny_config, "model_type": "qwen3"})
     with pytest.raises(ValueError, match="bad policy on data=8"):
         setup.choose_mesh(make_config(batch_size=8), model, (32,))
+
+
+def test_a_mesh_of_two_is_explained_by_those_that_do_not_fit_and_the_next(make_config, tiny_config, monkeypatch):
+    def choose_remat(settings, workload, steps=None, *, explain=False):
+        if str(workload.mesh) == "data=2":
+            raise DoesNotFit("data=2 needs more")
+        return RematChoice(policies=(), weights=(), remat=f"full on {workload.mesh}")
+
+    monkeypatch.setattr(setup, "choose_remat", choose_remat)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    config = make_config(batch_size=2, explain=True)
+    dense, experts = (config_from_hf({**tiny_config, **kind}) for kind in ({"model_type": "qwen3"}, EXPERTS))
+    parts, spread = (setup.choose_mesh(config, model, (32,))[1].reasons["mesh"] for model in (dense, experts))
+    assert (parts.choice, parts.limit, parts.runner_up) == ("fsdp=2", "the GPU's memory: data=2 needs more", None)
+    assert spread.choice == "expert=2"
+    monkeypatch.setattr(
+        setup, "choose_remat", lambda settings, *_, **__: RematChoice(policies=(), weights=(), remat="dots")
+    )
+    copies = setup.choose_mesh(config, dense, (32,))[1].reasons["mesh"]
+    assert str(copies) == (
+        "data=2; bound by preference: copies before parts; runner-up: fsdp=2: dots; to change it: "
+        "--mesh, or the memory named"
+    )

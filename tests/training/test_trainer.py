@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from selection import repeat
 
+from jaxglue.data.tokenize import encode_here
 from jaxglue.hf.adapter import find_base, load_adapter
 from jaxglue.hf.checkpoint import save_tensors
 from jaxglue.hf.identity import identify
@@ -157,6 +158,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(make_config, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
+def test_dry_run_explains_its_automatic_choices(make_config, capsys):
+    train(make_config(dry_run=True, explain=True, remat="auto"))
+    printed = " ".join(capsys.readouterr().out.partition("─ choices ─")[2].replace("│", " ").split())
+    for part in (
+        "mesh one GPU",
+        "remat dots; bound by the device",
+        "dtype float32; bound by",
+        "loss reference; bound by",
+    ):
+        assert part in printed
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -216,3 +229,23 @@ def test_resume_needs_same_configuration_model_and_data(make_config, model_folde
     (model_folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
     with pytest.raises(ValueError, match=r"cannot resume[\s\S]*model.rope.rope_theta: saved 10000.0, now 500000.0"):
         train(make_config(steps=2, resume=True))
+
+
+def test_streams_are_closed_with_their_run(make_config, monkeypatch):
+    opened, ended = [], []
+
+    def encode(encoder, jobs, workers):
+        opened.append(True)
+        try:
+            yield from encode_here(encoder, jobs)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr("jaxglue.data.stream.encode_in_processes", encode)
+    runs = []  # as in a traceback or at the interpreter's end, nothing frees them
+    monkeypatch.setattr("jaxglue.training.train.resolve", lambda *args: runs.append(resolve(*args)) or runs[-1])
+    settings = {"streaming": True, "stream_tokens": 200, "save_every": 1}
+    train(make_config(steps=1, **settings))
+    assert len(opened) == len(ended) > 0
+    train(make_config(steps=2, resume=True, **settings))
+    assert len(opened) == len(ended)

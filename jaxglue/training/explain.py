@@ -1,0 +1,153 @@
+"""Reasons for a run's automatic choices (`--explain`): those of its plan, its mesh, its reference, and its kernels."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxglue.engine.layer_forms import explain_forms
+from jaxglue.models.families import find_family
+from jaxglue.ops.attention import ATTENTION, AttentionShape
+from jaxglue.ops.backend import BackendChoice, compute_capability
+from jaxglue.ops.cross_entropy import CROSS_ENTROPY
+from jaxglue.ops.moe import GROUPED_MATMUL
+from jaxglue.ops.norm_rope import NORM_ROPE
+from jaxglue.ops.segments import FEW_DOCUMENTS, LONG_DOCUMENT
+from jaxglue.planner.explain import Reason
+from jaxglue.planner.programs import abstract_input
+from jaxglue.planner.workload import Workload, abstract_parts
+from jaxglue.training.checks import refuse_shared_prompt
+from jaxglue.training.config import TrainConfig
+from jaxglue.training.setup import Run, reference_seconds
+
+_FLAGS = {"fp8": "--matmul fp8"}
+"""Flags by which a barred backend serves."""
+
+
+def run_reasons(run: Run) -> dict[str, Reason]:
+    """Explain a run's automatic choices, by the name of the setting; those of the plan are in `run.remat.reasons`."""
+    kernels = kernel_reasons(run.config, run.workload, attention=run.remat.attention, slots=run.batches.max_segments)
+    return {**run.remat.reasons, **dict(_of_reference(run)), **kernels}
+
+
+def kernel_reasons(config: TrainConfig, workload: Workload, *, attention: str, slots: int) -> dict[str, Reason]:
+    """Explain the choices of dtype, prompts and backends on this GPU, or on that of `tracing_for`.
+
+    Args:
+        config: of the run.
+        workload: of the run.
+        attention: its backend in the plan.
+        slots: segments in a row, at most.
+    """
+    model, dtype, capability = workload.config, workload.dtype, compute_capability()
+    reasons = {}
+    if config.model.dtype == "auto":
+        reasons["dtype"] = Reason(choice=str(dtype), limit="the device: bfloat16 on GPUs, float32 on CPUs")
+    if config.objective.kind.answers is not None:
+        reasons["prompts"] = _of_prompts(refuse_shared_prompt(config, model))
+    reasons |= dict(_of_attention(config, workload, attention, slots))
+    choices = {"rotation": rotation_choice(workload), **layer_forms(workload)}
+    if model.moe is not None:
+        choices["experts"] = GROUPED_MATMUL.choose(capability, dtype)
+    choices["loss"] = CROSS_ENTROPY.choose(capability, dtype, model.logit_softcap)
+    reasons |= {title: _of_backend(choice) for title, choice in choices.items()}
+    return reasons
+
+
+def layer_forms(workload: Workload) -> dict[str, BackendChoice]:
+    """Return how the first layer and its projections are computed, by title."""
+    graphdefs, *trees = abstract_parts(workload)
+    trainable, frozen = (tree["layers"][0] for tree in trees)
+    choices = explain_forms(graphdefs.layers[0], trainable, frozen, *abstract_input(workload))
+    if workload.mesh.devices > 1:
+        del choices["layers"]  # on a mesh all run stage by stage, or by tiles
+    return choices
+
+
+def rotation_choice(workload: Workload) -> BackendChoice:
+    """Return the backend of rotary embeddings and norms of heads."""
+    halves = all(rotary.turns_whole_halves for rotary in workload.config.rotaries)
+    style = find_family(workload.config.model_type).parts.norm
+    return NORM_ROPE.choose(compute_capability(), workload.dtype, halves, style)
+
+
+def attention_choice(
+    config: TrainConfig, workload: Workload, *, attention: str, slots: int, long_slots: int | None = None
+) -> BackendChoice:
+    """Return attention's backend for usual batches, or for those with long documents and up to so many slots."""
+    long, model = long_slots is not None, workload.config
+    windows = model.layer_windows
+    shape = AttentionShape(
+        dtype=workload.dtype,
+        head_dim=model.head_dim,
+        query_heads=model.num_attention_heads,
+        kv_heads=model.num_key_value_heads,
+        softcap=model.attention_softcap,
+        seq_len=workload.seq_len,
+        segment_slots=min(slots, long_slots or slots),
+        long=long,
+        forked=workload.objective.answers is not None and not refuse_shared_prompt(config, model),
+        window=None if long and None in windows else next((window for window in windows if window), None),
+    )
+    return ATTENTION.choose(compute_capability(), shape, backend=attention)
+
+
+def long_attention_choices(
+    config: TrainConfig, workload: Workload, *, attention: str, slots: int
+) -> Iterator[tuple[str, BackendChoice]]:
+    """Yield rows, described, whose documents are mostly long, with the backend that they have in place of the usual."""
+    if workload.seq_len < LONG_DOCUMENT:
+        return
+    usual = attention_choice(config, workload, attention=attention, slots=slots)
+    counts = {f"up to {FEW_DOCUMENTS}": FEW_DOCUMENTS, "more": FEW_DOCUMENTS + 1}
+    for count, most in counts.items():
+        if count == "more" and slots <= FEW_DOCUMENTS:
+            continue
+        choice = attention_choice(config, workload, attention=attention, slots=slots, long_slots=most)
+        if choice.name != usual.name:
+            yield f"rows of {count} documents, mostly of {LONG_DOCUMENT:,} tokens or more", choice
+
+
+def _of_backend(choice: BackendChoice, flag: str | None = None) -> Reason:
+    limit = f"an obstacle: {choice.reason}" if choice.barred else f"preference: {choice.reason}"
+    change = _FLAGS.get(choice.barred, f"{choice.barred} serves without the first obstacle") if choice.barred else None
+    if change is None and flag and choice.runner_up:
+        change = f"{flag} {choice.runner_up}"
+    return Reason(choice=choice.name, limit=limit, runner_up=choice.runner_up, change=change)
+
+
+def _of_attention(config: TrainConfig, workload: Workload, attention: str, slots: int) -> Iterator[tuple[str, Reason]]:
+    if config.model.attention != "auto":
+        return
+    usual = attention_choice(config, workload, attention="auto", slots=slots)
+    if attention != "auto":
+        limit = "the GPU's memory: workspace of other kernels would take too much of it"
+        yield "attention", Reason(choice=attention, limit=limit, runner_up=usual.name, change="shorter rows")
+        return
+    yield "attention", _of_backend(usual, "--attention")
+    long = long_attention_choices(config, workload, attention="auto", slots=slots)
+    for index, (rows, choice) in enumerate(long, start=1):
+        reason = _of_backend(choice, "--attention")
+        yield f"long documents {index}", replace(reason, choice=f"{reason.choice} for {rows}")
+
+
+def _of_prompts(obstacle: str) -> Reason:
+    if obstacle:
+        return Reason(choice="a copy for each answer", limit=f"an obstacle: {obstacle}")
+    return Reason(choice="shared by two answers", limit="preference: tokens are computed once", runner_up="copies")
+
+
+def _of_reference(run: Run) -> Iterator[tuple[str, Reason]]:
+    """Explain when an objective's reference runs, where that was not given."""
+    if not run.config.objective.kind.needs_reference or run.config.objective.reference_cache != "auto":
+        return
+    names = {True: "beside every step", False: "once, before training"}
+    choice, other, flag = names[run.workload.reference], names[not run.workload.reference], "--reference-cache"
+    epochs = run.total_steps / run.batches.steps_per_epoch
+    if run.config.model.method == "full" or run.adapter is not None:
+        yield "reference", Reason(choice=choice, limit="the start: the reference is not the frozen weights alone")
+    elif times := reference_seconds(run.workload, run.remat):
+        beside, alone = (f"{1e3 * seconds:,.0f} ms" for seconds in times)
+        limit = f"time: {epochs:.2f} × {beside} a step beside, {alone} for a pass of its own"
+        yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")
+    else:
+        limit = f"time: both passes take the same, and the steps read each document {epochs:.2f} times"
+        yield "reference", Reason(choice=choice, limit=limit, runner_up=other, change=f"{flag}, other epochs")
