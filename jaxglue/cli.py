@@ -11,10 +11,10 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxglue.config import KEEP, NONE, Kind, groups, plain_fields
+from jaxglue.config import KEEP, NONE, HelpLayout, Kind, groups, plain_fields
 from jaxglue.dialects import NOTES, REFUSED
 from jaxglue.recipe import construct, find_recipe, is_required, read_recipe, to_plain
 from jaxglue.spelling import nearest
@@ -52,27 +52,55 @@ def _unknown(flag: str, parser: argparse.ArgumentParser) -> str:
     if note := (NOTES | REFUSED).get(flag.strip("-").replace("-", "_")):
         return f"{flag} has no counterpart: {note}"
     known = [name for action in parser._actions for name in action.option_strings]
-    return f"unknown argument {flag}{nearest(flag, known)}; --help lists them all"
+    every = "--help-all" if "--help-all" in known else "--help"
+    return f"unknown argument {flag}{nearest(flag, known)}; {every} lists them all"
 
 
-def _build_parser(cls: type, command: str | None) -> argparse.ArgumentParser:
+def _build_parser(cls: type, command: str | None, *, usual: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a configuration; for its help, perhaps that of the usual flags by one name each."""
+    layout: HelpLayout | None = getattr(cls, "help_layout", None)
     parser = _Parser(
         prog=command and f"jaxglue {command}",
         description=_summary(cls),
         usage="%(prog)s [--recipe FILE] [--flag value …]",
+        epilog="--help-all shows all flags, and other programs' names for them." if usual else None,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
+        add_help=False,
     )
+    short = layout and (lambda: _build_parser(cls, command, usual=True))
+    parser.add_argument("-h", "--help", action=_Help, build=short, help="show this help")
+    if layout is not None:
+        parser.add_argument("--help-all", action=_Help, help="show all flags, and other programs' names for them")
     recipe = (
         "a recipe: a TOML or YAML file with a table for each group below, a shipped one by its name, or a YAML file of "
         "axolotl, LLaMA-Factory or TRL; flags win over it"
     )
     parser.add_argument("--recipe", "--config", metavar="NAME|FILE", help=recipe)
-    _add_fields(parser.add_argument_group("general"), cls)
-    for name, group in groups(cls).items():
-        _add_fields(parser.add_argument_group(name, _summary(group)), group)
+    _add_fields(parser.add_argument_group("general"), cls, list(plain_fields(cls)), aliases=not usual)
+    shown = layout.common if layout and usual else None
+    for title, text, owners in _help_groups(cls, layout):
+        fields = [(group, [name for name in names if shown is None or name in shown]) for group, names in owners]
+        if any(names for _, names in fields):
+            target = parser.add_argument_group(title, text)
+            for group, names in fields:
+                _add_fields(target, group, names, aliases=not usual)
     return parser
+
+
+def _help_groups(cls: type, layout: HelpLayout | None) -> Iterator[tuple[str, str, list[tuple[type, list[str]]]]]:
+    """Yield title, description and the classes' fields of each group of the help; sections follow the first group."""
+    sections = layout.sections if layout else {}
+    elsewhere = {name for _, names in sections.values() for name in names}
+    for index, (title, group) in enumerate(groups(cls).items()):
+        yield title, _summary(group), [(group, [name for name in plain_fields(group) if name not in elsewhere])]
+        if index == 0:
+            for section, (text, names) in sections.items():
+                owners = [
+                    (owner, [name for name in names if name in plain_fields(owner)]) for owner in groups(cls).values()
+                ]
+                yield section, text, owners
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,18 +128,19 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"\n{' ' * (self._current_indent + 4)}".join(line.replace("| ", "|") for line in lines)
 
 
-def _add_fields(parser: argparse._ArgumentGroup, cls: type) -> None:
-    """Add a flag for each plain field; argparse refuses a name that two groups share."""
-    helps = _field_docs(cls)
-    for field, kind in plain_fields(cls).values():
-        flags = [_flag(name) for name in (field.name, *(name for name, values in kind.aliases.items() if not values))]
+def _add_fields(parser: argparse._ArgumentGroup, cls: type, names: Sequence[str], *, aliases: bool) -> None:
+    """Add a flag for each named field, with its aliases or not; argparse refuses a name given twice."""
+    helps, declared = _field_docs(cls), plain_fields(cls)
+    for field, kind in map(declared.__getitem__, names):
+        others = kind.aliases if aliases else {}
+        flags = [_flag(name) for name in (field.name, *(name for name, values in others.items() if not values))]
         text = f"{helps.get(field.name, '')} {_notes(field, kind)}".strip().replace("%", "%%")
         if kind.scalar is bool and not kind.many:
             parser.add_argument(*flags, action=_Switch, help=text)
         else:
             nargs: Any = {"nargs": "*", "action": "extend"} if kind.many else {}
             parser.add_argument(*flags, type=_flag_type(kind), metavar=_metavar(kind), help=text, **nargs)
-        for name, values in kind.aliases.items():
+        for name, values in others.items():
             if values:
                 _add_alias(parser, field.name, name, kind)
 
@@ -125,6 +154,18 @@ def _add_alias(parser: argparse._ArgumentGroup, field: str, name: str, kind: Kin
         more = {"nargs": "?", "const": True, "metavar": "true|false"}
     text = f"means {_flag(field)} {' '.join(ours) if isinstance(ours, tuple) else ours}".rstrip().replace("%", "%%")
     parser.add_argument(_flag(name), action=_Translate, dest=field, kind=kind, alias=name, help=text, **more)
+
+
+class _Help(argparse.Action):
+    """Prints a parser's help, by default its own, and ends the program."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, build: Callable | None = None, **options: Any):
+        super().__init__(option_strings, dest, nargs=0, **options)
+        self._build = build
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        (self._build() if self._build else parser).print_help()
+        parser.exit()
 
 
 class _Switch(argparse.BooleanOptionalAction):

@@ -25,6 +25,8 @@ NONE = "none"
 """Stands for None, which flags and TOML cannot express, wherever a field is optional."""
 KEEP = object()
 """Stands for no change to a field."""
+_LARGEST = 2**53
+"""Largest whole number: beyond it, numbers that other programs write as floats are not exact."""
 _SHOWN = 200
 """Longest part of a wrong value in an error, in characters."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -94,6 +96,16 @@ class Overrules:
 
     def __init__(self, *names: str):
         self.names = names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HelpLayout:
+    """Order of the flags in a command's help; the `help_layout` of a configuration, in which groups are looked up."""
+
+    common: tuple[str, ...]
+    """Fields of groups that `--help` shows, beside the configuration's own; `--help-all` shows all."""
+    sections: Mapping[str, tuple[str, tuple[str, ...]]]
+    """Groups of the help alone, by title: a description and the fields, which recipes have in their own groups."""
 
 
 PositiveInt = Annotated[int, Range(ge=1)]
@@ -192,6 +204,8 @@ class Kind:
             raise self._unexpected(value, ", which is not finite")
         if isinstance(result, int | float) and result not in self.range:
             raise self._unexpected(value)
+        if isinstance(result, int) and abs(result) > _LARGEST:
+            raise self._unexpected(value, f", which is beyond {_LARGEST:,}")
         return result
 
     def _plain(self, value: Any) -> Any:

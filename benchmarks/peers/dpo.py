@@ -145,6 +145,7 @@ def make_clock(args: argparse.Namespace):
                 "pairs_per_step": args.batch,
                 "steps": steps,
                 "peak_gib": peak,
+                "versions": engines.versions(),
             }
             print(json.dumps(result), flush=True)
 

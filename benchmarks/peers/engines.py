@@ -3,12 +3,14 @@
 Imports neither jax nor jaxglue: peers run with their own packages.
 """
 
+import contextlib
 import ctypes
 import glob
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 RANK = ALPHA = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -19,6 +21,16 @@ _ENVIRONMENT = {
     "UNSLOTH_SKIP_TORCHVISION_CHECK": "1",
     "UNSLOTH_COMPILE_LOCATION": os.path.join(tempfile.gettempdir(), "unsloth_compiled"),  # else in the working folder
 }
+_PACKAGES = ("torch", "transformers", "peft", "trl", "liger-kernel", "triton", "unsloth", "xformers", "bitsandbytes")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the peers' packages that are installed."""
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def import_unsloth():

@@ -14,12 +14,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 
 import engines
 import numpy as np
-
-PACKAGES = ("torch", "transformers", "peft", "triton", "unsloth", "xformers", "bitsandbytes")
 
 
 class Steps:
@@ -118,7 +115,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict]:
             marks.append(step.mark())
     times = step.milliseconds(marks)
     result = {"ms": statistics.median(times), "ms_all": times, "losses": [float(loss) for loss in losses]}
-    result |= {"versions": dict(filter(None, map(_version, PACKAGES))), **peaks(step)}
+    result |= {"versions": engines.versions(), **peaks(step)}
     yield result
     if step.cuda:
         yield result | {"kernels": step.kernels(batches[-1])}
@@ -141,7 +138,7 @@ def take_turns(args: argparse.Namespace) -> Iterator[dict]:
     step.synchronize()
     if step.cuda:
         step._torch.cuda.reset_peak_memory_stats()
-    yield {"versions": dict(filter(None, map(_version, PACKAGES))), **peaks(step)}
+    yield {"versions": engines.versions(), **peaks(step)}
     for line in sys.stdin:
         step(batches[0])
         step.synchronize()
@@ -150,13 +147,6 @@ def take_turns(args: argparse.Namespace) -> Iterator[dict]:
             step(batches[number % len(batches)])
         step.synchronize()
         yield {"ms": (time.perf_counter() - begun) / count * 1e3, **peaks(step)}
-
-
-def _version(package: str) -> tuple[str, str] | None:
-    try:
-        return package, version(package)
-    except ImportError:
-        return None
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ def _parse(name: str, argv: Sequence[str]) -> Any:
     command = COMMANDS[name]
     words, flags = tuple(argv[: len(command.task)]), argv[len(command.task) :]
     if words != command.task:
-        if not {"-h", "--help"} & set(argv):
+        if not {"-h", "--help", "--help-all"} & set(argv):
             raise ValueError(f"jaxglue {name}: use jaxglue {' '.join((name, *command.task))} --flag value …")
         flags = argv
     title = " ".join((name, *command.task))

@@ -20,6 +20,7 @@ from jaxtyping import Float32, Int, Int32, Int64, Shaped, UInt8
 from jaxglue.atomic import temporary_beside
 from jaxglue.data.config import NO_COLUMNS, Columns
 from jaxglue.json_file import read_json
+from jaxglue.regular_file import open_regular
 
 TOKEN_BYTES = 4
 """Size of a stored token."""
@@ -269,7 +270,7 @@ def _info_digest(info: dict[str, Any]) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxglue.data.config import TURN_END, DataConfig
+from jaxglue.data.limits import TemplateTimeoutError, memory_limit, template_time_limit
 from jaxglue.data.messages import REASONING, Messages, Tools
 from jaxglue.data.tokenizer import known_tokens, read_template
 
@@ -166,8 +167,9 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Tools, **options: Any) -> tuple[str, list[Span]]:
         try:
             options = {"chat_template": self._source(tools), **options, **self._context}
-            rendered: Any = render_jinja_template([messages], tools, **options)
-        except TimeoutError:
+            with template_time_limit(), memory_limit():
+                rendered: Any = render_jinja_template([messages], tools, **options)
+        except (TimeoutError, TemplateTimeoutError):
             raise
         except Exception as error:  # templates are foreign code
             raise ValueError(f"the chat template refuses the conversation: {_describe(error)}") from error

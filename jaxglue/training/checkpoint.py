@@ -189,22 +189,25 @@ class Checkpoints:
         return None if state is None else Restored(state, meta["host"], step, meta["fingerprint"])
 
     @property
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints, in order, waiting for one under way."""
+        self.wait()
+        return sorted(self._manager.all_steps())
+
+    @property
     def latest_step(self) -> int | None:
         """Return the step of the newest checkpoint, waiting for one under way; None without checkpoints."""
-        self.wait()
-        return max(self._manager.all_steps(), default=None)
+        return max(self.steps, default=None)
 
-    def reject(self, step: int) -> bool:
-        """Rename the checkpoint of a step to `<step>.diverged`, so that a resumed run begins at the one before.
+    def reject(self, first: int) -> list[int]:
+        """Rename the checkpoints from step `first` on to `<step>.diverged`, so that a resumed run begins before them.
 
         Returns:
-            False without that checkpoint.
+            their steps.
         """
-        self.wait()
-        if step not in self._manager.all_steps():
-            return False
-        self._rename([step], "diverged")
-        return True
+        steps = [step for step in self.steps if step >= first]
+        self._rename(steps, "diverged")
+        return steps
 
     def close(self) -> None:
         """Finish the last save; `OSError` if it failed."""

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from jaxglue.config import (
     Alias,
     Choices,
     CommaSeparated,
     Config,
+    HelpLayout,
     Instead,
     NonNegativeFloat,
     NonNegativeInt,
@@ -281,9 +282,9 @@ class RunConfig(Config):
     mesh: str = "auto"
     """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
     for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
-    epochs: Annotated[PositiveInt, Alias("num_train_epochs", "num_epochs")] = 1
+    epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
     """Passes over the data, unless steps is given."""
-    steps: Annotated[PositiveInt, Alias("max_steps")] | None = None
+    steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None
     """Optimizer steps; by default those of all epochs."""
     log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10
     """Optimizer steps between lines of metrics."""
@@ -343,6 +344,23 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """Fine-tune a Llama, Qwen3 or GPT-OSS on packed rows."""
 
+    help_layout: ClassVar = HelpLayout(
+        common=(
+            *("model", "method", "quantize", "data", "eval_fraction", "seq_len", "objective", "rank", "alpha"),
+            *("optimizer", "learning_rate", "output", "batch_size", "gradient_accumulation_steps", "epochs", "steps"),
+            *("resume", "dry_run", "remat", "mesh"),
+        ),
+        sections={
+            "execution": (
+                "How steps are computed: their time and memory. Recipes have these keys in model, optimizer and run.",
+                (
+                    *("dtype", "attention", "remat", "tile", "layers_per_program", "memory_limit", "weights"),
+                    *("embeddings", "expand_experts", "matmul", "fp8_max_error", "fp8_head", "fp8_experts"),
+                    *("update_in_backward", "mesh", "profile", "compilation_cache"),
+                ),
+            )
+        },
+    )
     model: ModelConfig
     data: DataConfig
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -57,8 +57,10 @@ class Spikes:
     """Decides step by step whether loss or gradient norm is beyond `sigma` deviations above its mean."""
 
     def __init__(self, sigma: float):
-        self._sigma, self._in_a_row = sigma, 0
+        self._sigma = sigma
         self._values: dict[str, deque[float]] = {name: deque(maxlen=_WINDOW) for name in ("loss", "grad_norm")}
+        self.in_a_row = 0
+        """Spikes up to the last step. Its weights may be ruined, so no checkpoint is saved until the next good step."""
         self.steps: list[int] = []
         """Steps left out so far."""
 
@@ -69,28 +71,32 @@ class Spikes:
             Diverged: too many steps in a row are spikes.
         """
         if not any(self._is_spike(name, values[name]) for name in self._values):
-            self._in_a_row = 0
+            self.in_a_row = 0
             for name, window in self._values.items():
                 window.append(values[name])
             return True
         self.steps.append(step)
-        self._in_a_row += 1
-        if self._in_a_row == _MOST_IN_A_ROW:
+        self.in_a_row += 1
+        if self.in_a_row == _MOST_IN_A_ROW:
             raise Diverged(step, f"the last {_MOST_IN_A_ROW} steps were spikes, {_shown(values)}")
         return False
+
+    def first_in_a_row(self, step: int) -> int:
+        """Return the first of the spikes in a row that end with a step; the step itself where it is none."""
+        return step - max(self.in_a_row - 1, 0)
 
     def get_state(self) -> dict[str, Any]:
         """Return a JSON-able state."""
         return {
             "values": {name: list(window) for name, window in self._values.items()},
             "steps": self.steps,
-            "in_a_row": self._in_a_row,
+            "in_a_row": self.in_a_row,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `get_state`."""
         self._values = {name: deque(window, maxlen=_WINDOW) for name, window in state["values"].items()}
-        self.steps, self._in_a_row = list(state["steps"]), state["in_a_row"]
+        self.steps, self.in_a_row = list(state["steps"]), state["in_a_row"]
 
     def _is_spike(self, name: str, value: float) -> bool:
         window = self._values[name]
@@ -114,19 +120,19 @@ class Postmortem:
     def __init__(self, run: Run, model: TrainStep, checkpoints: Checkpoints, start: dict[str, Any]):
         self._run, self._model, self._checkpoints, self._start = run, model, checkpoints, start
 
-    def explain(self, error: Diverged, *, replay: bool) -> str:
-        """Return the cause and the remedy; set a checkpoint that nothing finite followed aside.
+    def explain(self, error: Diverged, *, first: int, replay: bool) -> str:
+        """Return the cause and the remedy; set checkpoints that nothing finite followed aside.
 
         Args:
             error: names the failed step.
+            first: of the failed steps, before that one where spikes preceded it.
             replay: False where steps cannot be replayed by this process alone.
         """
         if bad := next((name for name, check in check_parameters(self._model.frozen) if not check.is_finite), None):
             return bad_weights(self._run, bad)
         cause = self._replay(error.step) if replay else None
-        saved = self._checkpoints.latest_step
         followed = cause is not None and cause.endswith(_ROWS)
-        if saved == error.step - 1 and not followed and self._checkpoints.reject(saved):
+        for saved in [] if followed else self._checkpoints.reject(first - 1):
             cause = f"{cause or _RUINED}; checkpoint {saved} is set aside as {saved}.diverged"
         latest = self._checkpoints.latest_step
         resume = f"--resume continues from checkpoint {latest}" if latest is not None else "No checkpoint is left"

@@ -206,7 +206,8 @@ class Trainer:
             self._console.print(f"step {error.step} diverged: looking for the cause")
             postmortem = Postmortem(self._run, self._model, checkpoints, start)
             alone = self._processes.count == 1 and self._spikes is None and "eval_loss" not in error.found
-            raise ValueError(f"{error}.{rows} {postmortem.explain(error, replay=alone)}.") from error
+            first = self._spikes.first_in_a_row(error.step) if self._spikes else error.step
+            raise ValueError(f"{error}.{rows} {postmortem.explain(error, first=first, replay=alone)}.") from error
 
     def _save_rows(self, step: int) -> str:
         """Write the rows of a recent step for a replay; return a sentence that names the file."""
@@ -222,17 +223,18 @@ class Trainer:
         save_every = self._settings.save_every or eval_every
         profiled = self._settings.profile if self._processes.is_main else 0
         profiler = StepProfiler(self._folder / "profile", first=self._model.step + 4, count=profiled)
-        total, stop, in_flight = self._run.total_steps, False, StepsInFlight()
+        total, stop, due, in_flight = self._run.total_steps, False, False, StepsInFlight()
         progress = TrainingProgress(total, first_step=self._model.step, console=self._console)
         compiling = Compiling(progress, self._run.remat.compile_seconds, lambda: self._recorder.has_compiled)
         with progress, compiling, profiler, self._recorder:
             while self._model.step < total and not stop:
                 profiler.before(self._model.step + 1)
                 in_flight.add(self._dispatch_step(checkpoints, progress))
-                stop = self._must_stop()
+                stop = self._must_stop() and not self._is_in_spikes
                 look = self._is_due(eval_every)
                 evaluate = self._evaluation.is_needed and look
-                save = stop or self._is_due(save_every)
+                due = due or self._is_due(save_every)
+                save = (stop or due) and not self._is_in_spikes
                 drain = look or save or not self._recorder.has_compiled
                 for result, done in in_flight.take(leave=0 if drain else _STEPS_IN_FLIGHT):
                     self._recorder.record(result, done, loggers, progress)
@@ -243,6 +245,7 @@ class Trainer:
                     # Only after the finite checks, so a diverged step is never saved.
                     if save or self._must_keep:
                         self._save(checkpoints, eval_loss)
+                        due = False
                 stop = stop or self._evaluation.is_stale
 
     def _open_loggers(self) -> Loggers:
@@ -267,10 +270,16 @@ class Trainer:
         return result
 
     def _skip(self, result: StepResult, checkpoints: Checkpoints, progress: TrainingProgress) -> None:
-        """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint."""
+        """Say that a step was a spike and, to rewind, return to the weights and moments of the last checkpoint.
+
+        After a second spike in a row that is one which an accepted step has followed, if there is one.
+        """
+        assert self._spikes is not None
         values = ", ".join(f"{name} {float(result.values[name]):.4g}" for name in ("loss", "grad_norm"))
-        saved = checkpoints.latest_step if self._settings.on_spike == "rewind" else None
-        if saved is not None:
+        rewinds, before = self._settings.on_spike == "rewind", self._spikes.first_in_a_row(result.step) - 1
+        if rewinds and self._spikes.in_a_row > 1 and any(step < before for step in checkpoints.steps):
+            checkpoints.reject(before)
+        if rewinds and checkpoints.steps:
             abstract = abstract_state(self._model.state())
             self._model.release()
             restored = checkpoints.restore_latest(abstract)
@@ -279,6 +288,10 @@ class Trainer:
             progress.say(f"step {result.step}: spike ({values}); back to the weights of step {restored.step}")
         else:
             progress.say(f"step {result.step}: spike ({values}); its update is left out")
+
+    @property
+    def _is_in_spikes(self) -> bool:
+        return self._spikes is not None and self._spikes.in_a_row > 0
 
     def _must_stop(self) -> bool:
         """Tell whether any process was asked to stop; several processes ask each other at the steps they log."""

@@ -1,12 +1,15 @@
 """The `jaxglue` command: its list, its errors, Ctrl-C, and what it keeps out."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 
 import pytest
 
 from jaxglue.commands import COMMANDS, main
+from jaxglue.config import groups, plain_fields
+from jaxglue.training.config import TrainConfig
 
 
 def test_help_lists_every_command_without_importing_one(capsys):
@@ -32,6 +35,37 @@ def test_a_command_s_help_loads_neither_jax_nor_transformers():
         "print(*sorted({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == ""
+
+
+def help_of(capsys, *argv):
+    with pytest.raises(SystemExit):
+        main([*argv])
+    return capsys.readouterr().out
+
+
+def flags_of(text):
+    return re.findall(r"^  (?:-h, )?--(?:\[no-\])?([a-z0-9-]+)", text, flags=re.MULTILINE)
+
+
+def test_help_shows_the_twenty_usual_flags_and_help_all_every_field_once(capsys):
+    short, everything = help_of(capsys, "train", "--help"), help_of(capsys, "train", "--help-all")
+    fields = [name.replace("_", "-") for group in groups(TrainConfig).values() for name in plain_fields(group)]
+    usual = [flag for flag in flags_of(short) if flag not in ("help", "help-all", "recipe")]
+    assert len(usual) == len(set(usual)) == 20 and {*usual} <= {*fields}
+    assert [*fields] == [*dict.fromkeys(fields)] and {*fields} <= {*flags_of(everything)}
+    assert "--base-model" in everything and "--base-model" not in short
+    assert len(short.splitlines()) < len(everything.splitlines()) / 4
+
+
+def test_help_has_execution_settings_in_a_group_of_their_own(capsys):
+    everything = help_of(capsys, "train", "--help-all")
+    execution = re.search(r"^execution:\n(.*?)^\S", everything, flags=re.MULTILINE | re.DOTALL)[1]
+    fields = TrainConfig.help_layout.sections["execution"][1]
+    assert {*flags_of(execution)} == {"bf16", *(name.replace("_", "-") for name in fields)}  # one is for --dtype
+
+
+def test_help_shows_a_command_s_own_flags_beside_the_usual_ones(capsys):
+    assert {"gpu", "host-memory-gib", "model", "remat"} <= {*flags_of(help_of(capsys, "estimate", "--help"))}
 
 
 def test_unknown_command_is_named(capsys):

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from jaxglue.data.iterator import BatchIterator, Step
+from jaxglue.hf.adapter import load_adapter
 from jaxglue.ops.segments import BatchKind, pack_segments
 from jaxglue.training.array_checks import check_arrays, non_finite
 from jaxglue.training.record import Diverged, read_metrics
 from jaxglue.training.recovery import Spikes, load_step, save_step
+from jaxglue.training.step import TrainStep
 from jaxglue.training.train import train
 
 
@@ -112,3 +114,44 @@ def test_rewinding_returns_to_the_checkpoint_and_leaves_the_rows_out(make_config
     assert list(lines) == list(range(1, 8)) and [step for step in lines if "skipped" in lines[step]] == [5]
     assert summary.skipped_steps == [5] and math.isfinite(summary.last_loss)
     assert json.loads((tmp_path / "run/summary.json").read_text())["skipped_steps"] == [5]
+
+
+def poison(monkeypatch, failing):
+    """Make the losses of these steps NaN, whichever rows they have."""
+    dispatch = TrainStep.dispatch
+
+    def failing_dispatch(self, batch, accepts=None):
+        def judge(step, values):
+            return accepts(step, {**values, "loss": math.nan} if step in failing else values)
+
+        return dispatch(self, batch, accepts and judge)
+
+    monkeypatch.setattr(TrainStep, "dispatch", failing_dispatch)
+
+
+def test_no_checkpoint_is_saved_while_spikes_follow_each_other(make_config, tmp_path, monkeypatch):
+    poison(monkeypatch, range(5, 99))
+    config = make_config(steps=20, save_every=1, keep_checkpoints=3, on_spike="skip")
+    with pytest.raises(ValueError, match=r"step 14: the last 10 steps were spikes") as error:
+        train(config)
+    # Nothing finite followed the weights of step 4.
+    assert checkpoints(tmp_path / "run") == ["2", "3", "4.diverged"]
+    assert str(error.value).endswith("checkpoint 4 is set aside as 4.diverged. --resume continues from checkpoint 3.")
+
+
+@pytest.mark.parametrize(("failing", "saved"), [([4, 5], ["6", "7"]), ([7], ["4"])])
+def test_a_checkpoint_that_a_spike_delays_is_saved_after_it(make_config, tmp_path, monkeypatch, failing, saved):
+    poison(monkeypatch, failing)
+    config = make_config(steps=7, save_every=4, on_spike="skip")
+    assert train(config).skipped_steps == failing
+    assert checkpoints(tmp_path / "run") == saved
+    assert load_adapter(tmp_path / "run" / "adapter")
+
+
+def test_rewinding_goes_back_past_a_checkpoint_that_only_spikes_followed(make_config, tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, {5, 6})
+    train(make_config(steps=8, save_every=2, keep_checkpoints=4, on_spike="rewind"))
+    shown = capsys.readouterr().out
+    assert "step 5: spike" in shown and "back to the weights of step 4" in shown
+    assert "step 6: spike" in shown and "back to the weights of step 2" in shown
+    assert checkpoints(tmp_path / "run") == ["2", "4.diverged", "7", "8"]

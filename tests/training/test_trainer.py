@@ -242,6 +242,8 @@ def test_streams_are_closed_with_their_run(make_config, monkeypatch):
             ended.append(True)
 
     monkeypatch.setattr("jaxglue.data.stream.encode_in_processes", encode)
+    runs = []  # as in a traceback or at the interpreter's end, nothing frees them
+    monkeypatch.setattr("jaxglue.training.train.resolve", lambda *args: runs.append(resolve(*args)) or runs[-1])
     settings = {"streaming": True, "stream_tokens": 200, "save_every": 1}
     train(make_config(steps=1, **settings))
     assert len(opened) == len(ended) > 0
