@@ -25,6 +25,8 @@ NONE = "none"
 """Stands for None, which flags and TOML cannot express, wherever a field is optional."""
 KEEP = object()
 """Stands for no change to a field."""
+_LARGEST = 2**53
+"""Largest whole number: beyond it, numbers that other programs write as floats are not exact."""
 _SHOWN = 200
 """Longest part of a wrong value in an error, in characters."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -202,6 +204,8 @@ class Kind:
             raise self._unexpected(value, ", which is not finite")
         if isinstance(result, int | float) and result not in self.range:
             raise self._unexpected(value)
+        if isinstance(result, int) and abs(result) > _LARGEST:
+            raise self._unexpected(value, f", which is beyond {_LARGEST:,}")
         return result
 
     def _plain(self, value: Any) -> Any:

@@ -1,12 +1,15 @@
 """JSON files: strangers' are bounded in size and depth, every defect one line."""
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAX_BYTES = 256 * 2**20
-"""Above every tokenizer.json and index of a published model."""
+from jaxglue.regular_file import MAX_BYTES, read_regular
+
+_SPACE = re.compile(r"[ \t\r\n]*")
 MAX_DEPTH = 64
 """Nesting of lists and objects; published files have fewer than 10 levels."""
 
@@ -15,12 +18,10 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """Read the JSON object in `path`.
 
     Raises:
-        ValueError: too large, not UTF-8, not JSON (with line and column), nested too deeply, or not an object.
+        ValueError: no regular file, too large, not UTF-8, not JSON (with line and column), nested too deeply,
+            or not an object.
     """
-    path = Path(path)
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes: at most {MAX_BYTES:,} are read")
-    return parse_object(path.read_bytes(), str(path))
+    return parse_object(read_regular(path, MAX_BYTES), str(path))
 
 
 def numbered_lines(file: BinaryIO, source: str) -> Iterator[tuple[int, bytes]]:
@@ -63,24 +64,66 @@ def parse_json(text: str | bytes, source: str, *, unique_keys: bool = False) -> 
     Raises:
         ValueError: not UTF-8, not JSON (with line and column), a number too long to read, or nested too deeply.
     """
-    too_deep = f"{source}: nested more than {MAX_DEPTH} levels deep"
-    try:
-        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+    with _named_defects(source):
+        text = _decoded(text)
         content = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
+        if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(content, MAX_DEPTH):
+            raise RecursionError
+    return content
+
+
+def parse_array(text: str | bytes, source: str) -> Iterator[tuple[Any, int]]:
+    """Yield the items of a JSON array, each with its length in characters, as they are asked for.
+
+    All at once would take many times the text's memory. Arguments and errors are those of `parse_json`.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    with _named_defects(source):
+        text = _decoded(text)
+        end = _after_space(text, text.index("[") + 1)
+        closed = text.startswith("]", end)
+        while not closed:
+            start = end
+            item, end = decoder.raw_decode(text, start)
+            if is_deeper(item, MAX_DEPTH - 1):
+                raise RecursionError
+            yield item, end - start
+            end = _after_space(text, end)
+            closed = text.startswith("]", end)
+            if not closed:
+                if not text.startswith(",", end):
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+                end = _after_space(text, end + 1)
+        if (end := _after_space(text, end + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    assert found is not None
+    return found.end()
+
+
+def _decoded(text: str | bytes) -> str:
+    return text if isinstance(text, str) else text.decode("utf-8-sig")
+
+
+@contextmanager
+def _named_defects(source: str) -> Iterator[None]:
+    """Name the source in the body's errors of decoding and parsing."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{source}: not UTF-8 at byte {error.start + 1}: save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise MalformedJSONError(f"{source}: malformed JSON at {place}: {error.msg}") from error
     except RecursionError:
-        raise ValueError(too_deep) from None
+        raise ValueError(f"{source}: nested more than {MAX_DEPTH} levels deep") from None
     except _RepeatedKeyError as error:
         raise ValueError(f"{source}: {error}") from None
     except ValueError:
         raise ValueError(f"{source}: malformed JSON: a number of more than 4,300 digits") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(content, MAX_DEPTH):
-        raise ValueError(too_deep)
-    return content
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

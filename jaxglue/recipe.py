@@ -18,6 +18,7 @@ from typing import Any
 from jaxglue.config import KEEP, NONE, Kind, groups, plain_fields
 from jaxglue.dialects import NOTES, REFUSED, translate
 from jaxglue.json_file import MAX_DEPTH, is_deeper
+from jaxglue.regular_file import read_regular_text
 from jaxglue.spelling import nearest
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -175,9 +176,7 @@ def read_tables(path: Path) -> dict[str, Any]:
     """Parse a TOML or YAML file, bounded in size and depth; raise ValueError of one line for any defect."""
     too_deep = f"{path}: nested more than {MAX_DEPTH} levels deep"
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"more than {_MAX_BYTES:,} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path, "utf-8", _MAX_BYTES)
         values = _parse_yaml(text) if path.suffix in _YAML else _parse_toml(text)
     except OSError as error:
         raise ValueError(f"{path}: cannot read this recipe: {error.strerror}") from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxglue.config import Alias, CommaSeparated, Config, NonNegativeInt, PositiveInt, Range, Synonyms
+from jaxglue.data.limits import pattern_time_limit
 
 ALL_LINEAR = "all-linear"
 VocabularyModule = Literal["embed_tokens", "lm_head"]
@@ -108,4 +109,5 @@ def parse_patterns(field: str, entries: Iterable[str]) -> dict[str, float]:
 
 def match_pattern(patterns: Mapping[str, float], path: str) -> float | None:
     """Return the number of the first pattern that matches the end of a path, at a dot, as PEFT does; None if none."""
-    return next((number for pattern, number in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path)), None)
+    with pattern_time_limit():
+        return next((number for pattern, number in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path)), None)

@@ -21,7 +21,7 @@ FLOORS = (
     {"recipe"},
     {"dialects"},
     {"atomic", "config", "console", "json_file", "yaml_file"},
-    {"spelling", "terminal"},
+    {"regular_file", "spelling", "terminal"},
 )
 """From the top; packages of one floor do not import each other."""
 

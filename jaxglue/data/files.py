@@ -10,7 +10,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from jaxglue.json_file import MAX_BYTES, MalformedJSONError, numbered_lines, parse_json, without_nulls
+from jaxglue.json_file import MAX_BYTES, MalformedJSONError, numbered_lines, parse_array, parse_json, without_nulls
+from jaxglue.regular_file import open_regular
 
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -71,7 +72,7 @@ def expected_files() -> str:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file, decompressed."""
     if not is_compressed(path):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file
         return
     import pyarrow as pa
@@ -112,9 +113,9 @@ def _json_rows(path: Path, skip: int) -> Iterator[Row]:
         text = file.read(_ARRAY_BYTES + 1)
     if len(text) > _ARRAY_BYTES:
         raise ValueError(f"{path}: an array of more than {_ARRAY_BYTES:,} bytes: write a row a line, as .jsonl")
-    values = parse_json(text, str(path), unique_keys=True)
-    for number, value in enumerate(values[skip:], skip + 1):
-        yield _checked(f"{path}, row {number}", value, len(text) / len(values))
+    items = islice(parse_array(text, str(path)), skip, None)
+    for number, (value, size) in enumerate(items, skip + 1):
+        yield _checked(f"{path}, row {number}", value, size)
 
 
 def _table_rows(path: Path, delimiter: str) -> Iterator[Row]:

@@ -10,15 +10,24 @@ from pathlib import Path
 from types import FrameType
 
 SECONDS = 10
-"""CPU time for the renderings of one row."""
+"""CPU time for the renderings of one row, or for matching names."""
 _BYTES = 4 * 2**30
 """Memory that the renderings of a chunk of rows may take."""
+_limited = False
+"""Whether the process's memory is limited."""
+
+
+class TemplateTimeoutError(ValueError):
+    """A chat template that takes too long."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds` of CPU time; only the main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
+    """Raise TimeoutError in the body after `seconds` of CPU time; only the main thread can be interrupted.
+
+    Within another limit, that one holds.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
         yield
         return
     _install()
@@ -31,13 +40,23 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
+def pattern_time_limit() -> Iterator[None]:
+    """Raise ValueError in the body where a regular expression takes longer than any that is of use."""
+    try:
+        with time_limit(SECONDS):
+            yield
+    except TimeoutError:
+        raise ValueError(f"a regular expression takes more than {SECONDS} s: write a simpler one") from None
+
+
+@contextmanager
 def template_time_limit() -> Iterator[None]:
     """Raise ValueError in the body after the CPU time that a chat template has for a row."""
     try:
         with time_limit(SECONDS):
             yield
     except TimeoutError:
-        raise ValueError(
+        raise TemplateTimeoutError(
             f"the chat template takes more than {SECONDS} s of CPU time: split the conversation, or give a "
             "template with {% generation %} markers, which is faster"
         ) from None
@@ -45,14 +64,23 @@ def template_time_limit() -> Iterator[None]:
 
 @contextmanager
 def memory_limit() -> Iterator[None]:
-    """Raise MemoryError in the body beyond the process's present address space and 4 GiB more."""
+    """Raise MemoryError in the body beyond the process's present address space and 4 GiB more.
+
+    Within another limit, that one holds.
+    """
+    global _limited
+    if _limited:
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = [limit for limit in (present + _BYTES, soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    _limited = True
     try:
         yield
     finally:
+        _limited = False
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

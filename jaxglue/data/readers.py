@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxglue.json_file import without_nulls
 
 SAVED_INFO = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files without rows in a folder saved with `datasets`."""
+_ARROW_ROWS = 64
+"""Rows read at a time."""
 _CHUNK_BYTES = 2**24
 """Bytes of rows after which a chunk ends."""
 
@@ -69,7 +72,11 @@ def data_files(name: str) -> list[Path]:
         files = [path]
     elif path.is_dir():
         is_saved = _is_saved_dataset(path)
-        files = sorted(p for p in path.rglob("*") if _is_shown(p, path) and (is_saved or file_type(p) in SUFFIXES))
+        shown = (p for p in path.rglob("*") if _is_shown(p, path))
+        # LLaMA-Factory's folders have a dataset_info.json too, which describes their files.
+        files = sorted(p for p in shown if is_saved or (file_type(p) in SUFFIXES and p.name not in SAVED_INFO))
+    elif path.exists():
+        raise ValueError(f"data: {name} is neither a file nor a folder: write its rows to a file")
     else:
         hint = f"a data set of the Hugging Face hub is named {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:subset"
         if any(character in name for character in "*?["):
@@ -155,11 +162,29 @@ def _torch_unnamed() -> Iterator[None]:
 
 
 def _arrow_rows(dataset: Any, name: str, skip: int = 0) -> Iterator[Row]:
+    import datasets
+
+    features = datasets.Features(_undecoded(dict(dataset.features)))
     try:
-        for number, value in enumerate(dataset.skip(skip) if skip else dataset, skip + 1):
+        batches = (dataset.skip(skip) if skip else dataset).with_format("arrow").iter(_ARROW_ROWS)
+        values = (value for batch in batches for value in batch.to_pylist())
+        for number, value in enumerate(map(features.decode_example, values), skip + 1):
             yield Row(f"{name}, row {number}", without_nulls(value))
     except (OSError, ValueError) as error:
         raise _damaged_folder(name, error) from error
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature with nothing to decode but JSON: no format uses pictures or sounds."""
+    if isinstance(feature, dict):
+        return {name: _undecoded(each) for name, each in feature.items()}
+    if isinstance(feature, list):
+        return [_undecoded(each) for each in feature]
+    if hasattr(feature, "feature"):
+        return replace(feature, feature=_undecoded(feature.feature))
+    return (
+        replace(feature, decode=False) if hasattr(feature, "decode") and type(feature).__name__ != "Json" else feature
+    )
 
 
 def _damaged_folder(name: str, error: Exception) -> ValueError:

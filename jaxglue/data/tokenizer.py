@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jaxglue.json_file import read_json
+from jaxglue.regular_file import MAX_BYTES, open_regular, read_regular_text
 from jaxglue.spelling import nearest
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -24,8 +25,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"tokenizer: no such folder: {folder}")
     if not any((folder / name).is_file() for name in FILES):
         raise ValueError(f"no tokenizer in {folder}: expected one of {', '.join(FILES)}; copy it from the base model")
+    for path in folder.iterdir():  # transformers would wait for a pipe, and raise a traceback for damaged JSON
+        if path.suffix != ".safetensors" and not path.is_dir() and path.exists():
+            open_regular(path, MAX_BYTES if path.match("*token*") else None).close()
     for path in filter(Path.is_file, (folder / name for name in _JSON)):
-        read_json(path)  # names what transformers would raise a traceback for
+        read_json(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise errors of many types for a damaged file
@@ -45,7 +49,7 @@ def read_template(path: str | Path) -> str:
         ValueError: not UTF-8, or empty.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_regular_text(path)
     except UnicodeDecodeError as error:
         raise ValueError(f"chat_template: {path} is not UTF-8 at byte {error.start + 1}: save it as UTF-8") from error
     if not text.strip():

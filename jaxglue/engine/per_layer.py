@@ -11,6 +11,8 @@ from itertools import groupby, permutations
 
 AUTO = "auto"
 """The fastest settings that fit in memory, as `Planner.choose` finds them."""
+_MOST = 10_000
+"""Above the layers of every model."""
 _COUNTED = re.compile(r"(\d+) ?x (.+)", re.DOTALL)
 
 
@@ -73,6 +75,8 @@ class PerLayer[Item]:
     def _sequence(self, text: str) -> tuple[Item, ...]:
         separator = "&" if len(_split(text, "&")) > 1 else "+"
         parts = [self._counted(part, text) for part in _split(text, separator)]
+        if sum(count * len(items) for count, items in parts) > _MOST:
+            raise ValueError(f"{self.flag} {text!r:.100} is for more than {_MOST:,} layers")
         if separator == "+":
             return tuple(item for count, items in parts for _ in range(count) for item in items)
         if len({items for _, items in parts}) < len(parts) or any(len(items) > 1 for _, items in parts):
@@ -85,7 +89,7 @@ class PerLayer[Item]:
     def _counted(self, part: str, text: str) -> tuple[int, tuple[Item, ...]]:
         if (match := _COUNTED.fullmatch(part)) is None:
             raise ValueError(f"{self.flag} {text!r}: {part!r} must be COUNT x {self.item}")
-        count, rest = int(match[1]), match[2].strip()
+        count, rest = int(match[1][:9]), match[2].strip()
         grouped = rest.startswith("[") and rest.endswith("]")
         return count, self._sequence(rest[1:-1]) if grouped else (self.parse(rest),)
 

@@ -14,6 +14,7 @@ from jaxglue.data.template import ChatTemplate, TemplateCheck
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.generation.config import STDIN, GenerateConfig
 from jaxglue.json_file import parse_json
+from jaxglue.regular_file import read_regular_text
 
 Row = dict[str, Any]
 
@@ -31,7 +32,7 @@ def read_prompts(config: GenerateConfig) -> list[Row]:
 
 def _read(path: Path) -> str:
     try:
-        return sys.stdin.read() if path == STDIN else path.read_text(encoding="utf-8-sig")
+        return sys.stdin.read() if path == STDIN else read_regular_text(path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start + 1}: save the prompts as UTF-8") from error
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxglue.atomic import atomic_file
+from jaxglue.data.limits import pattern_time_limit
 from jaxglue.hf.adapter_config import (
     SEQUENCE_CLASSIFIER,
     config_from_peft,
@@ -396,7 +397,8 @@ def _is_targeted(adapter: Adapter, path: str, *, experts: bool) -> bool:
 def _names(targets: Any, path: str) -> bool:
     if isinstance(targets, str):
         try:
-            return re.fullmatch(targets, path) is not None
+            with pattern_time_limit():
+                return re.fullmatch(targets, path) is not None
         except re.error as error:
             raise ValueError(f"adapter_config.json: {targets!r:.100} is not a regular expression: {error}") from None
     return any(is_target(path, target) for target in targets)

@@ -49,7 +49,7 @@ _NEUTRAL_STARTS = (True, False, "gaussian")  # others (pissa, olora, loftq, …)
 
 @contextmanager
 def matching(folder: Path) -> Iterator[None]:
-    """Raise ValueError where the regular expressions of an adapter take longer than any that PEFT writes."""
+    """Raise ValueError where the regular expressions of an adapter take longer than any that PEFT writes, together."""
     try:
         with time_limit(SECONDS):
             yield

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxglue.data.progress import DataProgress, NoProgress
 from jaxglue.data.store import UnchangedFile
+from jaxglue.regular_file import open_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -131,6 +132,7 @@ def _read_into(target: np.ndarray, path: Path, offset: int) -> None:
 def _read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return a file's tensors, and the texts beside them; the library checks the header."""
     try:
+        open_regular(path).close()
         with safe_open(path, framework="numpy") as handle:
             views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
             starts = _data_starts(path)

@@ -282,9 +282,9 @@ class RunConfig(Config):
     mesh: str = "auto"
     """How GPUs share the work: sizes of the axes data, fsdp, tensor and expert, such as data=2,fsdp=4; auto takes data
     for adapters on weights that fit each GPU, else fsdp, or expert for mixtures of experts (see docs/sharding.md)."""
-    epochs: Annotated[PositiveInt, Alias("num_train_epochs", "num_epochs")] = 1
+    epochs: Annotated[int, Range(ge=1, le=10_000), Alias("num_train_epochs", "num_epochs")] = 1
     """Passes over the data, unless steps is given."""
-    steps: Annotated[PositiveInt, Alias("max_steps")] | None = None
+    steps: Annotated[int, Range(ge=1, lt=2**31), Alias("max_steps")] | None = None
     """Optimizer steps; by default those of all epochs."""
     log_every: Annotated[PositiveInt, Alias("logging_steps")] = 10
     """Optimizer steps between lines of metrics."""

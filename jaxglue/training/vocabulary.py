@@ -16,6 +16,7 @@ from jaxglue.models.config import DecoderConfig
 from jaxglue.models.lora import base_shapes
 from jaxglue.models.lora_config import LoraConfig
 from jaxglue.ops.quant.formats import FORMATS
+from jaxglue.regular_file import read_regular_text
 from jaxglue.training.config import TrainConfig
 
 _MULTIPLE = 64
@@ -98,7 +99,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        tokens = [line for line in read_regular_text(path).split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--new-tokens {path}: {error}: expected a text file with a token a line") from None
     if not tokens:

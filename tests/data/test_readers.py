@@ -10,6 +10,7 @@ import pytest
 from jaxglue.data import files
 from jaxglue.data.config import Source, parse_source
 from jaxglue.data.readers import read_rows, source_files
+from jaxglue.json_file import parse_array
 
 ROWS = [{"text": "Grüße"}, {"text": "zwei"}]
 
@@ -213,3 +214,46 @@ def test_long_lines_and_arrays_are_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=rf"{name}.*{message}"):
             values(tmp_path / name)
+
+
+def test_items_of_arrays_are_read_as_they_are_asked_for(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(' [ {"text": "a"},\n{"text": "b"} , oops')
+    rows = read_rows(parse_source(str(path)))
+    assert [next(rows).value, next(rows).value] == [{"text": "a"}, {"text": "b"}]
+    with pytest.raises(ValueError, match=r"a.json: malformed JSON at line 2, column 17: Expecting value"):
+        next(rows)
+    for text, message in (
+        ("[1] 2", "column 5: Extra data"),
+        ("[1 2]", "column 4: Expecting ',' delimiter"),
+        ("[1,]", "column 4: Expecting value"),
+        ("[1", "column 3: Expecting ',' delimiter"),
+        ("[" * 65 + "]" * 65, "nested more than 64 levels deep"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(parse_array(text, "a"))
+    assert list(parse_array("[]", "a")) == []
+    assert list(parse_array(" [[1], {} ]", "a")) == [([1], 3), ({}, 2)]
+
+
+def test_unused_columns_are_not_decoded(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    file = {"bytes": b"RIFF", "path": "x.wav"}
+    saved = {"text": ["a", "b"], "audio": [file] * 2, "pictures": [[file]] * 2, "meta": [{"a": 1}, 2]}
+    text, stored = datasets.Value("string"), {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = {"text": text, "audio": stored, "pictures": datasets.List(stored), "meta": datasets.Json()}
+    datasets.Dataset.from_dict(saved, features=datasets.Features(features)).save_to_disk(tmp_path)
+    info = json.loads((tmp_path / "dataset_info.json").read_text())
+    kinds = {"audio": {"_type": "Audio"}, "pictures": {"_type": "List", "feature": {"_type": "Image"}}}
+    info["features"] |= kinds
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    assert values(tmp_path) == [
+        {"text": "a", "audio": file, "pictures": [file], "meta": {"a": 1}},
+        {"text": "b", "audio": file, "pictures": [file], "meta": 2},
+    ]
+
+
+def test_llama_factorys_description_of_a_folder_is_no_data(tmp_path):
+    write_json_lines(tmp_path / "a.jsonl")
+    (tmp_path / "dataset_info.json").write_text('{"a": {"file_name": "a.jsonl"}}')
+    assert values(tmp_path) == ROWS

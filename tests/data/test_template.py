@@ -8,6 +8,7 @@ import pytest
 from jaxglue.data.encode import Encoder
 from jaxglue.data.files import Row
 from jaxglue.data.formats import detect_format
+from jaxglue.data.template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": "It is 2."}]
 TWICE = [*HELLO, {"role": "user", "content": "Good"}, {"role": "assistant", "content": "\n\nquestion"}]
@@ -204,3 +205,18 @@ def test_dates_in_templates_are_fixed(make_tokenizer):
 def test_text_without_end_token_is_refused(make_tokenizer):
     with pytest.raises(ValueError, match="no eos token"):
         encode(make_tokenizer(None, eos_token=None), {"text": "a"}, "text")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of CPU"),
+        ("{{ 'a' * 10**10 }}", "refuses the conversation: MemoryError"),
+    ],
+)
+def test_every_rendering_is_limited(make_tokenizer, monkeypatch, source, error):
+    monkeypatch.setattr("jaxglue.data.limits.SECONDS", 1)
+    tokenizer = make_tokenizer("plain")
+    tokenizer.chat_template = source
+    with pytest.raises(ValueError, match=f"the chat template .*{error}"):
+        ChatTemplate(tokenizer).render([{"role": "user", "content": "a"}])

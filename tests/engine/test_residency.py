@@ -41,6 +41,9 @@ def test_places_are_parsed_and_formatted(text, places):
         ("gpu", "weights 'gpu' is unknown: use device, host, mapped or auto, or counts such as"),
         ("2 x device & 3 x host", "weights '2 x device & 3 x host' is for 5 layers, the model has 4"),
         ("2 x device + host", "'host' must be COUNT x PLACE"),
+        ("99999999999 x host", "is for more than 10,000 layers"),
+        ("9999 x [9999 x [9999 x host]]", "is for more than 10,000 layers"),
+        ("1" * 5000 + " x host", "is for more than 10,000 layers"),
         ("1 x [1 x device] & 3 x host & 1 x host", "must spread one place's layers among another's"),
     ],
 )

@@ -1,0 +1,57 @@
+"""Regular files of a bounded size."""
+
+import os
+
+import pytest
+
+from jaxglue.data.tokenizer import load_tokenizer, read_template
+from jaxglue.hf.tensor_files import TensorFiles
+from jaxglue.json_file import read_json
+from jaxglue.recipe import read_tables
+from jaxglue.regular_file import open_regular, read_regular, read_regular_text
+from jaxglue.training.vocabulary import add_tokens
+
+READERS = {
+    "open": open_regular,
+    "json": read_json,
+    "recipe": read_tables,
+    "template": read_template,
+    "weights": lambda path: TensorFiles([path]),
+    "new tokens": lambda path: add_tokens(None, path),
+}
+
+
+@pytest.fixture(params=["a pipe", "a device"])
+def endless(request, tmp_path):
+    path = tmp_path / "endless"
+    if request.param == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    return path, request.param
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_pipes_and_devices_are_refused_at_once(endless, reader):
+    path, kind = endless
+    with pytest.raises(ValueError, match=f"{path} is {kind}: write its content to a file"):
+        READERS[reader](path)
+
+
+def test_a_pipe_beside_a_tokenizer_is_refused(tmp_path, make_tokenizer):
+    make_tokenizer("plain").save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(ValueError, match=r"chat_template.jinja is a pipe"):
+        load_tokenizer(tmp_path)
+
+
+def test_files_are_read_up_to_a_size(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"a\r\nb")
+    assert read_regular(path, 4) == b"a\r\nb"
+    assert read_regular_text(path) == "a\nb"
+    with pytest.raises(ValueError, match="text has 4 bytes: at most 3 are read"):
+        read_regular(path, 3)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
