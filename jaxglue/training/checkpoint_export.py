@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -112,9 +112,10 @@ def read_trainable(folder: Path) -> Params:
     return state["trainable"]
 
 
-def trained_dtype(folder: Path) -> str:
+def trained_dtype(folder: Path) -> Literal["bfloat16", "float32"]:
     """Return the compute dtype of the run that saved a checkpoint, which `read_trainable` has read."""
-    return read_json(folder / "meta" / "metadata")["content"]["fingerprint"]["dtype"]
+    dtype = read_json(folder / "meta" / "metadata")["content"]["fingerprint"]["dtype"]
+    return "float32" if dtype == "float32" else "bfloat16"
 
 
 def _restore(state: Path) -> Params:
