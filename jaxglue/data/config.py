@@ -24,7 +24,7 @@ Format = Literal[
     "preference",
     "labeled",
 ]
-LossOn = Literal["assistant", "all"]
+LossOn = Literal["assistant", "last-turn", "all"]
 Columns = Mapping[str, float]
 """Columns of numbers that an objective reads beside a row's text, each with the value of rows without it."""
 NO_COLUMNS: Columns = MappingProxyType({})
@@ -166,8 +166,15 @@ class DataConfig(Config):
         LossOn,
         Alias("train_on_inputs", "train_on_prompt", values={True: "all", False: "assistant"}),
         Alias("assistant_only_loss", "completion_only_loss", values={True: "assistant", False: "all"}),
+        Alias("mask_history", values={True: "last-turn"}),
+        Alias("train_on"),
     ] = "assistant"
-    """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `all`: every token."""
+    """Tokens with loss. `assistant`: assistant turns or completions, and whole text rows. `last-turn`: of chats the
+    last assistant message alone. `all`: every token."""
+    mask_empty_thinking: bool = False
+    """Leave out of the loss the empty thinking with which a chat template begins turns without reasoning."""
+    allow_special_tokens: tuple[str, ...] = ()
+    """Special tokens that messages of chats may hold; others are read as text there, and reported."""
     seq_len: (
         Annotated[int, Range(ge=2), Alias("max_seq_len", "max_seq_length", "max_length", "sequence_len", "cutoff_len")]
         | None
@@ -220,6 +227,12 @@ class DataConfig(Config):
             raise ValueError("streaming: a stream's size is unknown: give its sources shares, not weights")
         if len(self.sources) > 1 and not all(source.share for source in self.sources):
             raise ValueError("streaming: several sources need a share each, such as chats.jsonl?share=0.7")
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """Settings of tokenization for all sources, without those at their defaults."""
+        settings = {"allowed": self.allow_special_tokens, "mask_empty_thinking": self.mask_empty_thinking}
+        return {name: value for name, value in settings.items() if value}
 
     @property
     def row_tokens(self) -> int:

@@ -1,5 +1,7 @@
 """Tokenization of rows with loss masks."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -17,15 +19,22 @@ from jaxglue.data.template import NO_TEMPLATE, ChatTemplate, Span, TemplateCheck
 from jaxglue.data.tokenizer import require_unicode
 from jaxglue.data.words import WordTokenizer
 
+DOUBLED_BOS = ""
+"""Finding of a text that begins with the beginning-of-text token, which the tokenizer adds too."""
 Pieces = list[tuple[str | bytes, bool]]
 """Consecutive (text or int32 tokens, trained) parts of a document."""
+
+
+_EMPTY_THINKING = re.compile(r"(?:(?:<think>)?\s*</think>\s*)?")
+"""Thinking without content at the start of a turn, which the prompt may have begun; matches always."""
 
 
 class ChatSplitter:
     """Splitter of chats where their loss mask changes, and inside special tokens that are text."""
 
-    def __init__(self, template: ChatTemplate, loss_on: str):
-        self._template, self._all = template, loss_on == "all"
+    def __init__(self, template: ChatTemplate, loss_on: str, *, mask_empty_thinking: bool = False):
+        self._template, self._all, self._last = template, loss_on == "all", loss_on == "last-turn"
+        self._mask_empty_thinking = mask_empty_thinking
         self._check = TemplateCheck(template)
 
     def __call__(self, chat: Chat) -> Iterator[tuple[str, bool]]:
@@ -51,6 +60,10 @@ class ChatSplitter:
         if any(flag for message, flag in zip(messages, trained, strict=True) if message["role"] != "assistant"):
             raise ValueError("only an assistant's message can have a weight ('weight' or 'train') of its own")
         text, spans = self._template.render_with_spans(messages, tools)
+        if self._mask_empty_thinking:
+            spans = [(_EMPTY_THINKING.match(text, start, end).end(), end) for start, end in spans]  # type: ignore[union-attr]
+        if self._last and spans:
+            return text, spans[-1:] if turns[-1] is not False else []
         if False not in turns:
             return text, spans
         if len(spans) != len(turns):
@@ -87,6 +100,8 @@ class Encoder:
         loss_on: str,
         system: str = "",
         columns: Columns = NO_COLUMNS,
+        allowed: Sequence[str] = (),
+        mask_empty_thinking: bool = False,
     ):
         self.columns = {**(PAIR_COLUMNS if format == PAIRS else {}), **columns}
         """Columns of numbers that are read beside the documents."""
@@ -95,9 +110,14 @@ class Encoder:
         tokenizer.backend_tokenizer.no_padding()
         self._tokenize = WordTokenizer(tokenizer.backend_tokenizer)
         is_chat = format in CHATS
-        template = ChatTemplate(tokenizer) if is_chat or tokenizer.chat_template else None
-        self._split_chat = ChatSplitter(template, loss_on) if template else None
+        template = ChatTemplate(tokenizer, allowed) if is_chat or tokenizer.chat_template else None
+        self._template = template
+        self._split_chat = (
+            ChatSplitter(template, loss_on, mask_empty_thinking=mask_empty_thinking) if template else None
+        )
         self._bos, self._eos = (b"", b"") if is_chat else _text_ends(tokenizer)
+        self._ends = str(tokenizer.bos_token), str(tokenizer.eos_token)
+        self._findings: Counter[str] = Counter()
         if format != "text" and not self._all and self._prepends_space(tokenizer):
             hint = "use --loss-on all, or convert the tokenizer to byte-level BPE"
             raise ValueError(f"the tokenizer prepends a space to texts, so loss masks would be inexact: {hint}")
@@ -108,6 +128,7 @@ class Encoder:
         Raises:
             ValueError: an unusable row, with its origin.
         """
+        self._findings.clear()
         with memory_limit():
             documents = [pieces for row in rows for pieces in self._named_documents(row)]
         tokens = iter(self._tokenize([piece for piece, _ in chain(*documents) if isinstance(piece, str)]))
@@ -122,6 +143,7 @@ class Encoder:
                 name: np.array([read_number(row.value, name, absent) for row in rows], np.float32)
                 for name, absent in self.columns.items()
             },
+            dict(self._findings),
         )
 
     def _prepends_space(self, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -142,11 +164,20 @@ class Encoder:
 
     def _documents(self, row: dict[str, Any]) -> list[Pieces]:
         contents = read_answers(row, self._format) if self._format in ANSWER_KEYS else [read_row(row, self._format)]
-        trained = read_weight(row) is not False
-        return [self._pieces(content, trained) if content else [] for content in contents]
+        trained, found = read_weight(row) is not False, set[str]()
+        documents = [self._pieces(content, trained, found) if content else [] for content in contents]
+        self._findings.update(found)
+        return documents
 
-    def _pieces(self, content: Chat | list[str], row_trained: bool) -> Pieces:
-        pieces = self._chat_pieces(content) if isinstance(content, Chat) else self._text_pieces(content)
+    def _pieces(self, content: Chat | list[str], row_trained: bool, found: set[str]) -> Pieces:
+        """Return a document's pieces; add to the findings of its row."""
+        if isinstance(content, Chat):
+            pieces = self._chat_pieces(content)
+            found |= self._template.split if self._template else set()
+        else:
+            pieces = self._text_pieces(content)
+            if self._bos and "".join(content).startswith(self._ends[0]):
+                found.add(DOUBLED_BOS)
         return [(piece, trained and row_trained) for piece, trained in pieces]
 
     def _chat_pieces(self, chat: Chat) -> Pieces:
@@ -158,7 +189,8 @@ class Encoder:
         if self._system:
             raise ValueError("the row is no chat, so it cannot take a system message: leave out 'system'")
         *prompt, text = texts
-        return [(self._bos, False), *((part, self._all) for part in prompt), (text, True), (self._eos, True)]
+        end = b"" if text.endswith(self._ends[1]) else self._eos  # one, as in TRL
+        return [(self._bos, False), *((part, self._all) for part in prompt), (text, True), (end, True)]
 
 
 def _token_bytes(*tokens: int) -> bytes:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxglue.data.answers import select_answers
 from jaxglue.data.config import NO_COLUMNS, AnswerTask, Columns, DataConfig, Source, short_names
 from jaxglue.data.dataset import Selection, TokenDataset, hold_out, join_selections, select_documents
+from jaxglue.data.encode import DOUBLED_BOS
 from jaxglue.data.formats import unused_note
 from jaxglue.data.mixing import check_epoch, passes_per_epoch, plan_dataset_epoch
 from jaxglue.data.packing import PackPlan
@@ -20,9 +21,9 @@ from jaxglue.data.readers import SAVED_INFO
 from jaxglue.data.report import DataReport, SourceReport, split_report
 from jaxglue.data.store import TOKEN_BYTES, TokenStore
 from jaxglue.data.stream import TokenStream, Window
-from jaxglue.data.template import adopt
+from jaxglue.data.template import adopt, trained_stops
 from jaxglue.data.tokenize import Tokenized, tokenize
-from jaxglue.data.tokenizer import padding_token
+from jaxglue.data.tokenizer import known_tokens, padding_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,10 @@ def prepare_data(
         train=sizes[0],
         eval=sizes[1] if len(sizes) > 1 else None,
         sources=tuple(_source_reports([one for one, _ in groups[0]], train, plans[0])),
-        notes=tuple(_notes([[one for one, _ in group] for group in groups])),
+        notes=(
+            *_notes([[one for one, _ in group] for group in groups]),
+            *_row_notes(train.store, config, tokenizer, ends=task is None or not task.scored),
+        ),
     )
     held_out = datasets[1] if len(datasets) > 1 else None
     names = short_names([source.name for source in config.eval_sources or config.sources])
@@ -124,7 +128,11 @@ def _prepare_stream(
         train=sizes[0],
         eval=sizes[1] if held_out else None,
         sources=(),
-        notes=(*_stream_notes(config, window), *_unused_notes(columns)),
+        notes=(
+            *_stream_notes(config, window),
+            *_unused_notes(columns),
+            *_row_notes(train.dataset.store, config, tokenizer),
+        ),
     )
     names = short_names([source.name for source in eval_sources])
     return PreparedData(
@@ -206,6 +214,60 @@ def _notes(groups: list[list[Tokenized]]) -> Iterator[str]:
 def _unused_notes(sources: Iterable[tuple[Source, str, list[str]]]) -> Iterator[str]:
     """Yield one line for each source with columns that its format does not use."""
     yield from dict.fromkeys(unused_note(*source) for source in sources if source[2])
+
+
+_CHECKED = 256
+"""Documents whose ends are looked at."""
+_LAST = 4
+"""Tokens at the end of a trained span among which one must end the turn; white space may follow it."""
+
+
+def _row_notes(
+    store: TokenStore, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, ends: bool = True
+) -> Iterator[str]:
+    """Yield one line each for special tokens read as text, beginnings of text that are doubled, and turns without end.
+
+    Args:
+        store: of the training data.
+        config: of the data.
+        tokenizer: of the model.
+        ends: answers are generated, so turns need ends.
+    """
+    findings = dict(store.info.get("findings", {}))
+    if doubled := findings.pop(DOUBLED_BOS, 0):
+        yield (
+            f"{doubled:,} {'row begins' if doubled == 1 else 'rows begin'} with {tokenizer.bos_token}, which the "
+            "tokenizer adds as well: leave it out of the rows"
+        )
+    if ordered := sorted(findings.items(), key=lambda item: (-item[1], item[0])):
+        counts = (f"{token} in {rows:,} {'row' if rows == 1 else 'rows'}" for token, rows in ordered)
+        yield (
+            f"special tokens inside messages are read as text: {', '.join(counts)}; --allow-special-tokens keeps those "
+            "that it names"
+        )
+    stops = trained_stops(tokenizer).union(known_tokens(tokenizer, "stop_tokens", config.stop_tokens))
+    if ends and _never_stops(store, stops, config.row_tokens):
+        names = ", ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(stops)) or "none is known"
+        yield (
+            f"no trained turn ends with an end-of-turn token ({names}), so the model does not learn to stop: let the "
+            "chat template's turns end with one, inside its {% generation %} markers if it has them"
+        )
+
+
+def _never_stops(store: TokenStore, stops: frozenset[int], longest: int) -> bool:
+    """Tell whether none of the first documents' trained spans ends with a stop token; False without spans."""
+    found = False
+    for begin, end in zip(store.offsets[:_CHECKED], store.offsets[1:], strict=False):
+        if end - begin > longest:  # of a stream, which keeps documents' beginnings alone
+            continue
+        indices = np.arange(begin, end)
+        tokens, mask = np.asarray(store.tokens[indices]), np.asarray(store.mask[indices]) > 0
+        for last in np.flatnonzero(mask & ~np.append(mask[1:], False)):
+            window = slice(max(0, last - _LAST + 1), last + 1)
+            if not stops.isdisjoint(tokens[window][mask[window]].tolist()):
+                return False
+            found = True
+    return found
 
 
 def _check_vocabulary(store: TokenStore, vocab_size: int | None) -> None:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -67,6 +68,8 @@ class Encoded(NamedTuple):
     lengths: Int32[np.ndarray, "documents"]
     columns: Mapping[str, Float32[np.ndarray, "rows"]] = MappingProxyType({})
     """Values of the rows in each column that is read; NaN for anything but a number."""
+    findings: Mapping[str, int] = MappingProxyType({})
+    """Rows by what was found in them: special tokens that are read as text, and further ones of `Encoder`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class TokenStore:
     """1 for tokens to predict."""
     offsets: Int64[np.ndarray, "documents+1"]
     info: dict[str, Any]
-    """`digest` of the content, `max_token`, and the writer's fields."""
+    """`digest` of the content, `max_token`, `findings` as in `Encoded`, and the writer's fields."""
     columns: Mapping[str, Float32[np.ndarray, "rows"]] = field(default_factory=dict)
     """Values of the rows by column, NaN for anything but a number; without columns that no row gives."""
     files: tuple[UnchangedFile, ...] = ()
@@ -136,13 +139,26 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
     starts = np.cumsum([0, *(len(store.tokens) for store in stores)])
     offsets = [store.offsets[:-1] + start for store, start in zip(stores, starts[:-1], strict=True)]
     digest = hashlib.sha256("".join(store.info["digest"] for store in stores).encode()).hexdigest()
+    info = {
+        "digest": digest,
+        "max_token": max(store.info["max_token"] for store in stores),
+        "findings": sum_findings(store.info.get("findings", {}) for store in stores),
+    }
     return TokenStore(
         tokens=_Joined([store.tokens for store in stores]),  # type: ignore[arg-type]
         mask=_Joined([store.mask for store in stores]),  # type: ignore[arg-type]
         offsets=np.concatenate([*offsets, starts[-1:]]),
         files=tuple(file for store in stores for file in store.files),
-        info={"digest": digest, "max_token": max(store.info["max_token"] for store in stores)},
+        info=info,
     )
+
+
+def sum_findings(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the rows of all parts by what was found in them."""
+    total = Counter[str]()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 class _Joined:
@@ -283,13 +299,14 @@ def _check_bounds(store: TokenStore, ranges: dict[str, list[int]], folder: Path)
 
 
 def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -> dict[str, Any]:
-    lengths, columns, largest = [np.zeros(1, np.int64)], [], -1
+    lengths, columns, largest, findings = [np.zeros(1, np.int64)], [], -1, Counter[str]()
     with (folder / "tokens.int32").open("wb") as tokens, (folder / "mask.uint8").open("wb") as mask:
         for chunk in chunks:
             tokens.write(chunk.tokens.data)
             mask.write(chunk.mask.data)
             lengths.append(chunk.lengths)
             columns.append(chunk.columns)
+            findings.update(chunk.findings)
             largest = max(largest, int(chunk.tokens.max(initial=-1)))
     if largest < 0:
         raise ValueError("the data set is empty: no row has any text")
@@ -304,7 +321,7 @@ def _write_documents(folder: Path, chunks: Iterable[Encoded], absent: Columns) -
             values.tofile(path)
             sync(path)
             files[f"{name}s"] = file_digest(path)
-    return {"files": files, "digest": _info_digest(files), "max_token": largest}
+    return {"files": files, "digest": _info_digest(files), "max_token": largest, "findings": findings}
 
 
 def _publish(temporary: Path, folder: Path) -> None:

@@ -21,7 +21,7 @@ from jaxglue.data.formats import unused_columns
 from jaxglue.data.iterator import Step, Steps, check_batch, check_run, read_ahead
 from jaxglue.data.mixing import plan_dataset_epoch
 from jaxglue.data.readers import data_files, hub_fingerprint, row_chunks, source_parts
-from jaxglue.data.store import Encoded, TokenStore, content_key
+from jaxglue.data.store import Encoded, TokenStore, content_key, sum_findings
 from jaxglue.data.tokenize import cache_key, check_format, encode_in_processes, find_format
 from jaxglue.ops.segments import segment_bucket
 
@@ -91,7 +91,10 @@ class TokenStream:
         """Row format of each source."""
         self.unused = tuple(reader.unused for reader in self._readers)
         """Columns of each source that its format does not use."""
-        keys = [cache_key(_file_ends(source), source, tokenizer, False, _VERSION) for source in config.sources]
+        keys = [
+            cache_key(_file_ends(source), source, tokenizer, False, _VERSION, encoding=config.encoding)
+            for source in config.sources
+        ]
         shares = [source.share for source in config.sources]
         self.fingerprint = content_key(keys, shares, config.row_tokens, config.overlong, config.stream_tokens)
         """Hash of the files' sizes and ends, the tokenizer and the settings."""
@@ -159,7 +162,8 @@ class _Reader:
         self.format = find_format(head, source)
         self.unused = unused_columns(head, self.format)
         check_format(self.format, source, False)
-        self._encoder = Encoder(tokenizer, format=self.format, loss_on=source.loss_on, system=source.system)
+        settings: dict[str, Any] = {"format": self.format, "loss_on": source.loss_on, "system": source.system}
+        self._encoder = Encoder(tokenizer, **settings, **config.encoding)
 
     def chunks(self, place: Position) -> Generator[_Chunk]:
         """Yield tokenized chunks of rows from a place on."""
@@ -198,7 +202,8 @@ def _cut(encoded: Encoded, most: int) -> Encoded:
     ends = np.cumsum(encoded.lengths)
     positions = np.arange(len(encoded.tokens)) - np.repeat(ends - encoded.lengths, encoded.lengths)
     kept = positions < most
-    return Encoded(encoded.tokens[kept], encoded.mask[kept], np.minimum(encoded.lengths, most))
+    lengths = np.minimum(encoded.lengths, most)
+    return encoded._replace(tokens=encoded.tokens[kept], mask=encoded.mask[kept], lengths=lengths)
 
 
 def _join(chunks: Sequence[Encoded]) -> TokenStore:
@@ -208,7 +213,11 @@ def _join(chunks: Sequence[Encoded]) -> TokenStore:
         tokens=tokens,
         mask=np.concatenate([chunk.mask for chunk in chunks]),
         offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-        info={"digest": "", "max_token": int(tokens.max(initial=-1))},
+        info={
+            "digest": "",
+            "max_token": int(tokens.max(initial=-1)),
+            "findings": sum_findings(chunk.findings for chunk in chunks),
+        },
     )
 
 

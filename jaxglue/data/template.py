@@ -24,6 +24,8 @@ NO_TEMPLATE = (
     "the tokenizer has no chat template, and the data are chats: name one with --chat-template, or use a tokenizer of "
     "a chat model"
 )
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?$")
+"""End of a generation prompt that begins the thinking, or ends it at once; earlier turns may have none."""
 PLAIN = "\U000f0000"
 """Splits special tokens in the text of messages, so that they are tokenized as text; removed by `plain_pieces`."""
 _MAX_CHARACTERS = 1 << 26
@@ -51,10 +53,13 @@ class ChatTemplate:
         ValueError: the tokenizer has none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, allowed: Sequence[str] = ()):
+        """Take a tokenizer, and the special tokens that messages may hold."""
         if not tokenizer.chat_template:
             raise ValueError(NO_TEMPLATE)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._allowed = tokenizer, frozenset(allowed)
+        self.split: set[str] = set()
+        """Special tokens that the last call of `protect` split."""
         self._specials = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
         longest_first = sorted(filter(lambda token: len(token) > 1, self._specials), key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, [PLAIN, *longest_first])))
@@ -68,20 +73,53 @@ class ChatTemplate:
         return set(re.findall(r"""['"](\w+)['"]""", self._source(None)))
 
     def protect(self, messages: Messages, tools: Tools = None) -> tuple[Messages, Tools]:
-        """Split special tokens in messages and tools, which are text there.
+        """Split special tokens in messages and tools, which are text there; `split` has those found.
+
+        Where the template reads the thinking in an assistant's content, its tokens stay whole.
 
         Raises:
-            ValueError: a text holds the splitting character.
+            ValueError: a text holds the splitting character, or the template reads other special tokens in messages.
         """
-        split = [{key: v if key == "role" else self._protect(v) for key, v in m.items()} for m in messages]
-        return split, self._protect(tools)
+        protected = self._protect_all(messages, tools, self._allowed)
+        if not self.split or self._renders_alike(messages, tools, protected):
+            return protected
+        thinking = self._allowed | {token for token in self.split if "think" in token.lower()}
+        protected = self._protect_all(messages, tools, thinking)
+        if not self._renders_alike(messages, tools, protected):
+            raise ValueError(
+                f"the chat template reads special tokens inside messages ({', '.join(sorted(self.split))[:200]}), "
+                "which are text there: take them out of the row, or name them with --allow-special-tokens"
+            )
+        return protected
 
-    def _protect(self, value: Any) -> Any:
+    def _renders_alike(self, messages: Messages, tools: Tools, protected: tuple[Messages, Tools]) -> bool:
+        """Tell whether the template renders protected messages as it renders them unprotected."""
+        return self.render(*protected).replace(PLAIN, "") == self.render(messages, tools)
+
+    def _protect_all(self, messages: Messages, tools: Tools, whole: frozenset[str]) -> tuple[Messages, Tools]:
+        """Split special tokens but those allowed, and those to stay `whole` in the assistant's messages."""
+        self.split = set()
+        split = [
+            {
+                key: v if key == "role" else self._protect(v, whole if m["role"] == "assistant" else self._allowed)
+                for key, v in m.items()
+            }
+            for m in messages
+        ]
+        return split, self._protect(tools, self._allowed)
+
+    def _protect(self, value: Any, whole: frozenset[str]) -> Any:
         if isinstance(value, str):
-            return self._reserved.sub(_split_token, value)
+            return self._reserved.sub(lambda found: found[0] if found[0] in whole else self._split_token(found), value)
         if isinstance(value, dict):
-            return {self._protect(key): self._protect(item) for key, item in value.items()}
-        return [self._protect(item) for item in value] if isinstance(value, list) else value
+            return {self._protect(key, whole): self._protect(item, whole) for key, item in value.items()}
+        return [self._protect(item, whole) for item in value] if isinstance(value, list) else value
+
+    def _split_token(self, found: re.Match) -> str:
+        if found[0] == PLAIN:
+            raise ValueError("a text holds the character U+F0000, which is reserved: remove it")
+        self.split.add(found[0])
+        return f"{found[0][0]}{PLAIN}{found[0][1:]}"
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendering of protected messages, as in training."""
@@ -175,9 +213,10 @@ class ChatTemplate:
 
     def _turn_start(self, messages: Messages, turn: int, tools: Tools, text: str) -> int:
         prompt = self._prompt(messages, turn, tools)
-        if not text.startswith(prompt):
-            raise _UnstableTemplateError(turn)
-        return len(prompt)
+        for beginning in (prompt, _OPENED.sub("", prompt)):  # earlier turns may have lost the thinking
+            if text.startswith(beginning):
+                return len(beginning)
+        raise _UnstableTemplateError(turn)
 
     def _prompt(self, messages: Messages, turn: int, tools: Tools) -> str:
         """Render the prompt that precedes a generated message."""
@@ -246,6 +285,7 @@ def adopt(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     known_tokens(tokenizer, "stop_tokens", config.stop_tokens)
+    known_tokens(tokenizer, "allow_special_tokens", config.allow_special_tokens)
     if (token := config.eos_token) is None:
         return
     if token == TURN_END:
@@ -333,12 +373,6 @@ class _UnstableTemplateError(ValueError):
 def plain_pieces(text: str) -> list[str]:
     """Split a rendering where it splits special tokens, into pieces to tokenize one by one."""
     return [piece for piece in text.split(PLAIN) if piece]
-
-
-def _split_token(found: re.Match) -> str:
-    if found[0] == PLAIN:
-        raise ValueError("a text holds the character U+F0000, which is reserved: remove it")
-    return f"{found[0][0]}{PLAIN}{found[0][1:]}"
 
 
 def _describe(error: Exception) -> str:

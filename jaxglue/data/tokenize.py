@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ from jaxglue.data.progress import Advance, DataProgress, metered
 from jaxglue.data.readers import hub_fingerprint, read_rows, row_chunks, source_files
 from jaxglue.data.store import Encoded, TokenStore, content_key, file_digest, open_or_write, write_store
 
-_VERSION = 5
+_VERSION = 6
 """Increment when the same rows yield different tokens or masks, to invalidate caches; streams under way go on."""
 _CHUNK = 512
 _WORTH_PROCESSES = 64 * _CHUNK
@@ -81,12 +81,14 @@ def tokenize(
         ValueError: no rows, an unusable row, naming file and line, or a cache that may not be written.
     """
     digests = _digests(source, progress)
-    folder = Path(config.cache_dir) / cache_key(digests, source, tokenizer, preferences, _VERSION, columns)
+    folder = Path(config.cache_dir) / cache_key(
+        digests, source, tokenizer, preferences, _VERSION, columns, config.encoding
+    )
     fresh = []
 
     def write() -> None:
         fresh.append(True)
-        _write(folder, source, config.workers, tokenizer, progress, preferences, columns)
+        _write(folder, source, config, tokenizer, progress, preferences, columns)
 
     store, damage = open_or_write(folder, write)
     format, unused = store.info["format"], store.info.get("unused")
@@ -100,7 +102,7 @@ def tokenize(
 def _write(
     folder: Path,
     source: Source,
-    workers: int | None,
+    config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     progress: DataProgress,
     preferences: bool,
@@ -110,9 +112,9 @@ def _write(
     head = list(islice(rows, _WORTH_PROCESSES + 1))
     format = find_format(head, source, detect_preference if preferences else detect_format)
     check_format(format, source, preferences)
-    settings = {"format": format, "loss_on": source.loss_on, "system": source.system}
-    encoder = Encoder(tokenizer, **settings, columns=columns)
-    workers = workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
+    settings: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system}
+    encoder = Encoder(tokenizer, **settings, columns=columns, **config.encoding)
+    workers = config.workers or ((os.cpu_count() or 1) if len(head) > _WORTH_PROCESSES else 1)
     encoded = _encode(encoder, chain(head, rows), workers)
     with progress.stage(f"tokenizing {source}", _size(source)) as advance:
         unused = unused_columns(head, format, columns)
@@ -143,7 +145,8 @@ def first_row(config: DataConfig, *, preferences: bool) -> FirstRow:
         chat = chat.with_system(source.system)
 
     def encode(tokenizer: PreTrainedTokenizerBase) -> Encoded:
-        return Encoder(tokenizer, format=format, loss_on=source.loss_on, system=source.system).encode([row])
+        settings: dict[str, Any] = {"format": format, "loss_on": source.loss_on, "system": source.system}
+        return Encoder(tokenizer, **settings, **config.encoding).encode([row])
 
     return FirstRow(row.origin, chat, encode)
 
@@ -196,6 +199,7 @@ def cache_key(
     preferences: bool,
     version: int,
     columns: Columns = NO_COLUMNS,
+    encoding: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return a name for the tokens of a source, from its files' digests and all that tokens depend on."""
     files = [["".join(Path(name).suffixes[-2:]), digest] for name, digest in digests]
@@ -203,6 +207,7 @@ def cache_key(
     model = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
     further = {**columns}.items() - (PAIR_COLUMNS.items() if preferences else {}.items())
     rows = [*(["preferences 2"] if preferences else []), *([sorted(further)] if further else [])]
+    rows += [sorted(encoding.items())] if encoding else []
     return content_key(version, files, *settings, *model, *rows)
 
 
